@@ -69,6 +69,11 @@ class Feature:
     """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
+    start: str | None = None
+    """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
+    steps of a training."""
 
 
 _ADDED: dict[str, Feature] = {}

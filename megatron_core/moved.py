@@ -56,6 +56,18 @@ MOVED = {
     "datasets.conversation_notes": "features.conversations.line_notes",
     "datasets.build_conversations": "features.conversations.build",
     "datasets.conversations": "features.conversations.dataset",
+    "training.state_copies": "resilience.state_copies",
+    "training.recovery_choice": "resilience.recovery_choice",
+    "training.recovery": "resilience.recovery",
+    "monitor.chrome_trace": "reports.profile",
+    "parallel.links.seal": "parallel.links.recorder",
+    "training.checks": "reports.checks",
+    "monitor.replicas": "reports.replicas",
+    "training.link_checks": "resilience.link_checks",
+    "training.faults": "resilience.faults",
+    "training.hash_records": "reports.hash_callback",
+    "training.profile": "reports.profile",
+    "training.rerun": "resilience.rerun",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""

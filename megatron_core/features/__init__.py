@@ -1,5 +1,6 @@
-"""Optional features, one folder each. This list is the only place that names them."""
+"""Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
+from megatron_core import reports, resilience
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -38,5 +39,7 @@ FEATURES = (
     QUESTIONS,
     RECURRENT,
     SPARSE_ATTENTION,
+    *reports.FEATURES,
+    *resilience.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -33,6 +33,7 @@ from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.training.attempts import Attempts
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
 from megatron_core.training.loading import counters, load_intact, load_state
@@ -84,6 +85,8 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    attempts: Attempts = field(default_factory=Attempts)
+    """How steps are computed: once, or repeatedly to find wrong results."""
     parts: tuple[RunPart, ...] = field(init=False)
     """The objects of the features that this run uses."""
     objective: Objective = field(init=False)

@@ -26,7 +26,7 @@ SATELLITES = (
         "launcher",
     ),
     *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
-    *("parallel.shared_memory", "parallel.simulated"),
+    *("parallel.shared_memory", "parallel.simulated", "resilience", "reports"),
 )
 """Packages outside of the core that are not features."""
 
@@ -50,16 +50,12 @@ WAITING = {
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
     "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
-    "resilience": (
-        "training.recovery training.recovery_choice training.state_copies training.link_checks "
-        "training.faults training.rerun checkpoint.copies checkpoint.host_copy config.resilience"
-    ),
+    "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
         "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
-        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts monitor.chrome_trace "
-        "monitor.summary monitor.replicas monitor.tensorboard training.hash_records training.profile "
-        "training.dry_run"
+        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
+        "monitor.summary monitor.tensorboard training.dry_run"
     ),
     "megatron_flags": (
         "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_core.monitor.replicas import Replicas, describe
+from megatron_core.reports.replicas import Replicas, describe
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

@@ -2,11 +2,6 @@
 
 Compared are: every parameter over its data axes; over each model axis, replicated parameters and ranges shared by
 several ranks (keys and values with fewer query groups than ranks); the tied embedding on the first and last stage.
-
-A tensor is hashed where it is stored, as a row x of signed 32-bit words (16 or 8 bits for narrower elements, two words
-for a wider element): h = sum of x_i w_i modulo 2^64 with fixed random odd numbers w_i. Tensors with different bits,
-also with two exchanged elements, have equal hashes with a probability of at most 2^-32, because each difference of
-words is below 2^32. NaN is a bit pattern like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +15,8 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Range, spec_of
+from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.texts import gather_strings, listed
-
-CHUNK = 2**18
-"""Words converted to 64 bits at a time: 2 MiB, the fastest of 2^14 to 2^20 on a CPU."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,8 @@ class Replicas:
         whole = (parameter.detach() for parameter in reading([parameter for _, parameter in self.named]))
         holders = reading([parameter for parameter, _, _ in self.shared])
         cut = (p.detach().narrow(dim, a, b - a) for p, (_, dim, (a, b)) in zip(holders, self.shared, strict=True))
-        return hash_tensors(chain(whole, cut), self.device)
+        hashes = [bit_hash(tensor) for tensor in chain(whole, cut)]
+        return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def differences(self, hashes: Tensor) -> list[str]:
         """Describe each set of differing replicas; all ranks call this and get the same list."""
@@ -153,18 +146,3 @@ def _minority(sets: list[list[int]]) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
-
-
-def hash_tensors(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A 64-bit hash of each tensor, ``[n]`` int64; equal on every rank and device for equal bits."""
-    random = torch.Generator().manual_seed(1)
-    factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=random).to(device) | 1
-    hashes = [_hash(tensor.detach(), factors) for tensor in tensors]
-    return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
-
-
-def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
-    """All chunks have the same factors; the hashes of several chunks are hashed again, so that their order counts."""
-    words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
-    sums = [(chunk.to(torch.int64).mul_(factors[: chunk.numel()])).sum() for chunk in words.split(CHUNK)]
-    return sums[0] if len(sums) == 1 else _hash(torch.stack(sums), factors)

@@ -1,10 +1,9 @@
 """``--recover in-process``: training continues in the same processes after a rank has died, hung or raised.
 
-Each process of the launcher supervises a training process (``parallel.recovery``). Before every step each rank copies
-its state to memory that outlives its training process. After a failure the surviving processes interrupt their step,
-all ranks connect, a new process takes the place of a dead one, process groups and model are built again, and every rank
-loads the newest copy that all ranks have. A step is a function of state and samples, so that the weights at the end
-are those of an undisturbed run.
+A supervisor in each process of the launcher outlives its training process (``parallel.recovery``), as does the memory
+to which each rank copies its state before every step. After a failure all ranks connect, build process groups and model
+again, and load the newest copy that all of them have. A step is a function of state and samples, so that the weights
+at the end are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
+from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
@@ -38,10 +38,11 @@ from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Memb
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
-from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
+from megatron_core.resilience.faults import die_in_recovery
+from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
+from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
+from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
-from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
@@ -53,18 +54,20 @@ SAVE_SECONDS = 1.0
 MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
+UNFINISHED = "a rank that has not completed its last step did not reach"
 
 _inherited: list[dist.Store] = []
 """The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
-Attempt = Callable[[RunConfig, World, HostCopy | None, "Recovery"], None]
-"""Sets up a run from a copy of the state and trains it to its end."""
 
 
-def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> None:
+def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
     """Supervise this rank's training process, and return in it after the last step.
 
     Errors: ``ConfigError`` on GPUs; ``RestartNeeded`` if the job cannot continue.
     """
+    if world.size == 1:
+        return start_once(config, world, job)
+    check(config, world.size)
     if world.device.type == "cuda":
         raise ConfigError(
             "recover=in-process runs on CPU ranks only: aborting NCCL's collectives is not verified; hide the GPUs "
@@ -83,15 +86,11 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     rendezvous = Rendezvous(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
     child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
-    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(attempt)
+    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(job)
 
 
 class Regrouped(InterruptedWait):
     """Raised to create the process groups again for a rank that joins; no rank has failed."""
-
-
-def _nothing() -> None:
-    """The default of ``HostMemory.before_commit``."""
 
 
 class Recovery:
@@ -102,8 +101,7 @@ class Recovery:
     ) -> None:
         """``mirror``: copies of another rank. ``is_fresh``: this process takes the place of one that has died."""
         assert world.store is not None, "the supervisor has connected to it"
-        self.config, self.world, self.memory, self._is_fresh = config, world, memory, is_fresh
-        self._mirror = mirror
+        self.config, self.world, self.memory, self._mirror, self._is_fresh = config, world, memory, mirror, is_fresh
         self._store = world.store = connection(world.store)
         store, self._choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
         self._rendezvous = Rendezvous(store, world.rank, world.size, self._choice)
@@ -120,7 +118,7 @@ class Recovery:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop_reason = signal.Signals(number).name
 
-    def run(self, attempt: Attempt) -> None:
+    def run(self, job: Job) -> None:
         """Train until the end, in as many generations as needed."""
         self.world.watchdog, self.world.memory = self._monitor, self.memory
         if self.config.resilience.recover_join and self._is_fresh and not self._await_invitation():
@@ -128,7 +126,7 @@ class Recovery:
         self.generation = self._rendezvous.next_generation(self.memory.numbers[GENERATION])
         while True:
             try:
-                self._run_generation(attempt)
+                self._run_generation(job)
                 return
             except Exception as error:
                 self._monitor.pause()
@@ -171,7 +169,7 @@ class Recovery:
             time.sleep(POLL)
         return True
 
-    def _run_generation(self, attempt: Attempt) -> None:
+    def _run_generation(self, job: Job) -> None:
         """Join the rendezvous and process groups of this generation, train, and wait until all ranks are complete."""
         generation, world = self.generation, self.world
         self.memory.numbers[GENERATION], self._joins = generation, 0
@@ -207,9 +205,15 @@ class Recovery:
             )
         if generation:
             die_in_recovery(config, self.memory, members.iteration + 1)
-        attempt(config, world, copy, self)
+        run = job.set_up(config, world, copy)
+        run.stop_reason = self.stop_reason
+        try:
+            job.train(run, [StateCopies(self)], is_new=copy is None)
+        except Exception:
+            self._leave(run)
+            raise
         self._rendezvous.finish(generation)
-        self._wait(lambda: self._rendezvous.all_finished(generation, ranks), self._limit, self._unfinished)
+        self._wait(lambda: self._rendezvous.all_finished(generation, ranks), self._limit, lambda: UNFINISHED)
         self._monitor.pause()
         self.memory.numbers[FINISHED] = 1
         self._rendezvous.end(0, "the job is complete")
@@ -233,7 +237,7 @@ class Recovery:
 
     def _stand_aside(self) -> None:
         """Wait for the end of this generation as a spare rank: its batch or layout cannot use this rank."""
-        self._wait(lambda: self._rendezvous.replaced(self.generation) is not None, math.inf, self._unfinished)
+        self._wait(lambda: self._rendezvous.replaced(self.generation) is not None, math.inf, lambda: UNFINISHED)
         if self._rendezvous.replaced(self.generation) is not None:
             raise Regrouped
         self._monitor.pause()
@@ -263,16 +267,16 @@ class Recovery:
 
     def _meet(self) -> Members:
         """Wait for the other ranks, which may have to start."""
-        found: list[Members] = []
+        decisions: list[Members] = []
 
         def decided() -> bool:
             members = self._rendezvous.members(self.generation)
-            found.extend([members] if members is not None else [])
-            return members is not None
+            decisions.extend([members] if members is not None else [])
+            return bool(decisions)
 
         limit = MEETING if self.generation else max(MEETING, self._limit)
         self._wait(decided, limit, lambda: f"rank {listed(self._rendezvous.absent(self.generation))} did not reach")
-        return found[0]
+        return decisions[0]
 
     def _wait(self, is_done: Callable[[], bool], limit: float, missing: Callable[[], str]) -> None:
         """Wait until ``is_done``; ``InterruptedWait`` if the generation fails; it fails after ``limit`` seconds."""
@@ -287,9 +291,6 @@ class Recovery:
                 what = f"{missing()} the rendezvous of the ranks within {limit:.0f} s"
                 self._rendezvous.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
             time.sleep(POLL)
-
-    def _unfinished(self) -> str:
-        return "a rank that has not completed its last step did not reach"
 
     def _refuse_repetition(self, members: Members) -> None:
         """``MegatronError`` if the last ``MOST`` generations continued from the same iteration.
@@ -349,7 +350,7 @@ class Recovery:
 
     def _tear_down(self) -> None:
         """Free groups, model and state of the failed generation."""
-        self.world.prefix, self.memory.before_commit = "", _nothing
+        self.world.prefix, self.memory.before_commit = "", lambda: None
         try:
             dist.destroy_process_group()
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
@@ -358,7 +359,7 @@ class Recovery:
         rank_local.forget()
         gc.collect()
 
-    def leave(self, run: Run) -> None:
+    def _leave(self, run: Run) -> None:
         """Store the reason to stop, and release the folders of a failed generation.
 
         If a background save does not end, the process is killed and replaced.

@@ -16,8 +16,8 @@ from megatron_core.config.validate import problems
 from megatron_core.errors import WrongStepError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
+from megatron_core.resilience.rerun import Attempt, Reruns
 from megatron_core.training.loop import train
-from megatron_core.training.rerun import Attempt, Reruns
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.runs import tiny_config, tiny_run
@@ -76,7 +76,7 @@ def test_a_persistent_error_ends_the_run_and_names_the_rank(undisturbed: dict[in
 
 def test_a_step_that_stays_on_its_ranks_shows_no_persistent_error() -> None:
     """A planted defect, which the verdicts above show."""
-    with planted("training.rerun:Reruns._validate", "compute(2, shift=1)", "compute(2)"):
+    with planted("resilience.rerun:Reruns._validate", "compute(2, shift=1)", "compute(2)"):
         _, _, said, stopped = on_ranks(2, **injected("persistent_error"))[0]
     assert "persistent" not in said and "correct: it is the same" in said and not stopped
 
@@ -119,7 +119,7 @@ def test_a_replay_needs_another_copy() -> None:
     run = SimpleNamespace(config=config, world=World(0, 1, 0, torch.device("cpu")), groups=Groups())
     out = io.StringIO()
     with redirect_stdout(out):
-        Reruns(run)
+        Reruns(run).before_run()
     assert out.getvalue() == "note: replay_interval=2 has no effect: no other data-parallel replica is left\n"
 
 

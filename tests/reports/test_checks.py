@@ -17,7 +17,7 @@ from megatron_core.ops import adamw_
 from megatron_core.optimizer import algorithms
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.texts import listed
-from megatron_core.training.checks import RunChecks
+from megatron_core.reports.checks import RunChecks
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step

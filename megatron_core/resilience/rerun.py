@@ -3,14 +3,9 @@
 A result is suspicious if its loss or gradient norm is not finite, or if a callback such as ``BadSteps`` rejects the
 step; its update is skipped, so that the weights are those of the first attempt. The step is repeated with the same
 samples: first on the same ranks, then each copy of the model computes the samples of the next copy. The sums of the
-losses of each copy's samples are compared, in place bit by bit and on other ranks within rounding (rows of experts have
-another order there), and the gradient norm within rounding, because it is a sum over copies.
-
-    correct     the samples and weights give this result everywhere; the step is a bad step.
-    transient   the repetition in place has another result.
-    persistent  the same ranks repeat the result, other ranks do not: these ranks compute wrong values.
-
-With ``replay_interval`` also steps whose result is not suspicious are computed by the next copy, before their update.
+losses of each copy's samples are compared, in place bit by bit and on other ranks within rounding.
+docs/resilience.md describes the verdicts. With ``replay_interval`` each copy also computes the samples of the next one
+in steps that are not suspicious, before their update.
 """
 
 from __future__ import annotations
@@ -18,13 +13,13 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_core.errors import WrongStepError
 from megatron_core.parallel.texts import listed
-from megatron_core.training.driver import StepOutcome
+from megatron_core.training.attempts import Attempt, Attempts, Compute
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
 TOLERANCE = 1e-4
@@ -33,49 +28,23 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 """The same in other precisions."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A computation of a step; equal on all ranks."""
+class Reruns(Callback, Attempts):
+    """Takes the steps of a run with ``rerun_mode`` or ``replay_interval``, and counts the results."""
 
-    outcome: StepOutcome
-    losses: tuple[float, ...]
-    """Sum of the losses of each copy's samples; empty without ``rerun_mode``."""
-    statistics: Callable[[], dict[str, float]]
-    """Returns further metrics of the step."""
-
-    def same(self, other: Attempt, tolerance: float = 0.0) -> bool:
-        """Whether both computed the same losses and, within rounding, gradient norms."""
-        norms = self.outcome.grad_norm, other.outcome.grad_norm
-        return not self.different(other, tolerance) and _close(*norms, TOLERANCE)
-
-    def different(self, other: Attempt, tolerance: float = 0.0) -> list[int]:
-        """Copies whose samples have another loss."""
-        pairs = enumerate(zip(self.losses, other.losses, strict=True))
-        return [copy for copy, (a, b) in pairs if not _close(a, b, tolerance)]
-
-
-class Compute(Protocol):
-    """Computes the current step."""
-
-    def __call__(self, number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
-        """``number``: of the attempt; ``shift``: each copy computes the samples of the copy ``shift`` places after it;
-        ``discard``: do not update the weights."""
-
-
-def once(compute: Compute) -> Attempt:
-    """Compute a step once."""
-    return compute()
-
-
-class Reruns:
-    """Takes the steps of a run with ``rerun_mode``, and counts the results."""
+    priority = 350
+    by_copy = True
+    """See ``Attempts``."""
 
     def __init__(self, run: Run) -> None:
         self.run, self._mode = run, run.config.resilience.rerun_mode
         self.counts: Counter[str] = Counter()
         """Number of repeated steps by verdict; with ``report_stats`` of steps that were equal or different."""
         self._largest = 0.0
-        interval = run.config.resilience.replay_interval
+
+    def before_run(self) -> None:
+        """Take the steps of the run."""
+        run, interval = self.run, self.run.config.resilience.replay_interval
+        run.attempts = self
         if interval is not None and run.groups.size("dp") == 1 and run.world.rank == 0:
             print(f"note: replay_interval={interval} has no effect: no other data-parallel replica is left", flush=True)
 
@@ -100,9 +69,26 @@ class Reruns:
         first = compute()
         return self._validate(first, compute) if self._is_suspicious(first) else first
 
+    def is_spoiled(self, number: int, shift: int) -> bool:
+        """Whether ``error_injection_rate`` replaces this rank's loss in an attempt of the next step by NaN.
+
+        Steps and copies are drawn by (seed, iteration). transient_error: the first attempt of a copy's ranks.
+        persistent_error: all attempts of these ranks. correct_result: the samples of a copy, on any rank.
+        """
+        run, settings = self.run, self.run.config.resilience
+        copies = run.groups.size("dp")
+        drawn = random.Random(f"{run.config.training.seed}:{run.state.iteration}")
+        if not settings.error_injection_rate or drawn.randrange(settings.error_injection_rate):
+            return False
+        spoiled_copy, this_copy = drawn.randrange(copies), run.groups.index("dp")
+        if settings.error_injection_type == "correct_result":
+            return (this_copy + shift) % copies == spoiled_copy
+        is_persistent = settings.error_injection_type == "persistent_error"
+        return this_copy == spoiled_copy and (number == 0 or is_persistent)
+
     def _compare(self, first: Attempt, moved: Attempt) -> None:
         tolerance = TOLERANCES.get(self.run.config.training.compute_dtype, TOLERANCE)
-        wrong, different = _wrong_copies(first, moved, tolerance), first.different(moved, tolerance)
+        wrong, different = _wrong_copies(first, moved, tolerance), _different(first, moved, tolerance)
         if not wrong:
             return
         if wrong == different and len(wrong) == 1 and math.isfinite(first.losses[wrong[0]]):
@@ -132,15 +118,15 @@ class Reruns:
         second = compute(1)
         pairs = zip((*first.losses, first.outcome.grad_norm), (*second.losses, second.outcome.grad_norm), strict=True)
         self._largest = max([self._largest, *(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b)])
-        self.counts["equal" if first.same(second) else "different"] += 1
+        self.counts["equal" if _same(first, second) else "different"] += 1
         return second
 
     def _validate(self, first: Attempt, compute: Compute) -> Attempt:
         """Repeat a suspicious step until its cause is known; return the last attempt."""
         scale = self.run.optimizer.loss_scale.state_dict()
         again = compute(1)
-        if not first.same(again):
-            self._say("transient", first, first.different(again), "repeated on the same ranks it has another result")
+        if not _same(first, again):
+            self._say("transient", first, _different(first, again), "repeated on the same ranks it has another result")
             return again
         copies = self.run.groups.size("dp")
         if copies == 1:
@@ -148,7 +134,7 @@ class Reruns:
             return again
         self.run.optimizer.loss_scale.load_state_dict(scale)
         moved = compute(2, shift=1)
-        if again.same(moved, TOLERANCE):
+        if _same(again, moved, TOLERANCE):
             self._say("correct", first, [], "it is the same on the same and on other ranks")
             return moved
         wrong = _wrong_copies(again, moved)
@@ -179,8 +165,8 @@ class Reruns:
         found = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
         return [self.run.world.launcher_rank(rank) for rank in found]
 
-    def report(self) -> None:
-        """Print the counts at the end of a run."""
+    def after_run(self) -> None:
+        """Print the counts."""
         if not self.counts or self.run.world.rank != 0:
             return
         counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(self.counts.items()))
@@ -191,26 +177,22 @@ class Reruns:
 def _wrong_copies(again: Attempt, moved: Attempt, tolerance: float = TOLERANCE) -> list[int]:
     """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
     and c + 1 in ``moved``, so that both differ if it is wrong in both."""
-    different, copies = again.different(moved, tolerance), len(again.losses)
+    different, copies = _different(again, moved, tolerance), len(again.losses)
     not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
     not_finite += [(copy - 1) % copies for copy in different if not math.isfinite(moved.losses[copy])]
     return sorted(set(not_finite)) or [copy for copy in different if (copy + 1) % copies in different] or different
 
 
-def injected_error(run: Run, number: int, shift: int) -> bool:
-    """Whether this rank's loss in attempt ``number`` of the next step is replaced by NaN (``error_injection_rate``).
+def _same(first: Attempt, second: Attempt, tolerance: float = 0.0) -> bool:
+    """Whether two attempts computed the same losses and, within rounding, gradient norms."""
+    norms = first.outcome.grad_norm, second.outcome.grad_norm
+    return not _different(first, second, tolerance) and _close(*norms, TOLERANCE)
 
-    Steps and copies are drawn by (seed, iteration). transient_error: the first attempt of a copy's ranks.
-    persistent_error: all attempts of these ranks. correct_result: the samples of a copy, on any rank.
-    """
-    settings, copies = run.config.resilience, run.groups.size("dp")
-    drawn = random.Random(f"{run.config.training.seed}:{run.state.iteration}")
-    if not settings.error_injection_rate or drawn.randrange(settings.error_injection_rate):
-        return False
-    copy, own = drawn.randrange(copies), run.groups.index("dp")
-    if settings.error_injection_type == "correct_result":
-        return (own + shift) % copies == copy
-    return own == copy and (number == 0 or settings.error_injection_type == "persistent_error")
+
+def _different(first: Attempt, second: Attempt, tolerance: float = 0.0) -> list[int]:
+    """Copies whose samples have another loss in the ``second`` attempt."""
+    pairs = enumerate(zip(first.losses, second.losses, strict=True))
+    return [copy for copy, (a, b) in pairs if not _close(a, b, tolerance)]
 
 
 def _close(a: float, b: float, tolerance: float) -> bool:

@@ -21,10 +21,10 @@ from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.parallel.world import World
-from megatron_core.training import recovery
-from megatron_core.training.faults import Faults
-from megatron_core.training.recovery import MOST, Recovery
-from megatron_core.training.state_copies import StateCopies
+from megatron_core.resilience import recovery
+from megatron_core.resilience.faults import Faults
+from megatron_core.resilience.recovery import MOST, Recovery
+from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.stop import SIGNALS
 from tests.memory import needs_proc
 from tests.runs import tiny_config, tiny_run
