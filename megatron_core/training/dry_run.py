@@ -150,7 +150,7 @@ def warnings(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each missing input of a training run (data files, tokenizer files, checkpoint), and for a
     teacher."""
     data = config.data
-    if (teacher := config.flat().get("kd_teacher")) is not None:
+    if (teacher := config.optional("kd_teacher")) is not None:
         yield f"the bytes are without the weights of kd_teacher={teacher}"
     if data.vocab_size is None:
         try:
