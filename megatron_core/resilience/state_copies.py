@@ -16,11 +16,6 @@ from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
 from megatron_core.parallel.recovery.rendezvous import Members, Rendezvous
 from megatron_core.resilience.recovery_choice import copies_are_whole
 from megatron_core.training.callbacks import Callback
-<<<<<<< HEAD:megatron_core/training/state_copies.py
-from megatron_core.training.recovery_choice import copies_are_whole
-=======
-from megatron_core.training.outer_state import copied_pieces, copied_state
->>>>>>> c-resilience:megatron_core/resilience/state_copies.py
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 
 LONGEST_WAIT = 300.0

@@ -56,7 +56,6 @@ def naming(pattern: str, folder: str) -> Callable[[], float]:
 
 LAYERS, GPT, RUN = (loaded(name) for name in ("tensor_parallel", "models.gpt.model", "training.pretrain"))
 MEASURES = [
-<<<<<<< HEAD
     Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 40_250, 22_000),
     Measure("imports of optional modules by the core", imports.number_of_arrows, 155, 0),
     Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 66, 0),
@@ -66,17 +65,6 @@ MEASURES = [
     Measure("lines loaded by the GPT model", GPT[1], 17_250, 11_000),
     Measure("modules loaded by a training run", RUN[0], 387, 190),
     Measure("lines loaded by a training run", RUN[1], 59_000, 26_000),
-=======
-    Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 41_750, 22_000),
-    Measure("imports of optional modules by the core", imports.number_of_arrows, 167, 0),
-    Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 74, 0),
-    Measure("modules loaded by tensor_parallel", LAYERS[0], 57, 35),
-    Measure("lines loaded by tensor_parallel", LAYERS[1], 8_750, 5_000),
-    Measure("modules loaded by the GPT model", GPT[0], 123, 80),
-    Measure("lines loaded by the GPT model", GPT[1], 17_500, 11_000),
-    Measure("modules loaded by a training run", RUN[0], 400, 190),
-    Measure("lines loaded by a training run", RUN[1], 60_000, 26_000),
->>>>>>> c-resilience
     Measure("files that name QK-clip", naming(r"(?i)qk.?clip", "features.qk_clip"), 3, 3),
     Measure("files that name SOAP", naming(r"(?i)\bsoap|Soap", "features.matrix_optimizers"), 3, 3),
     Measure("files that name 1-bit LAMB", naming(r"(?i)one_?bit_?lamb|onebit-lamb", "features.compression"), 1, 3),
@@ -95,13 +83,8 @@ MEASURES = [
     ),
     Measure("lines without the drop-in", lambda: lines(drop_in=False), 97_250, 78_000),
     Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_500, 18_000),
-<<<<<<< HEAD
     Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 8.1, 1),
     Measure("double assignments", lambda: style.double_assignments(engine_paths()), 1_611, 300),
-=======
-    Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 8.19, 1),
-    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 1_620, 300),
->>>>>>> c-resilience
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 37, 0),
     Measure("comments in the core, %", lambda: 100 * style.comment_share(core_paths()), 0.57, 4, at_least=True),
     Measure("docstrings above 100 words in the core", lambda: len(style.long_docstrings(core_paths())), 43, 0),
