@@ -51,11 +51,16 @@ class Feature:
     name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    optimizers: tuple[Any, ...] = ()
+    """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None
-    """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
-    sentence about parts that stay as they were, or ""."""
+    """Hook: a function from the ``RunConfig``, the ``TransformerBlock`` of a stage, which it changes, and the device;
+    it returns a sentence about parts that stay as they were, or ""."""
+    memory: str | None = None
+    """Hook: a function from a ``data_parallel.BucketMemory``, the ``RunConfig`` and the rank; it returns another one,
+    which places weights and optimizer state outside of the device."""
     objective: str | None = None
     """Class derived from ``training.objective.Objective``: the loss of a run, instead of the mean over tokens."""
     evaluation: str | None = None
@@ -64,6 +69,11 @@ class Feature:
     """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
+    start: str | None = None
+    """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
+    steps of a training."""
 
 
 _ADDED: dict[str, Feature] = {}

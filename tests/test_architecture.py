@@ -113,9 +113,10 @@ for feature in FEATURES:
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
 SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks")
-"""Packages outside of ``features`` that may register themselves in the same way: with ``settings.py``, ``rules.py``."""
+"""Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
+and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:
-    if (ROOT / PACKAGE / satellite / "settings.py").is_file():
+    if (ROOT / PACKAGE / satellite / "__init__.py").is_file():
         level = LEVELS[satellite]
         LEVELS |= {f"{satellite}.{path.stem}": level for path in (ROOT / PACKAGE / satellite).iterdir()}
         LEVELS |= {satellite: 0} | {f"{satellite}.{name}": 0 for name in DECLARATIONS}
@@ -163,6 +164,8 @@ def forbidden_import(importer: str, imported: str) -> str | None:
         else:
             is_allowed = LEVELS[ours] > FEATURE_LEVEL
         return None if is_allowed else f"{importer} may not import {imported}, which belongs to a feature"
+    if family == other and family in SATELLITES_WITH_SETTINGS and LEVELS[theirs] <= LEVELS[ours]:
+        return None
     if LEVELS[theirs] < LEVELS[ours] or ours == theirs or (family, other) in WITHIN_LEVEL_0:
         return None
     return f"{importer} (level {LEVELS[ours]}) imports {imported} (level {LEVELS[theirs]})"

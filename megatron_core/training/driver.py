@@ -64,7 +64,7 @@ class StepHooks:
     """Context manager around forward and backward; it receives the executor's listener and yields the one to use."""
     statistics: Callable[[], Tensor] | None = None
     """Returns this rank's terms of additional sums over all ranks; called after gradient reduction, before clipping."""
-    before_update: Callable[[], None] = lambda: None
+    before_update: Callable[[], object] = lambda: None
     """Called after gradients are summed over all ranks and before they are clipped."""
     is_bad: Callable[[float, float], bool] = lambda loss, norm: False
     """Whether to skip a step with this loss and gradient norm; the result must be equal on all ranks."""

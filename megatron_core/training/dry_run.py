@@ -118,7 +118,7 @@ class RankEstimate:
         return {
             **data_parallel.resident_bytes(),
             "optimizer": sum(shard.nbytes for shard in optimizer.shards if not shard.placement.is_offloaded)
-            + sum(piece.memory.nbytes for piece in optimizer.matrix_state())
+            + sum(piece.memory.nbytes for piece in optimizer.joint_state())
             + _bytes_of_groups(self.config, optimizer),
             "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
             **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},

@@ -66,7 +66,7 @@ def planned_bytes(run: Run) -> float:
 def found_bytes(run: Run) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
-    state += [piece.memory for piece in run.optimizer.matrix_state()]
+    state += [piece.memory for piece in run.optimizer.joint_state()]
     of_parts = sum(part.nbytes for part in run.parts)
     return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
@@ -282,7 +282,7 @@ def largest_tensors(run: Run) -> list[dict[str, Any]]:
         owned = {"weights": bucket.weights, "gradients": bucket.grads, "gradient shard": bucket.grad_shard} | state
         for kind, tensor in owned.items():
             known.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} of {where}")
-    for piece in run.optimizer.matrix_state():
+    for piece in run.optimizer.joint_state():
         known.setdefault(piece.memory.untyped_storage().data_ptr(), piece.name)
     found: dict[int, Tensor] = {}
     for each in gc.get_objects():

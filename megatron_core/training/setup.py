@@ -16,7 +16,6 @@ from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
-from megatron_core.data_parallel.placement import OffloadedMemory
 from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
@@ -34,6 +33,7 @@ from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.training.attempts import Attempts
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
 from megatron_core.training.loading import counters, load_intact, load_state
@@ -46,7 +46,6 @@ from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import Reader, TrainState, open_checkpoint
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
-from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 Part = TypeVar("Part", bound=RunPart)
@@ -86,6 +85,8 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    attempts: Attempts = field(default_factory=Attempts)
+    """How steps are computed: once, or repeatedly to find wrong results."""
     parts: tuple[RunPart, ...] = field(init=False)
     """The objects of the features that this run uses."""
     objective: Objective = field(init=False)
@@ -214,9 +215,9 @@ def data_parallel_of(
         exact_sums=parallel.layout_invariant,
         ranks_may_differ=ranks_may_differ,
     )
-    memory: BucketMemory = BucketMemory(device, initialise)
-    if parallel.offloads_weights:
-        memory = OffloadedMemory(device, initialise, parallel, groups.rank)
+    memory = BucketMemory(device, initialise)
+    for hook in (feature.memory for feature in used_features(config) if feature.memory is not None):
+        memory = load_hook(hook)(memory, config, groups.rank)
     compressor = None if compression is None else load_hook(compression.build)(config)
     return DataParallel(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
@@ -268,25 +269,18 @@ def _read_data(
 
 
 def _freeze_or_convert(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
-    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
-    convert their layers, if configured. Rank 0 prints which parts of layers stay as they were."""
+    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else convert their
+    layers, if configured. Rank 0 prints which parts of layers stay as they were."""
     if config.training.skip_train:
         for stage in stages.values():
             stage.requires_grad_(False)
         return
-    hooks = {feature.name: feature.convert_layers for feature in used_features(config) if feature.convert_layers}
-    unchanged: dict[str, str] = {}
-    for stage in stages.values():
-        layers = list(stage.decoder.layers)
-        if config.training.compile:
-            packs = config.data.reset_attention_mask
-            backend = config.training.compile_backend
-            unchanged["compile=True"] = compile_layers(layers, backend=backend, packs_documents=packs)
-        for name, hook in hooks.items():
-            unchanged[name] = load_hook(hook)(config, layers, world.device)
-    for name, sentence in unchanged.items():
-        if sentence and world.rank == 0:
-            print(f"{name}: {sentence}", flush=True)
+    for hook in (feature.convert_layers for feature in used_features(config) if feature.convert_layers is not None):
+        convert, unchanged = load_hook(hook), ""
+        for stage in stages.values():
+            unchanged = convert(config, stage.decoder, world.device)
+        if unchanged and world.rank == 0:
+            print(unchanged, flush=True)
 
 
 def set_up(

@@ -76,7 +76,7 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[T
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
-    for piece in optimizer.matrix_state():
+    for piece in optimizer.joint_state():
         yield replace(piece, name=f"optimizer.{piece.name}")
 
 

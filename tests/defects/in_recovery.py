@@ -216,7 +216,7 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "one replica of sharded state is enough",
-        "training.recovery_choice:has_all_parts",
+        "resilience.recovery_choice:has_all_parts",
         "or not is_whole",
         "and is_whole",
         partial(test_rendezvous.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
@@ -252,14 +252,14 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "the other groups wait for the lost one",
-        "training.recovery_choice:with_groups",
+        "resilience.recovery_choice:with_groups",
         "count * config.outer.num_groups // size",
         "config.outer.num_groups",
         without_the_lost_group,
     ),
     RecoveryDefect(
         "the state of a lost group is needed",
-        "training.recovery_choice:_ranks_of_groups",
+        "resilience.recovery_choice:_ranks_of_groups",
         "set(ranks) <= set(alive)",
         "set(ranks) & set(alive)",
         without_the_lost_group,
@@ -280,7 +280,7 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "a group that joins needs a state of its own",
-        "training.recovery_choice:has_all_groups",
+        "resilience.recovery_choice:has_all_groups",
         "set(training) & set(ranks)",
         "set(training)",
         JOINS,
