@@ -50,6 +50,8 @@ class Feature:
     ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None

@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "parallel.simulated": "cpu_ranks.simulated",
+    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",
