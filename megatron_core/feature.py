@@ -53,6 +53,8 @@ class Feature:
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None

@@ -32,6 +32,8 @@ MOVED = {
     "data_parallel.bucket_kind": "data_parallel.settings",
     "data_parallel.completion": "data_parallel.early_sums",
     "data_parallel.first_use": "data_parallel.wrapper",
+    "parallel.simulated": "cpu_ranks.simulated",
+    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",

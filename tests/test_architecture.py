@@ -54,7 +54,7 @@ LEVELS = {
     "training": 6,
     # The core ends here. Settings and rules of features have level 0, their other modules FEATURE_LEVEL.
     "hub": 8,
-    "cpu_ranks": 8,
+    "cpu_ranks": 7,
     "resilience": 8,
     "reports": 8,
     "inference": 8,  # serves chats

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
+from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
@@ -36,7 +37,6 @@ from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.parallel.recovery.supervisor import Supervisor
-from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
 from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups

@@ -25,8 +25,7 @@ from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend, fixed_products
 from megatron_core.ops.fp8_product import unavailable_reason
-from megatron_core.parallel import World, start_world
-from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel import World, start_world, transports
 from megatron_core.tokenizers.companions import template_path
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.compatibility import (
@@ -168,7 +167,7 @@ def introduce(run: Run) -> None:
     if not run.config.training.skip_train:
         print(describe_memory(run))
     if run.world.size > 1:
-        print(f"collectives: {shared_memory.describe()}")
+        print(f"collectives: {transports.describe()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:

@@ -17,6 +17,7 @@ SPEC.loader.exec_module(hooks)
 EMPTY = {
     "resilience",
     "reports",
+    "cpu_ranks",
     "pipeline_parallel",
     "models",
     "drop_in",

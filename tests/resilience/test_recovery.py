@@ -25,6 +25,7 @@ from megatron_core.resilience import recovery
 from megatron_core.resilience.faults import Faults
 from megatron_core.resilience.recovery import MOST, Recovery
 from megatron_core.resilience.state_copies import StateCopies
+from megatron_core.training.pretrain import Job
 from megatron_core.training.stop import SIGNALS
 from tests.memory import needs_proc
 from tests.runs import tiny_config, tiny_run
@@ -69,9 +70,11 @@ def nothing(*_: object) -> None:
     """A part of a recovery that a test does not need."""
 
 
-def never(*_: object) -> None:
-    """An attempt that must not begin."""
-    raise AssertionError("training has begun")
+class Never(Job):
+    """A job that must not begin."""
+
+    def set_up(self, *_: object) -> None:
+        raise AssertionError("training has begun")
 
 
 def exits(status: int) -> None:
@@ -84,12 +87,13 @@ def test_a_rank_with_wrong_values_ends_also_if_it_was_interrupted(made: Make, mo
     process, (other, _) = made(2)
     other.arrive(0, [], fresh=False)
 
-    def attempt(*_: object) -> None:
-        other.fail(0, Failure(0, "rank 1 computed wrong values", 4, first=4, ranks=(1,)))
-        raise InterruptedWait("rank 1 computed wrong values")
+    class Interrupted(Job):
+        def set_up(self, *_: object) -> None:
+            other.fail(0, Failure(0, "rank 1 computed wrong values", 4, first=4, ranks=(1,)))
+            raise InterruptedWait("rank 1 computed wrong values")
 
     with pytest.raises(SystemExit, match=str(RESTART)):
-        process.run(attempt)
+        process.run(Interrupted())
     assert process.memory.numbers[GENERATION] == 0
 
 
@@ -197,6 +201,6 @@ def test_a_job_without_its_state_ends(iteration: int, training: tuple[int, ...],
     rendezvous.fail(0, Failure(0, "rank 0 was killed", 4))
     decide(rendezvous, 1, iteration, training)
     with pytest.raises(RestartNeeded, match=words):
-        process.run(never)
+        process.run(Never())
     end = rendezvous.ended()
     assert end is not None and end.status == RESTART

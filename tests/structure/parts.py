@@ -26,7 +26,7 @@ SATELLITES = (
         "launcher",
     ),
     *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
-    *("parallel.shared_memory", "parallel.simulated", "resilience", "reports"),
+    *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features."""
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_core.parallel.shared_memory.backend import unavailable_reason
-from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
-from megatron_core.parallel.shared_memory.work import SLICE
+from megatron_core.cpu_ranks.shared_memory.backend import unavailable_reason
+from megatron_core.cpu_ranks.shared_memory.group import SharedMemoryGroup
+from megatron_core.cpu_ranks.shared_memory.work import SLICE
 from megatron_core.verify.ranks import run_ranks
-from tests.parallel.shared_memory.reference import DTYPES, KINDS, same, start, values
+from tests.cpu_ranks.shared_memory.reference import DTYPES, KINDS, same, start, values
 from tests.sample import WHOLE_MATRIX
 
 RANKS = 4

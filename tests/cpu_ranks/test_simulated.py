@@ -19,15 +19,15 @@ from torch import nn
 
 from megatron_core.config import ParallelConfig
 from megatron_core.config.layout import Layout
+from megatron_core.cpu_ranks.simulated.divided import Connections, Failed, consecutive, run_divided
+from megatron_core.cpu_ranks.simulated.meeting import Meeting
+from megatron_core.cpu_ranks.simulated.world import WorldError
 from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
-from megatron_core.parallel.simulated.divided import Connections, Failed, consecutive, run_divided
-from megatron_core.parallel.simulated.meeting import Meeting
-from megatron_core.parallel.simulated.world import WorldError
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world, whole_copies
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.verify.ranks import RankFailure, run_ranks
-from tests.defects.plant import planted
-from tests.parallel.shared_memory.compiled import compiled, in_use
-from tests.parallel.shared_memory.test_collectives import (
+from tests.cpu_ranks.shared_memory.compiled import compiled, in_use
+from tests.cpu_ranks.shared_memory.test_collectives import (
     check_large,
     exchange_messages,
     meet_late,
     not_a_number,
     run_programs,
 )
+from tests.defects.plant import planted
 from tests.sample import WHOLE_MATRIX
 
 SEEN = ("AssertionError", "did not finish", " sent ", " called ")
@@ -58,7 +58,7 @@ NATIVE = {
     "NaN is passed over": Planted("reduce.h", " | (b != b) ? b : a", " ? b : a"),
 }
 """Compiling takes a second each, so ``make test`` runs every fourth."""
-GROUP, WORK, MESSAGES = (f"parallel.shared_memory.{name}" for name in ("group", "work", "messages"))
+GROUP, WORK, MESSAGES = (f"cpu_ranks.shared_memory.{name}" for name in ("group", "work", "messages"))
 IN_PYTHON = {
     "no rank waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),
     "every piece from the first": Planted(

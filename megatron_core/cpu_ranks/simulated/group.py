@@ -10,9 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.errors import LayoutError
-from megatron_core.parallel.filled_work import FilledWork
-from megatron_core.parallel.simulated.meeting import (
+from megatron_core.cpu_ranks.simulated.meeting import (
     REDUCTIONS,
     Call,
     Channel,
@@ -22,7 +20,9 @@ from megatron_core.parallel.simulated.meeting import (
     Signature,
     in_short,
 )
-from megatron_core.parallel.simulated.scheduler import Waiting
+from megatron_core.cpu_ranks.simulated.scheduler import Waiting
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.filled_work import FilledWork
 
 # torch's types overload these methods with signatures that torch itself does not call.
 _ProcessGroup: Any = dist.ProcessGroup

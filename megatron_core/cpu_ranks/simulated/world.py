@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_core.cpu_ranks.simulated import report
+from megatron_core.cpu_ranks.simulated.group import SimulatedGroup
+from megatron_core.cpu_ranks.simulated.meeting import Channel, ChannelKey, Elsewhere
+from megatron_core.cpu_ranks.simulated.scheduler import Arrivals, Scheduler
 from megatron_core.errors import MegatronError
 from megatron_core.parallel.rank_local import Forwarding, RankLocal, new_rank
-from megatron_core.parallel.simulated import report
-from megatron_core.parallel.simulated.group import SimulatedGroup
-from megatron_core.parallel.simulated.meeting import Channel, ChannelKey, Elsewhere
-from megatron_core.parallel.simulated.scheduler import Arrivals, Scheduler
 
 BACKEND = "simulated"
 STACK = 1 << 20
@@ -175,4 +175,4 @@ def _divide_torch() -> None:
 
 
 def _refuse(*_: Any) -> Any:
-    raise WorldError("the backend simulated is that of parallel.simulated.world; it cannot be chosen by its name")
+    raise WorldError("the backend simulated is that of cpu_ranks.simulated.world; it cannot be chosen by its name")

@@ -12,9 +12,9 @@ from types import FrameType
 
 from torch import nn
 
+from megatron_core.cpu_ranks.simulated.meeting import in_short
+from megatron_core.cpu_ranks.simulated.scheduler import Waiting
 from megatron_core.parallel.current import current, has_current
-from megatron_core.parallel.simulated.meeting import in_short
-from megatron_core.parallel.simulated.scheduler import Waiting
 from megatron_core.parallel.watchdog import LIBRARIES
 
 SHOWN = 12

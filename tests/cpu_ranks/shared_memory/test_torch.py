@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_core.parallel.shared_memory.backend import describe
-from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
+from megatron_core.cpu_ranks.shared_memory.backend import describe
+from megatron_core.cpu_ranks.shared_memory.group import SharedMemoryGroup
 from megatron_core.verify.ranks import run_ranks
 
 RANKS = 3

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_core.parallel.shared_memory import host
-from tests.parallel.shared_memory.compiled import compiled, in_use
+from megatron_core.cpu_ranks.shared_memory import host
+from tests.cpu_ranks.shared_memory.compiled import compiled, in_use
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_core.cpu_ranks.simulated import report
+from megatron_core.cpu_ranks.simulated.meeting import Call, Message, Part
+from megatron_core.cpu_ranks.simulated.world import SimulatedWorld, WorldError
 from megatron_core.errors import MegatronError
-from megatron_core.parallel.simulated import report
-from megatron_core.parallel.simulated.meeting import Call, Message, Part
-from megatron_core.parallel.simulated.world import SimulatedWorld, WorldError
 
 PATIENCE = 0.02
 """Seconds without work after which a process reports that it waits."""

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks.simulated.scheduler import Scheduler, Waiting
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.simulated.scheduler import Scheduler, Waiting
 
 
 class Signature(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.parallel.shared_memory import host
+from megatron_core.cpu_ranks.shared_memory import host
 
 CSRC = Path(__file__).parents[3] / "csrc"
 SOURCES = CSRC / "cpu" / "transport"

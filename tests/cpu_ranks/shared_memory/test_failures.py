@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.cpu_ranks.shared_memory import backend, host
+from megatron_core.cpu_ranks.shared_memory.group import SharedMemoryGroup
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.exit_status import LostRankError
 from megatron_core.parallel.launch import join
-from megatron_core.parallel.shared_memory import backend, host
-from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
 from megatron_core.verify.ranks import run_ranks
 from tests.sample import WHOLE_MATRIX
 

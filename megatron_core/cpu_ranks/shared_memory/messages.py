@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.parallel.shared_memory.work import Members, Pending
+from megatron_core.cpu_ranks.shared_memory.work import Members, Pending
 
 NOT_YET, OTHER_TAG, OTHER_SIZE = 1, -1, -2
 """Constants of csrc/cpu/transport/transport.h."""

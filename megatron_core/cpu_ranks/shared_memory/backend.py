@@ -4,9 +4,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_core.cpu_ranks.shared_memory.group import SharedMemoryGroup
+from megatron_core.cpu_ranks.shared_memory.host import Host, library
 from megatron_core.parallel.groups import SHARED_MEMORY
-from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
-from megatron_core.parallel.shared_memory.host import Host, library
 
 _current: list[Host] = []  # of the latest world
 
