@@ -47,9 +47,14 @@ class Feature:
     """Flags, by names with underscores, that stand for settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
+    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
+    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    optimizers: tuple[Any, ...] = ()
+    """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None
@@ -59,8 +64,11 @@ class Feature:
     """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
     what the feature needs; called on all ranks before the model is built."""
     convert_layers: str | None = None
-    """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
-    sentence about parts that stay as they were, or ""."""
+    """Hook: a function from the ``RunConfig``, the ``TransformerBlock`` of a stage, which it changes, and the device;
+    it returns a sentence about parts that stay as they were, or ""."""
+    memory: str | None = None
+    """Hook: a function from a ``data_parallel.BucketMemory``, the ``RunConfig`` and the rank; it returns another one,
+    which places weights and optimizer state outside of the device."""
     objective: str | None = None
     """Class derived from ``training.objective.Objective``: the loss of a run, instead of the mean over tokens."""
     evaluation: str | None = None
@@ -69,6 +77,11 @@ class Feature:
     """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
+    start: str | None = None
+    """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
+    steps of a training."""
 
 
 _ADDED: dict[str, Feature] = {}

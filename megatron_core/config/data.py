@@ -66,10 +66,6 @@ class DataConfig:
     seq_length_warmup: tuple[int, int, int] | None = setting(None, when=ALWAYS)
     """START INCREMENT SAMPLES: truncate sequences to START tokens at first. During the first SAMPLES samples the length
     grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
-    dpo: bool = setting(False, when=ALWAYS)
-    """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
-    model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
-    chosen and rejected in turn."""
     chat_template: str | None = setting(None, when=BY_RULE)
     """File with the Jinja chat template for --sft and --dpo; alpaca: headings such as "### Response:", for base models
     without special tokens of chats; default: the template in the tokenizer's folder."""

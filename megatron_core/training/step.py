@@ -22,6 +22,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
+from megatron_core.training.attempts import Attempt
 from megatron_core.training.driver import (
     NO_HOOKS,
     StepHooks,
@@ -34,7 +35,6 @@ from megatron_core.training.driver import (
 )
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
-from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
@@ -53,13 +53,8 @@ class StepResult(StepOutcome):
     """Norms by layer and losses by source (``StepStatistics``)."""
 
 
-def train_step(
-    run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS, take: Callable[[Compute], Attempt] = once
-) -> StepResult:
-    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step.
-
-    ``take`` computes the step, once or repeatedly (``Reruns.take``).
-    """
+def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
+    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
     # Load the batches, and compute the learning rate of the step.
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
@@ -90,7 +85,8 @@ def train_step(
             if run.trace is not None:
                 called = replace(called, around_plan=around_plan)
             auxiliary = _auxiliary_losses(run, size, mine)
-            forward = forward_step(run, mine, auxiliary, statistics, spoiled=injected_error(run, number, shift))
+            is_spoiled = run.attempts.is_spoiled(number, shift)
+            forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
             work = StepWork(
                 run.plans.training(size.num_microbatches),
                 forward,
@@ -103,15 +99,15 @@ def train_step(
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
     # Take the step; then update the experts' biases and the counters.
-    attempt = take(compute)
+    attempt = run.attempts.take(compute)
     outcome = attempt.outcome
     if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
-    if run.outer is not None:
-        run.outer.after_step(run.state.iteration)
+    for part in run.parts:
+        part.after_step()
     breakdown = attempt.statistics()
     for part in run.parts:
         breakdown |= part.metrics()
@@ -210,7 +206,8 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, loss = len(run.layers) - 1, run.objective.step_loss(batches, statistics)
+    last = len(run.layers) - 1
+    loss = run.objective.step_loss(batches, statistics)
     compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
@@ -273,9 +270,7 @@ class StepStatistics:
         self._layers = run.config.model.num_layers if monitor.log_norms_by_layer else None
         self._sources, self._owns_loss = sources_of(run.splits.train), run.split.owns_loss
         self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
-        resilience = run.config.resilience
-        repeats = resilience.rerun_mode != "disabled" or resilience.replay_interval is not None
-        copies = run.groups.size("dp") if repeats else 0
+        copies = run.groups.size("dp") if run.attempts.by_copy else 0
         self._copies = torch.zeros(copies, dtype=torch.float64, device=run.world.device)
         self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
         self._objective = run.objective
@@ -302,7 +297,7 @@ class StepStatistics:
         return torch.cat([*parts, self._terms, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
-        """The sum of the losses of each copy's samples, with ``rerun_mode`` or ``replay_interval``."""
+        """The sum of the losses of each copy's samples, with ``Attempts.by_copy``."""
         return tuple(sums[len(sums) - len(self._copies) :])
 
     def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:

@@ -217,9 +217,9 @@ IN_ORDERS = (
     ),
     Defect(
         "losses of later tokens are summed in float32",
-        "models.gpt.model:GPTModel._with_later_losses",
-        "self.parallel.arithmetic.loss_sum(own)",
-        "own.sum()",
+        "features.multi_token.block:MultiTokenPredictionBlock.add_losses",
+        "self.arithmetic.loss_sum(of_depth)",
+        "of_depth.sum()",
         "multi-token prediction, dp2",
     ),
 )

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megatron_core.checkpoint import CheckpointReader, Save, parameter_pieces, save_checkpoint
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.monitor.replicas import Replicas
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -25,6 +24,7 @@ from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.initialization import Normal, initialise_by_name
 from megatron_core.parallel.sharding import allocate, replicated, split, split_fused, split_over
+from megatron_core.reports.replicas import Replicas
 from megatron_core.training.state import optimizer_pieces, updated_pieces
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, assemble

@@ -89,7 +89,7 @@ def _losses(config: RunConfig, packs: Sequence[Sequence[int]]) -> list[float]:
     run = set_up(config, this_world())
     train = run.splits.train
     assert isinstance(train, ConversationDataset)
-    run.train_loader = run.loader(InOrder(train, packs, 1 + config.data.dpo))
+    run.train_loader = run.loader(InOrder(train, packs, 1 + config.value("dpo")))
     return [train_step(run).loss for _ in range(inputs.STEPS)]
 
 
