@@ -60,6 +60,9 @@ class Feature:
     arithmetic: str | None = None
     """Hook: a function from the ``RunConfig``, the ranks over which a sequence is split, and the data-parallel ranks to
     the ``tensor_parallel.arithmetic.LayerArithmetic`` of the layers."""
+    change_stage: str | None = None
+    """Hook: a function from the ``RunConfig``, a stage of the model, and the groups, which freezes parameters or adds
+    parts when the stage has been built; with ``initialise`` it draws the weights of its parts."""
     check_device: str | None = None
     """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
     what the feature needs; called on all ranks before the model is built."""

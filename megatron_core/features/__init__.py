@@ -10,6 +10,7 @@ from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.layer_sizes import LAYER_SIZES
+from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
@@ -31,6 +32,7 @@ FEATURES = (
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
     LAYER_SIZES,
+    LORA,
     MATRIX_OPTIMIZERS,
     MEGATRON_ORDER,
     MULTI_TOKEN,

@@ -7,20 +7,17 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
-from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 from megatron_core.tensor_parallel.fp8 import FP8Precision
-from megatron_core.transformer.adapters import add_adapters, is_adapter
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -28,7 +25,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
     """The whole model of a run, on the meta device of one rank."""
     parallel, groups = ModelParallelConfig(perform_initialization=False, device="meta"), ParallelGroups.single()
     model = GPTModel(config.model, vocab_size, config.longest_text, parallel=parallel, groups=groups)
-    _tune(config, model, groups, initialise=False)
+    _change(config, model, groups, initialise=False)
     return model
 
 
@@ -99,24 +96,16 @@ def build_stages(
             tied_weight=_tied_weight(config, stages) if last and stage else None,
             layer_specs=layer_specs,
         )
-        _tune(config, stages[stage], groups, initialise=not deferred)
+        _change(config, stages[stage], groups, initialise=not deferred)
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
 
 
-def _tune(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
-    """Freeze a stage but its indexers, or freeze it and add low-rank adapters, if configured."""
-    if config.model.dsa_indexer_warmup:
-        for name, parameter in model.named_global_parameters():
-            parameter.requires_grad_(INDEXER in name)
-    if config.tuning.lora_rank is None:
-        return
-    model.requires_grad_(False)
-    seed, sequence_parallel = config.training.seed, model.parallel.sequence_parallel
-    add_adapters(model.decoder.layers, config.tuning, groups, seed, sequence_parallel=sequence_parallel)
-    for name, parameter in model.named_global_parameters() if initialise else ():
-        if is_adapter(name):
-            draw_by_name(name, parameter, seed)
+def _change(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
+    """Freeze parameters of a stage, or add parts to it, as the features of the run need."""
+    for hook in (feature.change_stage for feature in used_features(config)):
+        if hook is not None:
+            load_hook(hook)(config, model, groups, initialise=initialise)
 
 
 def arithmetic_of(config: RunConfig, context_ranks: int, data_ranks: int) -> LayerArithmetic:

@@ -24,7 +24,6 @@ from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
-from megatron_core.tensor_parallel.lora import LoRA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ class _ParallelLayer(nn.Module):
         self.tp_group = tensor_parallel_group(_group_of(tp_group, megatron))
         self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
         self.init_method = init_method or Normal(0.02)
-        self.adapter: LoRA | None = None
+        self.adapter: Any = None
         """A low-rank adapter of the weight, which then is frozen."""
 
     def _weight(self, spec: ShardSpec) -> nn.Parameter:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.ops.rotary import rope
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.paged_attention import PagedStep
@@ -47,7 +47,7 @@ class DownProjection(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=divided)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
-        self.adapter: LoRA | None = None
+        self.adapter: Any = None
         ranks = context.tp_group.size() if divided else 1
         self.product = context.parallel.arithmetic.whole_product(size, ranks)
 

@@ -7,5 +7,6 @@ SPARSE_ATTENTION = Feature(
     name="sparse_attention",
     is_used=has_sparse_attention,
     problems=sparse_attention_problems,
+    change_stage="megatron_core.features.sparse_attention.warmup:freeze_but_indexers",
     layers={"sparse_latent": "megatron_core.features.sparse_attention.attention:SparseLatentAttention"},
 )

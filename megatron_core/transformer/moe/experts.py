@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
 from megatron_core.tensor_parallel.arithmetic import Chunks
 from megatron_core.tensor_parallel.fp8 import FP8Products
-from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_of
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
@@ -40,7 +40,7 @@ class GroupedLinear(nn.Module):
             self.bias.init_method = nn.init.zeros_
             self.bias.is_vector = True
         self.fp8: FP8Products | None = None
-        self.adapter: LoRA | None = None
+        self.adapter: Any = None
         self.product = product
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
