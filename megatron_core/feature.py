@@ -47,20 +47,28 @@ class Feature:
     """Flags, by names with underscores, that stand for settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
+    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
+    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
+    optimizers: tuple[Any, ...] = ()
+    """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None
-    """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
-    sentence about parts that stay as they were, or ""."""
+    """Hook: a function from the ``RunConfig``, the ``TransformerBlock`` of a stage, which it changes, and the device;
+    it returns a sentence about parts that stay as they were, or ""."""
+    memory: str | None = None
+    """Hook: a function from a ``data_parallel.BucketMemory``, the ``RunConfig`` and the rank; it returns another one,
+    which places weights and optimizer state outside of the device."""
     objective: str | None = None
     """Class derived from ``training.objective.Objective``: the loss of a run, instead of the mean over tokens."""
     evaluation: str | None = None
     """Class derived from ``training.parts.Evaluation``: what the run evaluates in addition to its validation data."""
+    data_part: str | None = None
+    """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
     start: str | None = None

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, TextIO
 
 from megatron_core.errors import CONTROL, escaped, visible
@@ -83,3 +84,9 @@ def parse_flags(kind: Callable[..., Any], **options: Any) -> Any:
 
     with colours():
         return tyro.cli(kind, **options)
+
+
+@cache
+def print_once(sentence: str) -> None:
+    """Print a sentence on stderr once per process."""
+    print(sentence, file=sys.stderr, flush=True)

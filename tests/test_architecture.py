@@ -51,20 +51,23 @@ LEVELS = {
     "pipeline_parallel": 4,
     "models": 5,
     "optimizer": 5,
-    "inference": 6,
     "training": 6,
     # The core ends here. Settings and rules of features have level 0, their other modules FEATURE_LEVEL.
     "hub": 8,
     "cpu_ranks": 7,
     "resilience": 8,
     "reports": 8,
+    "inference": 8,  # serves chats
     "any_model": 9,
     "verify": 10,
     "drop_in": 10,  # ``megatron`` and ``deepspeed`` below it are separate packages
     "commands": 11,
 }
 FEATURE_LEVEL = 7
-FEATURES_THAT_IMPORT_FEATURES: dict[str, set[str]] = {}
+FEATURES_THAT_IMPORT_FEATURES = {
+    "distillation": {"preferences"},  # a second, frozen model
+    "preferences": {"conversations"},  # lines of preferences have two conversations
+}
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}

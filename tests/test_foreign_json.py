@@ -17,12 +17,12 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_core.config import DataConfig
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import CheckpointError, MegatronError
+from megatron_core.features.conversations.chat_template import _templates_in_config
 from megatron_core.models.hf import settings_of_folder
 from megatron_core.models.hf.files import INDEX, TensorFiles
 from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.planner.hardware import MACHINES, read_hardware
 from megatron_core.schema import LARGEST_JSON, OBJECT, SWITCH, read_object
-from megatron_core.tokenizers.chat import _templates_in_config
 from megatron_core.tokenizers.hugging_face import generation_ends, named_tokens
 from megatron_core.training.deepspeed_conversion import _settings
 

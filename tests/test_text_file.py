@@ -14,10 +14,10 @@ from megatron_core.config import DataConfig
 from megatron_core.config.file import read_config
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import MegatronError
+from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.text_file import LARGEST_TEXT, parse_yaml, read_text
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.chat import chat_template_of
 
 BYTES = DataConfig(tokenizer_type="ByteLevelTokenizer")
 READERS = {

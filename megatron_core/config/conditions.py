@@ -165,7 +165,6 @@ DYNAMIC_LOSS_SCALE = Condition(
 )
 
 # Data.
-FIM = given("fim_data")
 DIVIDED_DATA = Condition("--data-path", lambda run: run.data.divided_sources)
 TOKENIZER_MODEL = Condition(
     "a --tokenizer-type that reads it",
@@ -178,7 +177,6 @@ TOKEN_FILES = Condition(
         run.data.dataloader_type != "external" and (not run.data.mock_data or run.data.data_order == "megatron")
     ),
 )
-MEGATRON_ORDER = Condition("--data-order megatron", lambda run: run.data.data_order == "megatron")
 GPT2_TOKENIZER = Condition(
     "--tokenizer-type GPT2BPETokenizer",
     lambda run: run.data.tokenizer == "GPT2BPETokenizer" and run.data.vocab_file and run.data.merge_file,

@@ -6,7 +6,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.ramp import Ramp
-from megatron_core.config.setting import ALWAYS, BY_RULE, Condition, Resume, given, section, setting
+from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, given, section, setting
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
@@ -17,7 +17,6 @@ TokenizerType = Literal[
     "ByteLevelTokenizer",
     "NullTokenizer",
 ]
-CONVERSATIONS = Condition("--sft or --dpo", lambda run: run.data.sft or run.data.dpo)
 DIVIDED = ("data_path", "data_args_path", "data_phases")
 """Sources of tokens that --split divides."""
 
@@ -57,10 +56,6 @@ class DataConfig:
     """Order of samples. keyed: a function of the seed and the sample number, without index files. megatron:
     Megatron-LM's order for the same seed, so that a run that was started there continues with the same batches,
     also of its mock data."""
-    data_cache_path: str | None = setting(None, r.FOLDER, when=c.MEGATRON_ORDER, resume=Resume.FREE)
-    """Folder for the index files of --data-order megatron; default: they are not stored."""
-    mid_level_dataset_surplus: float = setting(0.005, r.from_0(2**16), when=c.MEGATRON_ORDER)
-    """With --data-order megatron: additional samples drawn from each file of a blend, relative to its share."""
     num_dataset_builder_threads: int = setting(1, r.SMALL_COUNT, when=c.TOKEN_FILES, resume=Resume.FREE)
     """Number of threads that open the files of a blend and build their indices."""
     dataloader_type: Literal["single", "cyclic", "external"] = setting("single", when=ALWAYS)
@@ -71,23 +66,9 @@ class DataConfig:
     seq_length_warmup: tuple[int, int, int] | None = setting(None, when=ALWAYS)
     """START INCREMENT SAMPLES: truncate sequences to START tokens at first. During the first SAMPLES samples the length
     grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
-    sft: bool = setting(False, when=ALWAYS)
-    """Fine-tune on conversations: data files are JSON Lines with messages, and the loss includes only answers."""
-    sft_packing: Literal["none", "first_fit"] = setting("none", needs=given("sft"))
-    """first_fit: a sequence has as many whole conversations as fit, each with its own positions and attention. none:
-    one line of the file, padded."""
-    sft_loss: Literal["answers", "last_answer"] = setting("answers", needs=given("sft"))
-    """The assistant's turns in the loss: all, or the last one of each conversation."""
-    dpo: bool = setting(False, when=ALWAYS)
-    """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
-    model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
-    chosen and rejected in turn."""
-    chat_template: str | None = setting(None, needs=CONVERSATIONS)
+    chat_template: str | None = setting(None, when=BY_RULE)
     """File with the Jinja chat template for --sft and --dpo; alpaca: headings such as "### Response:", for base models
     without special tokens of chats; default: the template in the tokenizer's folder."""
-    chat_template_date: str = setting("2024-07-26", r.DATE, needs=CONVERSATIONS)
-    """Date, as YYYY-MM-DD, that a chat template writes as today's (strftime_now) in --sft and --dpo, so that runs on
-    other days have the same tokens; default: the date of Llama 3's templates."""
     mock_data: bool = setting(False, when=ALWAYS)
     """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = setting(False, when=c.TOKEN_FILES)
@@ -97,28 +78,6 @@ class DataConfig:
     reset_attention_mask: bool = setting(False, when=ALWAYS)
     """Restrict attention to the tokens of the same document. An end-of-document token still predicts the first token of
     the next document, unless --eod-mask-loss is given, too."""
-    fim_data: bool = setting(False, when=ALWAYS)
-    """Fill-in-the-middle (FIM): rearrange documents so that the model learns to write a missing middle part."""
-    fim_rate: float = setting(0.5, r.UP_TO_1, when=c.FIM)
-    """Share of documents that --fim-data rearranges."""
-    fim_spm_rate: float = setting(0.5, r.UP_TO_1, when=c.FIM)
-    """Share of rearranged documents in which the suffix precedes the prefix (SPM)."""
-    fim_split_sample: str | None = setting(None, needs=(c.FIM, given("fim_fragment_rate", "X")))
-    """Token that splits a document into fragments, which are rearranged separately."""
-    fim_fragment_rate: float | None = setting(None, r.UP_TO_1, needs=(c.FIM, given("fim_split_sample", "TOKEN")))
-    """Share of fragments that are rearranged; required with --fim-split-sample."""
-    fim_no_prefix: str | None = setting(None, needs=c.FIM)
-    """Do not rearrange documents or fragments that begin with this text."""
-    fim_prefix_token: str = setting("<fim_prefix>", when=c.FIM)
-    """Token before the prefix."""
-    fim_middle_token: str = setting("<fim_middle>", when=c.FIM)
-    """Token before the middle part, which is placed last."""
-    fim_suffix_token: str = setting("<fim_suffix>", when=c.FIM)
-    """Token before the suffix."""
-    fim_pad_token: str = setting("<fim_pad>", when=c.FIM)
-    """Token that pads a sequence whose documents became shorter; masked in the loss."""
-    fim_eod_token: str | None = setting(None, needs=c.FIM)
-    """Token that ends a document; default: the tokenizer's end-of-document token."""
     tokenizer_type: TokenizerType | None = setting(None, when=ALWAYS, resume=Resume.TOKENS)
     """Type of the tokenizer; default: GPT2BPETokenizer with --vocab-file and --merge-file, else none."""
     tokenizer_model: str | None = setting(

@@ -48,7 +48,6 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     yield from _order_problems(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
-    yield from _sft_problems(config)
     yield from _evaluation_problems(config)
 
 
@@ -68,8 +67,6 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     names = data.validation_set_names
     if names and (len(set(names)) < len(names) or len(names) != len(data.valid_data_path or names)):
         yield f"validation_set_names={shown(names)} must be different, one for each file of --valid-data-path"
-    if data.full_validation and data.dpo:
-        yield "full_validation=True cannot be used with dpo=True, whose last batch would be cut; use --eval-iters"
 
 
 def _number(text: str) -> float | None:
@@ -87,11 +84,6 @@ def _order_problems(config: RunConfig) -> Iterator[str]:
     if data.dataloader_type == "cyclic" and endless:
         source = f"{endless[0]}={getattr(data, endless[0])}"
         yield f"dataloader_type=cyclic repeats the samples of an epoch, but {source} has no epochs; use single"
-    if data.data_order == "megatron" and data.data_phases is not None:
-        yield (
-            f"data_phases={data.data_phases} needs data_order=keyed, which can start at any sample; "
-            "remove --data-order megatron"
-        )
 
 
 def _split_problems(config: RunConfig) -> Iterator[str]:
@@ -128,25 +120,10 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
             "tokenizer_type=None and vocab_size=None: the size of the vocabulary is unknown; give one of them, or "
             "--vocab-file and --merge-file"
         )
-    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         if getattr(data, name) and data.tokenizer is None:
             yield f"{name}=True needs the end-of-document id of a tokenizer; give --tokenizer-type or remove it"
     for name in _TOKENIZER_FILES.get(data.tokenizer or "", ()):
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
             yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"
-
-
-def _sft_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that do not apply to conversations."""
-    data = config.data
-    others = ("mock_data", "fim_data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "data_phases")
-    if data.sft and data.dpo:
-        yield "sft=True and dpo=True exclude one another; keep one of them"
-    if data.sft or data.dpo:
-        kind = "sft" if data.sft else "dpo"
-        said = [f"{name}={getattr(data, name)}" for name in (*others, "seq_length_warmup") if getattr(data, name)]
-        said += [f"data_order={data.data_order}"] * (data.data_order != "keyed")
-        said += [f"dataloader_type={data.dataloader_type}"] * (data.dataloader_type != "single")
-        if said:
-            yield f"{kind}=True cannot be used with {' and '.join(said)}; each conversation is a document of its own"

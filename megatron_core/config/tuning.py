@@ -12,7 +12,7 @@ from megatron_core.config.setting import ALWAYS, Condition, Resume, given, secti
 LORA = given("lora_rank", "N")
 TUNES = Condition(
     "--lora-rank N, --dpo or --dsa-indexer-loss-coeff",
-    lambda run: run.tuning.lora_rank is not None or run.data.dpo or run.model.trains_indexers,
+    lambda run: run.tuning.lora_rank is not None or run.optional("dpo") or run.model.trains_indexers,
 )
 WHOLE = "all"
 """The only part of a matrix that is not divided."""

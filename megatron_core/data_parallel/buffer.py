@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.awaited_parameter import Arrival
-from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
 from megatron_core.data_parallel.memory import BucketMemory
-from megatron_core.data_parallel.settings import DataParallelSettings
+from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
     Done,

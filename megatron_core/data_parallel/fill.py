@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout, Packer, matrix_work
 from megatron_core.data_parallel.buffer import Bucket
 from megatron_core.data_parallel.memory import BucketMemory
-from megatron_core.data_parallel.settings import DataParallelSettings
+from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import replicated, spec_of
 
@@ -124,6 +123,13 @@ def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Return the parameters by global name if the model has global names, else by local name."""
     named = getattr(module, "named_global_parameters", module.named_parameters)
     return named()
+
+
+class Announced(Protocol):
+    """The handle of an announcement, such as ``agreement.Announcement``."""
+
+    def wait(self) -> None:
+        """Wait until all ranks have announced the same."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Memory of buckets: the device of flat buffers, and the placement of shards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +70,17 @@ class BucketMemory:
     fit into memory before it is sharded.
     """
 
+    updates: Callable[[], Any] | None = None
+    """Class derived from ``optimizer.shard.ShardUpdates``, which updates shards that are not on the device."""
+
     def __init__(self, device: torch.device | None = None, initialise: Initialise | None = None) -> None:
         self.device = device
-        self._initialise = initialise
+        self.initialise = initialise
 
     def adopt(self, name: str, parameter: nn.Parameter, memory: Tensor) -> None:
         """Move ``parameter`` into ``memory``, a view of a buffer."""
         if parameter.is_meta and not memory.is_meta:
-            materialise(parameter, memory, name, self._initialise)
+            materialise(parameter, memory, name, self.initialise)
         else:
             memory.copy_(parameter.data)
             parameter.data = memory
@@ -84,3 +88,8 @@ class BucketMemory:
     def placement_of(self, weights: Tensor) -> Placement:
         """The placement of this rank's shard of a bucket's ``weights`` at stage 3."""
         return Placement(weights.device)
+
+    def state_placements(self, buckets: Sequence[Any]) -> Iterator[Placement]:
+        """Yield the placement of the optimizer's state for each of ``buckets``."""
+        for bucket in buckets:
+            yield Placement(bucket.weights.device)

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.announcements import Announcement
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.data_parallel.fill import Unit, buckets_of_unit, tensors_in
+from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, tensors_in
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import outside_of_graphs
 from megatron_core.parallel.handles import Done
-
-Announced = Announcement | Done
 
 
 class UnitSync:

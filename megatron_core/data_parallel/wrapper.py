@@ -12,19 +12,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_core.data_parallel.agreement import Agreement
+from megatron_core.data_parallel.agreement import Agreement, Announcement
 from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.buffer import Bucket, Compressor
-from megatron_core.data_parallel.completion import complete_gradients, complete_shard, complete_shared
-from megatron_core.data_parallel.early_sums import EarlySums, start_sum
+from megatron_core.data_parallel.early_sums import EarlySums, complete_shard
 from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of, name_units, units_of
-from megatron_core.data_parallel.first_use import wait_before_forward
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.split_parameter import release
-from megatron_core.data_parallel.unit_sync import Announced, UnitSync
+from megatron_core.data_parallel.unit_sync import UnitSync
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.compiled import runs_graphs
+from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
 from megatron_core.parallel.groups import LocalGroup, ParallelGroups
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.sharding import spec_of
@@ -67,7 +65,7 @@ class DataParallel(EarlySums):
         self.compressor = compressor
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
-        memory = memory or BucketMemory()
+        self.memory = memory = memory or BucketMemory()
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []
         """Buckets of frozen matrices at stage 3, without gradients or optimizer state."""
@@ -306,15 +304,8 @@ class DataParallel(EarlySums):
 
     def _announce_collective(
         self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]
-    ) -> Announced:
+    ) -> Done | Announcement:
         return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose, detail)
-
-    def _start_reduce(self, bucket: Bucket) -> None:
-        """Start a bucket's reduction after the sums that must precede it."""
-        if bucket.splits_grads:
-            bucket.open_grads()
-        (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
-        start_sum(bucket)
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:
@@ -345,3 +336,35 @@ class DataParallel(EarlySums):
                 self._reduce_ready(bucket.stage)
 
         return accumulate
+
+
+def wait_before_forward(
+    root: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    bucket_of: Mapping[nn.Parameter, Bucket],
+    finish_all: Callable[[], None],
+    *,
+    at_root: Sequence[Bucket],
+) -> Iterator[RemovableHandle]:
+    """Wait for a unit's weights when any of its modules is called first: the other modules may never be called.
+
+    ``at_root`` are buckets that the root's forward waits for. ``state_dict()`` waits for all, by ``finish_all()``.
+    """
+    for module in root.modules():
+        yield module.register_state_dict_pre_hook(lambda *_: finish_all())
+    if at_root:
+        yield root.register_forward_pre_hook(_waiter(at_root), prepend=True)
+    for modules in units:
+        read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
+        for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
+            if module in modules or next(module.parameters(recurse=False), None) is not None:
+                wait = _waiter(list(dict.fromkeys(read)))
+                yield module.register_forward_pre_hook(wait, prepend=True)
+
+
+def _waiter(buckets: Sequence[Bucket]) -> Callable[[nn.Module, object], None]:
+    def wait(module: nn.Module, args: object) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    return wait

@@ -8,7 +8,6 @@ from megatron_core.datasets.base import Dataset, Sample
 from megatron_core.datasets.blend import BlendedDataset, parse_blend
 from megatron_core.datasets.build import Splits, build_datasets
 from megatron_core.datasets.builder import IndexedDatasetBuilder
-from megatron_core.datasets.fim import FIMDataset
 from megatron_core.datasets.header import DatasetHeader, check_tokenizer, read_header, write_header
 from megatron_core.datasets.indexed import DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset, KeyedPermutation, MockDataset, mix64

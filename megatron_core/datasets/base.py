@@ -6,6 +6,8 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
+from megatron_core.errors import DataError
+
 
 class Sample(TypedDict):
     """One training sequence of L tokens.
@@ -47,3 +49,15 @@ def short_names(prefixes: Sequence[str]) -> tuple[str, ...]:
     """File names without their folders, if they are distinct."""
     names = tuple(Path(prefix).name for prefix in prefixes)
     return names if len(set(names)) == len(names) else tuple(prefixes)
+
+
+def checked_text(value: object, name: str) -> str:
+    """``value`` of the key ``name`` of a data file; DataError unless it is a string."""
+    if not isinstance(value, str):
+        kind = "null or missing" if value is None else f"of type {type(value).__name__}"
+        raise DataError(f"{name} must be a string, not {kind}: only text is supported")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{name} has half of a surrogate pair, which is not valid Unicode") from None
+    return value

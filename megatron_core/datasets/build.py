@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,18 +15,33 @@ from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset
 from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_idx_path
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
-from megatron_core.datasets.megatron_order import build_megatron_order
-from megatron_core.datasets.paths import DEFAULT_SPLIT, NAMES, Phase, named_paths, parse_split, read_paths, split_ranges
+from megatron_core.datasets.paths import (
+    DEFAULT_SPLIT,
+    NAMES,
+    DataPaths,
+    Phase,
+    named_paths,
+    parse_split,
+    read_paths,
+    split_ranges,
+)
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
-
-Wanted = dict[str, int]
-"""Number of samples that a run needs, by split."""
 
 Share = tuple[IndexedDataset, range]
 """A file and the range of its sequences that belongs to a split."""
 
 D = TypeVar("D")
+
+
+class BlendOrder(Protocol):
+    """An order of samples other than the keyed one, which features add."""
+
+    def __call__(
+        self, shares: Sequence[Share], weights: Sequence[float] | None, split_name: str, masked_token: int | None
+    ) -> Dataset:
+        """The samples of weighted files as one data set; DataError for too few tokens."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,39 +55,67 @@ class Splits:
     named: Mapping[str, Dataset] = field(default_factory=dict)
     """Validation sets that are evaluated alone, by name; `valid` is then None."""
 
+    def map(self, change: Callable[[Dataset], Dataset]) -> "Splits":
+        """The splits with ``change`` of each data set of tokens in its place."""
+        named = {name: change(dataset) for name, dataset in self.named.items()}
+        train, valid, test = (
+            None if dataset is None else change(dataset) for dataset in (self.train, self.valid, self.test)
+        )
+        return replace(self, train=train, valid=valid, test=test, named=named)
+
     def of(self, split: str) -> dict[str, Dataset]:
         """The data sets of `validation` or `test`, by the names of their losses."""
         if split == "validation" and self.named:
-            return {f"validation {name}": own for name, own in self.named.items()}
-        own = self.valid if split == "validation" else self.test
-        return {} if own is None else {split: own}
+            return {f"validation {name}": dataset for name, dataset in self.named.items()}
+        dataset = self.valid if split == "validation" else self.test
+        return {} if dataset is None else {split: dataset}
+
+
+def divide_files(
+    data: DataConfig,
+    paths: DataPaths,
+    whole: Callable[[Sequence[str], str], Dataset | None],
+    divided: Callable[[Phase, Sequence[float]], Sequence[Dataset | None]],
+) -> Splits:
+    """Build each split by `whole` from its own paths, or all by `divided` from the last blend and its shares."""
+    if paths.phases:
+        # Phases share the validation and test data of the last one: losses of all phases stay comparable.
+        train, valid, test = divided(paths.phases[-1], parse_split(data.split or DEFAULT_SPLIT))
+        return Splits(train, valid, test)
+    named_files = named_paths(data, paths)
+    train_paths, valid_paths, test_paths = paths.own
+    named = {name: whole((path,), "valid") for name, path in named_files.items()}
+    return Splits(
+        whole(train_paths, "train"),
+        None if named_files else whole(valid_paths, "valid"),
+        whole(test_paths, "test"),
+        named={name: dataset for name, dataset in named.items() if dataset is not None},
+    )
 
 
 def build_datasets(
-    data: DataConfig, *, seed: int, tokenizer: Tokenizer | None = None, wanted: Wanted | None = None
+    data: DataConfig, *, seed: int, tokenizer: Tokenizer | None = None, order: BlendOrder | None = None
 ) -> Splits:
     """Open the token files in the flags and divide them between the splits.
 
     `data_path` is divided by `split` (969,30,1 if None); otherwise each split has its own paths. With a tokenizer,
-    files with a header are checked against it. Megatron's order depends on the numbers of samples in `wanted`; None:
-    one epoch. ConfigError: flags that exclude each other. DataError: a bad file, or too few tokens.
+    files with a header are checked against it. `order`: the order of `data_order` unless this is `keyed`. ConfigError:
+    flags that exclude each other. DataError: a bad file, or too few tokens.
     """
+    if (data.data_order == "keyed") != (order is None):
+        raise ConfigError(f"data_order={data.data_order} needs the function of this order; use --data-order keyed")
     # The caller decides whether training data is required.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)
-    builder, paths, named = _Builder(data, seed, tokenizer, wanted or {}), read_paths(data), {}
-    if not paths.phases:
-        named = {name: builder.whole((path,), "valid") for name, path in named_paths(data, paths).items()}
-        own = (paths.own[0], () if named else paths.own[1], paths.own[2])
-        train, valid, test = (builder.whole(each, name) for each, name in zip(own, NAMES, strict=True))
-    else:
+    builder = _Builder(data, seed, tokenizer, order)
+    paths = read_paths(data)
+    splits = divide_files(data, paths, builder.whole, builder.divided)
+    if len(paths.phases) > 1:
         fractions = parse_split(data.split or DEFAULT_SPLIT)
-        train, valid, test = builder.divided(paths.phases[-1], fractions)
-        if len(paths.phases) > 1:
-            train = PhasedDataset([builder.mix(phase, fractions) for phase in paths.phases])
-    splits = Splits(train, valid, test, tuple(builder.notes), {name: own for name, own in named.items() if own})
-    if data.dataloader_type == "cyclic" and train is not None:
-        once: Any = train
+        splits = replace(splits, train=PhasedDataset([builder.mix(phase, fractions) for phase in paths.phases]))
+    splits = replace(splits, notes=tuple(builder.notes))
+    if data.dataloader_type == "cyclic" and splits.train is not None:
+        once: Any = splits.train
         return replace(splits, train=CyclicDataset(once, once.samples_per_epoch, seed))
     return splits
 
@@ -80,8 +123,11 @@ def build_datasets(
 class _Builder:
     """Builds the data sets of a run; a file that is named several times is opened once."""
 
-    def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer | None, wanted: Wanted) -> None:
-        self._data, self._seed, self._tokenizer, self._wanted = data, seed, tokenizer, wanted
+    def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer | None, order: BlendOrder | None) -> None:
+        self._data = data
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._order = order
         self._eod = _masked_eod(tokenizer) if data.eod_mask_loss else None
         self._open = cache(self._open_file)
         self.notes: list[str] = []
@@ -106,8 +152,8 @@ class _Builder:
         splits: list[Dataset | None] = []
         for number, name in enumerate(NAMES):
             shares = [(file, split_ranges(fractions, len(file))[number]) for file in files]
-            asked = fractions[number] > 0
-            splits.append(self._blend(shares, weights, name, lenient=name != "train") if asked else None)
+            has_share = fractions[number] > 0
+            splits.append(self._blend(shares, weights, name, lenient=name != "train") if has_share else None)
         return splits
 
     def mix(self, phase: Phase, fractions: Sequence[float]) -> MixPhase:
@@ -119,41 +165,25 @@ class _Builder:
                 "weights"
             )
         shares = [(file, split_ranges(fractions, len(file))[0]) for file in self._opened(prefixes)]
-        parts = [self._keyed(share, "train") for share in shares]
-        return MixPhase(BlendedDataset(parts, weights), dict(zip(prefixes, parts, strict=True)), phase.samples)
+        datasets = [self._keyed(share, "train") for share in shares]
+        return MixPhase(BlendedDataset(datasets, weights), dict(zip(prefixes, datasets, strict=True)), phase.samples)
 
     def _blend(
         self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, *, lenient: bool
     ) -> Dataset | None:
-        """One data set from weighted files; None if all are omitted. In Megatron's order either all files are used or
-        none."""
-        if self._data.data_order == "megatron":
-            return self._or_note(partial(self._in_megatrons_order, shares, weights, name), lenient)
-        found = [self._or_note(partial(self._keyed, share, name), lenient) for share in shares]
-        kept = [part for part in found if part is not None]
-        if len(kept) < 2:
-            return kept[0] if kept else None
+        """One data set from weighted files; None if all are omitted. A `BlendOrder` uses either all files or none."""
+        if self._order is not None:
+            return self._or_note(partial(self._order, shares, weights, name, self._eod), lenient)
+        datasets = [self._or_note(partial(self._keyed, share, name), lenient) for share in shares]
+        usable = [dataset for dataset in datasets if dataset is not None]
+        if len(usable) < 2:
+            return usable[0] if usable else None
         if weights is not None:
-            weights = [weight for weight, part in zip(weights, found, strict=True) if part is not None]
-        return BlendedDataset(kept, weights)
+            weights = [weight for weight, dataset in zip(weights, datasets, strict=True) if dataset is not None]
+        return BlendedDataset(usable, weights)
 
     def _keyed(self, share: Share, name: str) -> KeyedGPTDataset:
         return KeyedGPTDataset(*share, self._data.seq_length, self._seed, name, self._eod)
-
-    def _in_megatrons_order(self, shares: Sequence[Share], weights: Sequence[float] | None, name: str) -> Dataset:
-        return build_megatron_order(
-            [file for file, _ in shares],
-            [sequences for _, sequences in shares],
-            weights,
-            None if self._data.full_validation and name != "train" else self._wanted.get(name),
-            self._data.seq_length,
-            self._seed,
-            name,
-            cache=self._data.data_cache_path,
-            masked_token=self._eod,
-            surplus=self._data.mid_level_dataset_surplus,
-            threads=self._data.num_dataset_builder_threads,
-        )
 
     def _or_note(self, build: Callable[[], D], lenient: bool) -> D | None:
         """Call `build`; if there are too few tokens and `lenient`, add a note and return None."""

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_core.datasets.atomic_write import atomic_write
-from megatron_core.datasets.megatron_order.cache import print_once
 from megatron_core.errors import DataError
 from megatron_core.storage import location
+from megatron_core.terminal import print_once
 from megatron_core.tokenizers import Tokenizer
 
 FAMILY = "megatron-native token file "
 FORMAT = f"{FAMILY}2"
+# A third file, so that the pair stays byte for byte what Megatron-LM writes and reads.
 # Version 1 did not have bos, eos and pad; they are read as None.
 READABLE = (f"{FAMILY}1", FORMAT)
 

@@ -233,6 +233,8 @@ class IndexedDataset:
         self.path_prefix = str(path_prefix)
         self._bin = location(get_bin_path(self.path_prefix))
         _check_presence(self.path_prefix)
+        # The index is copied to this machine as a whole, because every start reads all of it; tokens are read block by
+        # block.
         remote = in_storage(self._bin)
         self._stream = None if remote is None else StreamedTokens(remote)
         index = self.index = read_index(_index_file(self.path_prefix), multimodal, mmap)

@@ -144,6 +144,8 @@ class KeyedGPTDataset:
         """Item `index` >= 0 of the endless order."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
+        # The epoch is a part of the key, so that each one has another order and any sample can be found without the
+        # ones before it: a run may resume at any step.
         epoch, position = divmod(index, self.samples_per_epoch)
         number = KeyedPermutation(self.samples_per_epoch, (self._seed, epoch))[position]
         text = self._text.read(number * self.sequence_length, self.sequence_length + 1)

@@ -131,6 +131,8 @@ class BatchLoader:
         blend also source int64 [b], the number of each sample's data set. With `packing`, or if samples have them,
         position_ids and document_lengths as in `Packing.entries`. DataError: a token id outside the model's vocabulary.
         """
+        # A batch is a function of the position alone, so batches that were read ahead for another position, for example
+        # before a rollback, are dropped and read again.
         asked = self._asked(consumed_samples, num_microbatches, length)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == asked:

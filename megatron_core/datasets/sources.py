@@ -1,7 +1,7 @@
 """The data files of a run, with counts and hashes; a resumed run compares them with those in its checkpoint."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -54,8 +54,15 @@ class DataSource:
         return f"{self.documents:,} documents, {self.sequences:,} sequences and {self.tokens:,} tokens"
 
 
-def record_sources(data: DataConfig) -> list[Record]:
-    """A record of each file of `data`, in the order of the flags; none for mock data and data sets of a script."""
+FileContent = tuple[int, int, int, str, str]
+"""``DataSource.content`` of a file: documents, sequences, tokens, hash of the index, hash of the tokens."""
+
+
+def record_sources(data: DataConfig, content_of: Callable[[str], FileContent] | None = None) -> list[Record]:
+    """A record of each file of `data`, in the order of the flags; none for mock data and data sets of a script.
+
+    `content_of` reads a file; default: `token_file_content`.
+    """
     if data.mock_data or data.dataloader_type == "external":
         return []
     paths = read_paths(data)
@@ -65,14 +72,13 @@ def record_sources(data: DataConfig) -> list[Record]:
     else:
         lists = list(zip(NAMES, paths.own, strict=True))
     files = []
-    for use, given in lists:
-        weights, names = parse_blend(given) if given else (None, ())
+    for use, blend in lists:
+        weights, names = parse_blend(blend) if blend else (None, ())
         files += [(use, path, None if weights is None else weights[n]) for n, path in enumerate(names)]
-    read = _read_conversations if data.sft or data.dpo else _read_tokens
     distinct = list(dict.fromkeys(path for _, path, _ in files))
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
-        found = dict(zip(distinct, threads.map(read, distinct), strict=True))
-    return [asdict(DataSource(use, path, weight, *found[path])) for use, path, weight in files]
+        contents = dict(zip(distinct, threads.map(content_of or token_file_content, distinct), strict=True))
+    return [asdict(DataSource(use, path, weight, *contents[path])) for use, path, weight in files]
 
 
 def is_record(value: object) -> bool:
@@ -185,38 +191,32 @@ def _shown(share: float | None) -> str:
     return "a share by size" if share is None else f"{share:.4%}"
 
 
-Read = tuple[int, int, int, str, str]
-
-
-def _read_tokens(prefix: str) -> Read:
+def token_file_content(prefix: str) -> FileContent:
     """Counts and hashes of a token file whose index was already checked."""
-    index, tokens = local_copy(location(get_idx_path(prefix))), location(get_bin_path(prefix))
+    index = local_copy(location(get_idx_path(prefix)))
+    tokens = location(get_bin_path(prefix))
     with index.open("rb") as file:
         _, _, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
     size = tokens.stat().st_size
-    return entries - 1, sequences, size // DType.size(code), _hash_whole(index), _hash_blocks(tokens, size)
+    return entries - 1, sequences, size // DType.size(code), content_hash(index), _hash_blocks(tokens, size)
 
 
-def _read_conversations(path: str) -> Read:
-    """Number of lines and hash of a file of conversations."""
-    with open(path, "rb") as file:
-        lines = sum(1 for line in file if line.strip())
-    return lines, 0, 0, "", _hash_whole(Path(path))
-
-
-def _hash_whole(path: Path) -> str:
-    found = xxh3_128()
+def content_hash(path: Path) -> str:
+    """The hash of a whole file."""
+    digest = xxh3_128()
     with path.open("rb") as file:
-        while part := file.read(READ_BYTES):
-            found.update(part)
-    return found.hexdigest()
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _hash_blocks(path: Path, size: int) -> str:
-    found = xxh3_128(size.to_bytes(8, "little"))
+    digest = xxh3_128(size.to_bytes(8, "little"))
+    # Not all of it: reading terabytes would delay every start. A file that another tool wrote differs almost
+    # everywhere, so a few blocks are enough to notice it.
     starts: Sequence[int] = range(0, size, BLOCK_BYTES)
     if len(starts) > BLOCKS:
         starts = [(size - BLOCK_BYTES) * n // (BLOCKS - 1) for n in range(BLOCKS)]
     for start in starts:
-        found.update(read_part(path, start, BLOCK_BYTES))
-    return found.hexdigest()
+        digest.update(read_part(path, start, BLOCK_BYTES))
+    return digest.hexdigest()

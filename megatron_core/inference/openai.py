@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_core.errors import DataError
+from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -21,7 +22,6 @@ from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.text import TextStream, TokenTexts
 from megatron_core.tokenizers import Tokenizer, end_ids
-from megatron_core.tokenizers.chat import ChatTemplate
 
 Json = dict[str, Any]
 COMPLETION_TOKENS = 16

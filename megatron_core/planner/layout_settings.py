@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.config.run import core_sections
+from megatron_core.config.run import core_sections, feature_sections
 
 Settings = dict[str, Any]
 NONE: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -36,22 +36,33 @@ NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_
 
 def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
     """Powers of two whose product with ``copies`` divides the batch; with ``--dpo`` from 2, for pairs of answers."""
-    batch, powers = config.training.global_batch_size or 1, range(1 if config.data.dpo else 0, 10)
+    batch, powers = config.training.global_batch_size or 1, range(1 if config.optional("dpo") else 0, 10)
     return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
 
 
-def with_settings(config: RunConfig, settings: Settings, made: dict[tuple[Any, ...], Any] | None = None) -> RunConfig:
-    """Return ``config`` with new values of some settings; ``made`` keeps the sections that were made of ``config``."""
+def with_settings(
+    config: RunConfig, settings: Settings, sections: dict[tuple[Any, ...], Any] | None = None
+) -> RunConfig:
+    """Return ``config`` with new values of some settings; ``sections`` keeps the sections built from ``config``."""
     by_section: dict[str, Settings] = {}
     for name, value in settings.items():
-        by_section.setdefault(_SECTION[name], {})[name] = value
-    made, sections = {} if made is None else made, {}
+        section_name = _SECTION.get(name) or _feature_of(name)
+        by_section.setdefault(section_name, {})[name] = value
+    sections = {} if sections is None else sections
+    changed = {}
     for name, values in by_section.items():
         key = name, *sorted(values.items())
-        if key not in made:
-            made[key] = replace(getattr(config, name), **values)
-        sections[name] = made[key]
-    return replace(config, **sections)
+        if key not in sections:
+            sections[key] = replace(config.sections()[name], **values)
+        changed[name] = sections[key]
+    if changed.keys() <= core_sections().keys():
+        return replace(config, **changed)
+    return RunConfig.of_sections(config.sections() | changed)
+
+
+def _feature_of(setting: str) -> str:
+    """The feature to which a setting belongs."""
+    return next(name for name, kind in feature_sections().items() if setting in kind.__dataclass_fields__)
 
 
 def describe_layout(config: RunConfig, world_size: int) -> str:

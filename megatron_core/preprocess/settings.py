@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.build import TokenizerFiles
+from megatron_core.tokenizers.build import NUM_SPECIAL_TOKENS, TokenizerFiles
 from megatron_core.tokenizers.fast import BACKENDS
-from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

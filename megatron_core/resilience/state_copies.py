@@ -16,7 +16,6 @@ from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
 from megatron_core.parallel.recovery.rendezvous import Members, Rendezvous
 from megatron_core.resilience.recovery_choice import copies_are_whole
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.outer_state import copied_pieces, copied_state
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 
 LONGEST_WAIT = 300.0
@@ -109,7 +108,9 @@ class StateCopies(Callback):
         run.optimizer.before_update()
         if run.config.resilience.recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory, run.world.launched)
-        state = run.saver.manifest_state(run.state) | ({} if run.outer is None else copied_state(run.outer))
+        state = run.saver.manifest_state(run.state)
+        for part in run.parts:
+            state |= part.copied_values()
         self._writer.write(run.state.iteration, self._pieces(), state, rollbacks=run.state.rollbacks)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.describe(), flush=True)
@@ -125,13 +126,13 @@ class StateCopies(Callback):
             return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
         flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
         flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
-        flat += [piece.memory for piece in run.optimizer.matrix_state()]
+        flat += [piece.memory for piece in run.optimizer.joint_state()]
         memory = [tensor.data_ptr() for tensor in flat]
         if memory != self._memory:
             self._memory = memory
             self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
         others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
         pieces = [*self._updated, *(piece for piece in others if piece.owned)]
-        if run.outer is None:
-            return pieces
-        return [piece for piece in copied_pieces(pieces, run.optimizer, run.outer, run.outer.number) if piece.owned]
+        for part in run.parts:
+            pieces = [piece for piece in part.copied_pieces(pieces) if piece.owned]
+        return pieces

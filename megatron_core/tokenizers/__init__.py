@@ -1,8 +1,8 @@
-"""Tokenizers with one small protocol; this package does not import torch."""
+"""Tokenizers with one small protocol; this package does not import torch.
 
-from megatron_core.tokenizers.base import Tokenizer, dropped_bytes, end_ids
-from megatron_core.tokenizers.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
-from megatron_core.tokenizers.built_in import ByteLevelTokenizer, NullTokenizer
-from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatron_core.tokenizers.tik_token import TikTokenizer
+Names are imported on first use, because each kind of tokenizer loads another library; ``__init__.pyi`` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.built_in import ByteLevelTokenizer, NullTokenizer
-from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatron_core.tokenizers.tik_token import NUM_SPECIAL_TOKENS, TikTokenizer
+
+NUM_SPECIAL_TOKENS = 1000
+"""Default of ``--tiktoken-num-special-tokens``."""
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A value of `--tokenizer-type`. `make` is called with the settings `needs` (required), then `takes` (optional)."""
+class _TokenizerKind:
+    """A value of `--tokenizer-type`.
 
-    make: Callable[..., Tokenizer]
+    `make` names the function that is called with the settings `needs` (required), then `takes` (optional): its module
+    is imported when the kind is chosen, because each loads a library of its own.
+    """
+
+    make: str
     needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
 
 
-def _llama2(path: str | Path) -> Tokenizer:
-    return SentencePieceTokenizer(path, add_bos=True)
-
-
+# Each library takes 0.1 s or more to import in every process of a job, and a run needs at most one of them.
 _KINDS = {
-    "ByteLevelTokenizer": _Kind(ByteLevelTokenizer),
-    "GPT2BPETokenizer": _Kind(GPT2BPETokenizer, ("vocab_file", "merge_file")),
-    "GPTSentencePieceTokenizer": _Kind(SentencePieceTokenizer, ("tokenizer_model",)),
-    "HuggingFaceTokenizer": _Kind(HuggingFaceTokenizer, ("tokenizer_model",)),
-    "Llama2Tokenizer": _Kind(_llama2, ("tokenizer_model",)),
-    "NullTokenizer": _Kind(NullTokenizer, ("vocab_size",)),
-    "SentencePieceTokenizer": _Kind(SentencePieceTokenizer, ("tokenizer_model",)),
-    "TikTokenizer": _Kind(
-        TikTokenizer, ("tokenizer_model",), ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size")
+    "ByteLevelTokenizer": _TokenizerKind("built_in:ByteLevelTokenizer"),
+    "GPT2BPETokenizer": _TokenizerKind("hugging_face:GPT2BPETokenizer", ("vocab_file", "merge_file")),
+    "GPTSentencePieceTokenizer": _TokenizerKind("sentence_piece:SentencePieceTokenizer", ("tokenizer_model",)),
+    "HuggingFaceTokenizer": _TokenizerKind("hugging_face:HuggingFaceTokenizer", ("tokenizer_model",)),
+    "Llama2Tokenizer": _TokenizerKind("sentence_piece:llama2_tokenizer", ("tokenizer_model",)),
+    "NullTokenizer": _TokenizerKind("built_in:NullTokenizer", ("vocab_size",)),
+    "SentencePieceTokenizer": _TokenizerKind("sentence_piece:SentencePieceTokenizer", ("tokenizer_model",)),
+    "TikTokenizer": _TokenizerKind(
+        "tik_token:TikTokenizer",
+        ("tokenizer_model",),
+        ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size"),
     ),
 }
 
@@ -79,7 +81,8 @@ class TokenizerFiles:
         missing = [f"--{name.replace('_', '-')}" for name in kind.needs if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}; add it")
-        tokenizer = kind.make(*(getattr(self, name) for name in kind.needs + kind.takes))
+        make = resolve_name(f"megatron_core.tokenizers.{kind.make}")
+        tokenizer: Tokenizer = make(*(getattr(self, name) for name in kind.needs + kind.takes))
         if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"--vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "

@@ -85,3 +85,8 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
     except (OSError, RuntimeError, ValueError) as error:  # its messages may quote bytes that are not UTF-8
         reason = " ".join(str(error).split())
         raise ConfigError(f"--tokenizer-model {path} is not a SentencePiece model: {reason}") from error
+
+
+def llama2_tokenizer(path: str | Path) -> SentencePieceTokenizer:
+    """A SentencePiece model whose texts begin with its `bos`, as in Megatron-LM's `Llama2Tokenizer`."""
+    return SentencePieceTokenizer(path, add_bos=True)

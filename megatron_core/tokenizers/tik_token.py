@@ -11,10 +11,10 @@ import tiktoken
 
 from megatron_core.errors import ConfigError, DataError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets
+from megatron_core.tokenizers.build import NUM_SPECIAL_TOKENS
 from megatron_core.tokenizers.companions import companion_files
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-NUM_SPECIAL_TOKENS = 1000
 
 # Megatron-LM's default vocabulary size; higher ranks of a larger file are ignored.
 MAX_VOCABULARY = 2**17

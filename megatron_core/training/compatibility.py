@@ -110,21 +110,6 @@ def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path)
         )
 
 
-def check_same_groups(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if the checkpoint in ``folder`` has the state of another number of outer groups.
-
-    Without groups in the checkpoint, any number can start from it.
-    """
-    steps, groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
-    now = config.outer.outer_groups if config.outer.outer_steps else 0
-    if steps and groups != now and not config.checkpoint.no_load_optim:
-        given = f"outer_groups={now}" if now else "outer_steps=0"
-        raise CheckpointError(
-            f"{given}, but the checkpoint {folder} has the state of {groups} groups; give --outer-steps {steps} "
-            f"--outer-groups {groups}, or start with its global weights and new optimizer state by --no-load-optim"
-        )
-
-
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Check the types of all values that a run reads from a checkpoint's state, and return the stored settings.
 

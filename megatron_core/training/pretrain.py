@@ -250,12 +250,6 @@ def notes(run: Run) -> Iterator[str]:
             f"ckpt_format={settings.ckpt_format}: checkpoints are written twice, also to "
             f"{run.saver.folder / settings.ckpt_format}{state}"
         )
-    outer = run.config.outer
-    if run.outer is not None and run.total_iterations % outer.outer_steps:
-        yield (
-            f"outer_steps={outer.outer_steps} does not divide the {run.total_iterations} iterations: steps after the "
-            "last exchange do not reach the global weights"
-        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} has no checkpoint: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:

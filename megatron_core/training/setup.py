@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
-from megatron_core.data_parallel.placement import OffloadedMemory
 from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
@@ -24,7 +24,6 @@ from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
@@ -36,19 +35,20 @@ from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.attempts import Attempts
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
-from megatron_core.training.driver import Trainable, gather_weights
+from megatron_core.training.driver import Trainable
+from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.objective import Objective, build_objective
-from megatron_core.training.outer_state import load_intact
 from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import TrainState, open_checkpoint
+from megatron_core.training.state import Reader, TrainState, open_checkpoint
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
-from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
+
+Part = TypeVar("Part", bound=RunPart)
 
 
 @dataclass(kw_only=True)
@@ -69,19 +69,17 @@ class Run(Trainable):
     """The function that has chosen the parts of each layer."""
     plans: Plans
     trace: TraceWriter | None
-    schedule: LearningRateSchedule
-    decoupled_schedule: LearningRateSchedule | None
-    """Schedule of word embedding and output layer, if it is separate."""
     splits: Splits
     evaluations: tuple[Evaluation, ...]
     """Evaluations of features, in addition to the validation data."""
-    state: TrainState
-    loaded: bool
+    loaded: bool = False
     """Whether a checkpoint was loaded."""
-    outer: OuterOptimizer | None = None
-    """The global weights of groups of replicas, with ``outer_steps``."""
-    total_iterations: int
+    state: TrainState = field(default_factory=TrainState)
+    total_iterations: int = field(init=False)
     """Steps of the whole training, including the steps before a resume."""
+    schedule: LearningRateSchedule = field(init=False)
+    decoupled_schedule: LearningRateSchedule | None = field(init=False)
+    """Schedule of word embedding and output layer, if it is separate."""
     bad_steps: list[int] = field(default_factory=list)
     """Iterations of the bad steps since the last good one; no checkpoint is written until a step is good again."""
     stop_reason: str = ""
@@ -97,7 +95,8 @@ class Run(Trainable):
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the checkpoint saver, the parts of features, the loss, and the loader of training data, if any."""
+        """Create the parts of features, the checkpoint saver, the loss, and the loader of training data, if any."""
+        self.parts = build_parts(self.config, self)
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -105,12 +104,40 @@ class Run(Trainable):
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             fp8=self.fp8,
-            outer=self.outer,
+            parts=self.parts,
         )
-        self.parts = build_parts(self.config, self)
         self.objective = build_objective(self.config, self)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
+
+    def begin(self, checkpoint: Reader | None) -> None:
+        """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
+        config = self.config
+        self.loaded = checkpoint is not None
+        self.state = load_intact(config, checkpoint, self.world.device, partial(self.load, config))
+        self.state.data = compare_data(config, self.state, self.world)
+        done = self.state.iteration, self.state.consumed_samples
+        remaining = config.training.steps_left(self.groups.replicas, *done, config.data.seq_length)
+        self.total_iterations = self.state.iteration + remaining
+        self.schedule = learning_rate_schedule(config, config.optimizer, self.total_iterations)
+        self.decoupled_schedule = None
+        if (decoupled := config.optimizer.decoupled()) is not None:
+            self.decoupled_schedule = learning_rate_schedule(config, decoupled, self.total_iterations)
+
+    def load(self, config: RunConfig, reader: Reader | None) -> TrainState:
+        """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
+        if reader is None:
+            return TrainState()
+        if any(part.load(config, reader) for part in self.parts):
+            return counters(reader)
+        state = load_state(config, reader, self.data_parallel, self.optimizer, self.fp8)
+        for part in self.parts:
+            part.after_load(config, reader)
+        return state
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of a feature, by its class; None if the run does not use the feature."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
@@ -188,9 +215,9 @@ def data_parallel_of(
         exact_sums=parallel.layout_invariant,
         ranks_may_differ=ranks_may_differ,
     )
-    memory: BucketMemory = BucketMemory(device, initialise)
-    if parallel.offloads_weights:
-        memory = OffloadedMemory(device, initialise, parallel, groups.rank)
+    memory = BucketMemory(device, initialise)
+    for hook in (feature.memory for feature in used_features(config) if feature.memory is not None):
+        memory = load_hook(hook)(memory, config, groups.rank)
     compressor = None if compression is None else load_hook(compression.build)(config)
     return DataParallel(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
@@ -221,30 +248,6 @@ def learning_rate_schedule(
     return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
 
 
-def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRateSchedule | None:
-    """The schedule of embeddings and output layer, if it is separate."""
-    decoupled = config.optimizer.decoupled()
-    return None if decoupled is None else learning_rate_schedule(config, decoupled, total_iterations)
-
-
-def outer_of(
-    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups, number: int
-) -> OuterOptimizer | None:
-    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train.
-    ``number``: of this group in the job."""
-    if config.outer.outer_steps == 0 or config.training.skip_train:
-        return None
-    gather = partial(gather_weights, [data])
-    layers, recovers = config.model.num_layers, config.resilience.recover != "none"
-    return OuterOptimizer(config.outer, data, optimizer, groups, layers, gather, keeps_sent=recovers, number=number)
-
-
-def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
-    """The steps of the whole training, with those before ``state``."""
-    done = state.iteration, state.consumed_samples
-    return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
-
-
 def _read_data(
     config: RunConfig,
     groups: ParallelGroups,
@@ -265,33 +268,19 @@ def _read_data(
     return splits, evaluations
 
 
-def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
-    """Point-to-point messages between the stages, with their connections warmed up."""
-    p2p = PipelineP2P(groups)
-    p2p.warm_up(device, plans.stage_to_rank)
-    return p2p
-
-
 def _freeze_or_convert(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
-    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
-    convert their layers, if configured. Rank 0 prints which parts of layers stay as they were."""
+    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else convert their
+    layers, if configured. Rank 0 prints which parts of layers stay as they were."""
     if config.training.skip_train:
         for stage in stages.values():
             stage.requires_grad_(False)
         return
-    hooks = {feature.name: feature.convert_layers for feature in used_features(config) if feature.convert_layers}
-    unchanged: dict[str, str] = {}
-    for stage in stages.values():
-        layers = list(stage.decoder.layers)
-        if config.training.compile:
-            packs = config.data.reset_attention_mask
-            backend = config.training.compile_backend
-            unchanged["compile=True"] = compile_layers(layers, backend=backend, packs_documents=packs)
-        for name, hook in hooks.items():
-            unchanged[name] = load_hook(hook)(config, layers, world.device)
-    for name, sentence in unchanged.items():
-        if sentence and world.rank == 0:
-            print(f"{name}: {sentence}", flush=True)
+    for hook in (feature.convert_layers for feature in used_features(config) if feature.convert_layers is not None):
+        convert, unchanged = load_hook(hook), ""
+        for stage in stages.values():
+            unchanged = convert(config, stage.decoder, world.device)
+        if unchanged and world.rank == 0:
+            print(unchanged, flush=True)
 
 
 def set_up(
@@ -337,14 +326,9 @@ def set_up(
     draw_indexers(base, stages.values(), config)
     data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
-    optimizer = _optimizer_of(config, data_parallel, groups)
-    fp8 = _histories_of(config, stages, groups, world.device)
-    # The state of the checkpoint, and the remaining steps.
-    outer = outer_of(config, data_parallel, optimizer, groups, world.group_number(config.outer.num_groups))
-    state = load_intact(config, checkpoint, data_parallel, optimizer, fp8, outer)
-    state.data = compare_data(config, state, world)
-    total = _total_iterations(config, state, groups.replicas)
-    return Run(
+    p2p = PipelineP2P(groups)
+    p2p.warm_up(world.device, plans.stage_to_rank)
+    run = Run(
         config=config,
         world=world,
         groups=groups,
@@ -357,20 +341,17 @@ def set_up(
         layer_specs=layer_specs,
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
-        p2p=_p2p_of(groups, world.device, plans),
+        p2p=p2p,
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
-        optimizer=optimizer,
-        fp8=fp8,
+        optimizer=_optimizer_of(config, data_parallel, groups),
+        fp8=_histories_of(config, stages, groups, world.device),
         # Without the output layer: deferring its weight gradient would keep a gradient of the size of the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
-        schedule=learning_rate_schedule(config, config.optimizer, total),
-        loaded=checkpoint is not None,
-        outer=outer,
-        decoupled_schedule=_decoupled_schedule(config, total),
-        total_iterations=total,
         splits=splits,
         evaluations=evaluations,
-        state=state,
     )
+    # The state of the checkpoint, and the remaining steps.
+    run.begin(checkpoint)
+    return run

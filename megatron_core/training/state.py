@@ -27,7 +27,6 @@ from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
-    check_same_groups,
     check_same_model,
     check_same_stage,
     check_state,
@@ -77,7 +76,7 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[T
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
-    for piece in optimizer.matrix_state():
+    for piece in optimizer.joint_state():
         yield replace(piece, name=f"optimizer.{piece.name}")
 
 
@@ -194,7 +193,6 @@ def open_checkpoint(
     if not settings.finetune and not config.training.skip_train:
         check_features(stored, config, reader.folder)
         check_same_stage(stored, config, reader.folder)
-        check_same_groups(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")

@@ -106,8 +106,8 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
-    if run.outer is not None:
-        run.outer.after_step(run.state.iteration)
+    for part in run.parts:
+        part.after_step()
     breakdown = attempt.statistics()
     for part in run.parts:
         breakdown |= part.metrics()
@@ -206,7 +206,8 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, loss = len(run.layers) - 1, run.objective.step_loss(batches, statistics)
+    last = len(run.layers) - 1
+    loss = run.objective.step_loss(batches, statistics)
     compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:

@@ -97,7 +97,7 @@ def test_packed_documents_stay() -> None:
     packed = {"reset_position_ids": True, "reset_attention_mask": True, "fim_data": True, "fim_no_prefix": "#"}
     large = RunConfig.from_flat(LLAMA_8B | packed)
     for small in (shrunk(large, [Layout(tp=2)]), at_full_size(RunConfig.from_flat(GPT2 | packed), 50257)):
-        assert small.data.reset_position_ids and small.data.reset_attention_mask and not small.data.fim_data
+        assert small.data.reset_position_ids and small.data.reset_attention_mask and not small.value("fim_data")
         assert list(problems(configured(small, Layout(tp=2), "float64"), 2)) == []
         assert packing_of(small.data, tokenizer_of(small.data)).eod == small.data.vocab_size - 1
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_core.datasets import IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron_core.config import RunConfig
+from megatron_core.datasets import IndexedDatasetBuilder, Splits, get_bin_path, get_idx_path
+from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.training.data import make_splits
 
 
 def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.int32) -> str:
@@ -63,3 +66,9 @@ class FakeIndexed:
         """Tokens of a sequence."""
         assert offset >= 0 and int(self.sequence_lengths[idx]) >= offset + length
         return self.tokens(int(self.sequence_pointers[idx]) + offset, length)
+
+
+def splits_of(tokenizer: Tokenizer | None = None, **settings: object) -> Splits:
+    """The data sets of a run with these settings, by default with seed 1."""
+    config = RunConfig.from_flat({"seed": 1, **settings})
+    return make_splits(config, 1, tokenizer or tokenizer_of(config.data), 0)

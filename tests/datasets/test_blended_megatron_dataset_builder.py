@@ -22,7 +22,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write_counting
-from tests.datasets.megatron_order import reference
+from tests.features.megatron_order import reference
 
 COUNTS = [100, 200, 300]
 
@@ -236,5 +236,5 @@ def test_made_up_data_to_the_last_token() -> None:
 
 
 def test_the_package_itself_starts_without_torch() -> None:
-    code = "import sys, megatron_core.datasets.megatron_order; assert 'torch' not in sys.modules"
+    code = "import sys, megatron_core.features.megatron_order; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

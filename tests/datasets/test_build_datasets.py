@@ -9,7 +9,7 @@ import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron_core.config import DataConfig
+from megatron_core.config import RunConfig
 from megatron_core.datasets import (
     BlendedDataset,
     DatasetHeader,
@@ -20,6 +20,7 @@ from megatron_core.datasets import (
 )
 from megatron_core.datasets import build_datasets as build
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.megatron_order.part import MegatronOrder
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting
 
@@ -34,7 +35,9 @@ def build_datasets(
 ) -> Splits:
     """The splits of the given flags."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-    return build(DataConfig(seq_length=sequence_length, **given), seed=seed, tokenizer=tokenizer, wanted=wanted)
+    config = RunConfig.from_flat({"seq_length": sequence_length, "seed": seed, **given})
+    order = MegatronOrder(config, wanted or {}) if config.data.data_order == "megatron" else None
+    return build(config.data, seed=seed, tokenizer=tokenizer, order=order)
 
 
 def test_default_split(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron.core.datasets.utils import Split
 from megatron_core.datasets import IndexedDataset
 from megatron_core.errors import ConfigError, DataError
 from tests.datasets.files import write
-from tests.datasets.megatron_order import reference
+from tests.features.megatron_order import reference
 
 EOD = 99
 DOCUMENTS = [[1, 2, 3, EOD], [4, EOD], [5, 6, 7, 8, 9, EOD], [10, 11, EOD], [12, EOD]]

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.config import DataConfig
-from megatron_core.datasets import build_datasets, sources
+from megatron_core.config import DataConfig, RunConfig
+from megatron_core.datasets import sources
+from megatron_core.datasets.parts import file_reader
 from megatron_core.datasets.sources import describe_changes, is_record, record_sources
-from tests.datasets.files import write, write_counting
+from tests.datasets.files import splits_of, write, write_counting
 
 AGAIN = "from sample 40 on, samples have new boundaries and a new order, so in this epoch some text may be repeated"
 REREAD = "from sample 40 on, each file continues at a different sample"
@@ -18,7 +19,8 @@ REPLACED = "the order of samples is the same, and from sample 40 on they have th
 
 def record(*data_path: str, **settings: object) -> list[dict]:
     """The records as restored from a checkpoint's JSON."""
-    found = json.loads(json.dumps(record_sources(DataConfig(data_path=data_path, **settings))))
+    config = RunConfig.from_flat({"data_path": data_path, **settings})
+    found = json.loads(json.dumps(record_sources(config.data, file_reader(config))))
     assert all(map(is_record, found))
     return found
 
@@ -40,8 +42,8 @@ def test_a_record_has_the_counts_of_the_files(tmp_path: Path) -> None:
 
 def samples(prefix: str, order: str) -> np.ndarray:
     """The first 20 samples of the training split."""
-    data = DataConfig(data_path=(prefix,), seq_length=8, split="1,0,0", data_order=order)
-    train = build_datasets(data, seed=1, wanted={"train": 20}).train
+    settings = {"data_path": (prefix,), "seq_length": 8, "split": "1,0,0", "data_order": order}
+    train = splits_of(**settings, train_samples=20, global_batch_size=1).train
     return np.stack([train[number]["tokens"] for number in range(20)])
 
 

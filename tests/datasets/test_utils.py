@@ -6,7 +6,7 @@ import pytest
 from megatron.core.datasets import helpers
 from megatron.core.datasets.utils import Split, compile_helpers, get_blend_from_list, normalize
 from megatron_core.errors import ConfigError
-from tests.datasets.megatron_order import reference
+from tests.features.megatron_order import reference
 
 
 def test_splits() -> None:

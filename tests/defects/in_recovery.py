@@ -13,7 +13,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
-from tests.optimizer import test_outer
+from tests.features.outer_steps import test_optimizer as test_outer
 from tests.parallel.recovery import test_rendezvous
 
 
@@ -74,7 +74,7 @@ def apart() -> None:
 
 
 JOINS = partial(as_the_other_group, 3)
-COPY_OF_GROUPS = "training.outer_state:_load_copy"
+COPY_OF_GROUPS = "features.outer_steps.state:load_copy"
 COPIED = "copied = copied_pieces(held, optimizer, outer, reader.state[GROUP])"
 LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
@@ -266,14 +266,14 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "a group that joins starts with the weights of another one",
-        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
         "shard.main.copy_(self._global_weights(shard))",
         "self._global_weights(shard)",
         JOINS,
     ),
     RecoveryDefect(
         "a group that joins sends the outer gradient of another one again",
-        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
         "else torch.zeros_like(fragment.sent)",
         "else fragment.sent",
         JOINS,

@@ -19,7 +19,7 @@ from examples.first_hour import (
     hidden_size_for,
     library_conversations,
 )
-from megatron_core.tokenizers.chat import ChatTemplate
+from megatron_core.features.conversations.chat_template import ChatTemplate
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.inference import engine as engine_module
 from megatron_core.inference.sampling import log_probabilities
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.ops import fixed_products
 from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.training.setup import Run

@@ -14,11 +14,11 @@ import transformers
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference import Progress, TokenScore
 from megatron_core.inference.openai import Job, Limits, Protocol
 from megatron_core.inference.text import TextStream
 from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_core.tokenizers.chat import ChatTemplate
 from tests.inference.fuzz import generator_of
 from tests.tokenizers.corpus import train_bpe, write_sentence_piece
 

@@ -16,7 +16,7 @@ from benchmarks.megatron_peer import MEGATRON
 from megatron_core.training.megatron_state import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
-from tests.datasets.megatron_order.corpus import samples_of_megatron, settings_in, write_files
+from tests.features.megatron_order.corpus import samples_of_megatron, settings_in, write_files
 from tests.models import megatron_training as theirs
 
 BEFORE, AFTER = 3, 10

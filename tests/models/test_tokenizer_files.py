@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.config import RunConfig
+from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.parallel import World
 from megatron_core.tokenizers import SentencePieceTokenizer, tokenizer_of
-from megatron_core.tokenizers.chat import chat_template_of
 from megatron_core.training import read_settings
 from megatron_core.training.compatibility import open_model, stored_config
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face
@@ -120,8 +120,8 @@ def test_the_template_of_a_training_with_conversations_is_kept(tmp_path: Path) -
     own = tmp_path / "own.jinja"
     own.write_text(DEFAULT)
     run = tiny_run(tokenizer_type="ByteLevelTokenizer", vocab_size=300, save=str(tmp_path / "save"))
-    data = replace(run.config.data, sft=True, mock_data=False, data_path=("x.jsonl",), chat_template=str(own))
-    run.saver.config = replace(run.config, data=data)
+    changed = {"sft": True, "mock_data": False, "data_path": ("x.jsonl",), "chat_template": str(own)}
+    run.saver.config = RunConfig.from_flat(run.config.flat() | changed)
     run.saver.save(run.state)
     own.unlink()
     config = stored_config(find_checkpoint(str(tmp_path / "save")))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_core.datasets import IndexedDataset, streaming
-from megatron_core.datasets.sources import _read_tokens
+from megatron_core.datasets.sources import token_file_content
 from megatron_core.datasets.validate import validate
 from megatron_core.errors import DataError
 from megatron_core.locations import CACHE_VARIABLE
@@ -77,7 +77,7 @@ def test_another_process_sees_the_blocks(pair: tuple[str, str], fetched: list[in
 
 
 def test_checks_and_hashes_are_those_of_the_file_on_disk(pair: tuple[str, str]) -> None:
-    assert _read_tokens(pair[0]) == _read_tokens(pair[1])
+    assert token_file_content(pair[0]) == token_file_content(pair[1])
     assert validate(pair[1], 500) == validate(pair[0], 500)
     with pytest.raises(DataError, match="the token id"):
         validate(pair[1], 100)

@@ -43,21 +43,12 @@ WAITING = {
         "tensor_parallel.invariant_linear tensor_parallel.invariant_kernels transformer.invariant_attention "
         "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
     ),
-    "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
+    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
-    "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
-    "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
-    "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
-    "preferences": "datasets.preferences",
-    "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
-    "multi_token": "transformer.multi_token config.multi_token",
-    "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
-    "conversations": (
-        "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
-        "tokenizers.template_sandbox"
-    ),
-    "fill_in_the_middle": "datasets.fim",
-    "generation": "transformer.paged_attention config.inference",
+    "sparse_attention": ("training.new_indexers config.sparse_attention"),
+    "layer_sizes": "config.heterogeneous",
+    "multi_token": "config.multi_token",
+    "generation": "transformer.paged_attention",
     "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
@@ -71,7 +62,13 @@ WAITING = {
         "config.megatron_model config.shrink config.presets config.depth"
     ),
 }
-"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move."""
+"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
+
+Two modules look optional and belong to the core. ``transformer.flex_attention`` is a fused path of attention which
+``attention_backend=auto`` chooses on a GPU for windows, bounded scores and packed documents, as the kernels of ``ops``.
+``parallel.compiled`` says which modules run hooks and how collectives appear in a graph: collectives, linear layers and
+data parallelism ask it in every run, because a program may compile its own model.
+"""
 
 
 @cache

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from megatron_core.tokenizers.chat import chat_template_of
 from tests.tokenizers.corpus import write_sentence_piece, write_tokenizer_json
 
 CONFIG, NAMES, ENDS = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import PackedSample
-from megatron_core.datasets.conversations import ConversationDataset
+from megatron_core.features.conversations.dataset import ConversationDataset
 from megatron_core.models.hf import config_of_folder
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -89,7 +89,7 @@ def _losses(config: RunConfig, packs: Sequence[Sequence[int]]) -> list[float]:
     run = set_up(config, this_world())
     train = run.splits.train
     assert isinstance(train, ConversationDataset)
-    run.train_loader = run.loader(InOrder(train, packs, 1 + config.data.dpo))
+    run.train_loader = run.loader(InOrder(train, packs, 1 + config.value("dpo")))
     return [train_step(run).loss for _ in range(inputs.STEPS)]
 
 
@@ -140,12 +140,12 @@ DEFECTS = {
     ),
     "an answer ends at its end-of-turn token": (
         ("dpo", "dp2 zero3"),
-        ("datasets.conversations:ConversationTokenizer.encode", "if self.to_end:", "if False:"),
+        ("features.conversations.dataset:ConversationTokenizer.encode", "if self.to_end:", "if False:"),
     ),
     "positions do not restart in a pack": (
         ("packed", "tp2 sp"),
         (
-            "datasets.conversations:ConversationDataset._sample",
+            "features.conversations.dataset:ConversationDataset._sample",
             "np.concatenate([np.arange(each, dtype=np.int64) for each in lengths])",
             f"np.arange(length) % {inputs.LENGTH}",
         ),

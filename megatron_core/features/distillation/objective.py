@@ -74,7 +74,8 @@ def logit_losses(
     run: Run, teacher: Teacher, hidden: dict[int, Tensor], batches: Sequence[MicroBatch], report: LossReport | None
 ) -> dict[int, LogitLoss]:
     """The loss of the student's logits of each micro-batch in ``hidden``, which it releases."""
-    settings, last = run.config.section(DistillationConfig), len(run.layers) - 1
+    settings = run.config.section(DistillationConfig)
+    last = len(run.layers) - 1
 
     def of(micro: int) -> LogitLoss:
         def loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.distillation.settings import DistillationConfig
+from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.storage import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import MODEL, open_model
-from megatron_core.training.frozen import FrozenModel, load_frozen
 from megatron_core.training.megatron_state import megatron_config, open_megatron
 from megatron_core.training.setup import Run
 from megatron_core.training.tuning import Base

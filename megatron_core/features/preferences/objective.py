@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.features.preferences.settings import PreferenceConfig
 from megatron_core.models import GPTModel
 from megatron_core.parallel.collectives import paired
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.training.driver import run_plan
-from megatron_core.training.frozen import FrozenModel, load_frozen
 from megatron_core.training.objective import LossReport, Objective, StepLoss, log_probs
 from megatron_core.training.setup import Run
 from megatron_core.training.step import message_lengths, model_step
@@ -49,7 +49,8 @@ class Preferences(Objective):
 
     def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
         """The loss of pairs of answers; the reference computes all micro-batches before the model."""
-        run, settings = self.run, self.settings
+        run = self.run
+        settings = self.settings
         reference = reference_log_probs(run, run.stages if self.frozen is None else self.frozen.stages, batches)
 
         def add_margins(margins: Tensor) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config.run import RunConfig
+from megatron_core.features.preferences.settings import has_preferences
 
 WITHOUT_ADAPTERS = {
     "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
@@ -17,8 +18,10 @@ WITHOUT_ADAPTERS = {
 
 def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that preferences do not support, and missing weights of the reference."""
-    if not config.data.dpo:
+    if not has_preferences(config):
         return
+    if config.data.full_validation:
+        yield "full_validation=True cannot be used with dpo=True, whose last batch would be cut; use --eval-iters"
     if (size := config.training.micro_batch_size) % 2:
         yield f"micro_batch_size={size} would separate pairs of answers, with dpo=True; use an even number"
     if config.model.num_experts is not None and (config.model.balancing_loss or config.model.router_z_loss):
@@ -67,9 +70,9 @@ def _reference_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def resume_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
+def other_reference_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint of another training, whose initial weights are not those of the reference."""
-    if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
+    if has_preferences(config) and config.tuning.lora_rank is None and not stored.get("dpo", False):
         yield (
             f"dpo=True, but the checkpoint {folder} is of a run without it, so the reference would have "
             "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"

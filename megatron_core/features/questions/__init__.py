@@ -9,5 +9,5 @@ QUESTIONS = Feature(
     settings=QuestionConfig,
     is_used=has_questions,
     problems=question_problems,
-    evaluation="megatron_core.features.questions.evaluation:Questions",
+    evaluation="megatron_core.features.questions.scores:Questions",
 )

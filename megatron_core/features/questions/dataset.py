@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_core.datasets.base import Sample
-from megatron_core.datasets.message_schemas import text
+from megatron_core.datasets.base import Sample, checked_text
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
 
@@ -63,12 +62,12 @@ class ChoiceDataset:
         return {"tokens": filled[:-1], "labels": filled[1:], "loss_mask": mask}
 
     def _add(self, line: Any) -> None:
-        query, choices, gold = text(line["query"], "query"), line["choices"], line["gold"]
+        query, choices, gold = checked_text(line["query"], "query"), line["choices"], line["gold"]
         if not isinstance(choices, list) or len(choices) < 2:
             raise DataError("choices must be a list of two or more strings")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
             raise DataError(f"gold={gold!r} must be an index of choices, from 0 to {len(choices) - 1}")
-        self._tokens += [self._encoded(query, text(choice, "choices")) for choice in choices]
+        self._tokens += [self._encoded(query, checked_text(choice, "choices")) for choice in choices]
         self.gold.append(gold)
         self.lengths.append([len(choice.removeprefix(" ")) for choice in choices])
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_core.config import RunConfig
+from megatron_core.datasets.base import short_names
 from megatron_core.features.questions.dataset import ChoiceDataset
+from megatron_core.features.questions.settings import QuestionConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
+from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.driver import run_plan
 from megatron_core.training.objective import log_probs
+from megatron_core.training.parts import Evaluation
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.training.step import message_lengths, model_step
@@ -31,16 +37,36 @@ class ChoiceScores:
     lm-eval's acc_norm."""
 
 
+class Questions(Evaluation):
+    """Accuracy and loss on each file of questions."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+        assert tokenizer is not None, "the rules ask for one"
+        paths = config.section(QuestionConfig).choices_data_path
+        names = short_names([str(Path(path).with_suffix("")) for path in paths])
+        self.datasets = {
+            name: ChoiceDataset(path, tokenizer, config.data.seq_length)
+            for name, path in zip(names, paths, strict=True)
+        }
+
+    def results(self, run: Run) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """See ``Evaluation.results``."""
+        for name, dataset in self.datasets.items():
+            yield f"questions {name}", vars(evaluate_choices(run, dataset))
+
+
 @torch.no_grad()
 def log_likelihoods(run: Run, dataset: ChoiceDataset) -> Tensor:
     """The log-likelihood of each choice, float64 ``[choices]`` in host memory, equal on all ranks.
 
     Evaluation uses no dropout and changes neither generators nor counters.
     """
-    stages, last = list(run.stages.values()), len(run.layers) - 1
+    stages = list(run.stages.values())
+    last = len(run.layers) - 1
     for stage in stages:
         stage.eval()
-    loader, size = run.loader(dataset), StepSize.of_evaluation(run.config, run.groups.replicas)
+    loader = run.loader(dataset)
+    size = StepSize.of_evaluation(run.config, run.groups.replicas)
     iterations = -(-len(dataset) // size.batch_size)
     found = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):

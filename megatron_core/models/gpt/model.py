@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.models.gpt.embedding import LanguageModelEmbedding
-from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
-from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
@@ -28,9 +28,8 @@ from megatron_core.tensor_parallel import (
 from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, in_chunks
-from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
+from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
-from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
 from megatron_core.transformer.z_loss import with_z_loss
 
@@ -107,10 +106,12 @@ class GPTModel(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
-        self.mtp = None
+        self.mtp: Any = None
         if config.mtp_num_layers and post_process:
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
-            self.mtp = MultiTokenPredictionBlock(context, vocab_size, layer_specs, own_embedding=elsewhere)
+            self.mtp = load_hook(layer_hooks()["multi_token"])(
+                context, vocab_size, layer_specs, own_embedding=elsewhere
+            )
 
         # Tied weights, and initialization.
         self._mark_embedding_and_output()
@@ -260,39 +261,8 @@ class GPTModel(nn.Module):
             add_z_loss = partial(with_z_loss, config, sequences.loss_mask, context, self.parallel)
         losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
         if self.mtp is not None and self.training and later is not None:
-            losses = self._with_later_losses(losses, hidden, labels, later, tied, context)
-        return losses
-
-    def _with_later_losses(
-        self,
-        losses: Tensor,
-        hidden: Tensor,
-        labels: Tensor,
-        later: LaterTokens,
-        tied: nn.Parameter | None,
-        context: SequenceContext,
-    ) -> Tensor:
-        """Return ``losses`` with the gradients of the losses of multi-token prediction attached to their backward.
-
-        The loss of each depth is a mean over the unmasked tokens of the global batch at that depth.
-        """
-        weight = self._shared_weight()
-        assert self.mtp is not None and weight is not None, "only the last stage computes losses"
-        names, tokens = mtp_loss_names(self.model_config), labels
-        for depth in range(len(names)):
-            hidden = self.mtp.predict(depth, tokens, hidden, weight, context)
-            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
-            own = self._losses(hidden, tokens.transpose(0, 1), tied)
-            own = own.to(wide(own.dtype)) * mask
-            invariance = self.parallel.invariance
-            losses = context.add_auxiliary_loss(
-                losses,
-                names[depth],
-                own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens),
-                layer_number=self.model_config.num_layers + depth,
-                coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
-                per="counted",
-            )
+            losses_of = partial(self._losses, tied=tied)
+            losses = self.mtp.add_losses(losses, hidden, labels, later, self._shared_weight(), context, losses_of)
         return losses
 
     def _losses(

@@ -8,9 +8,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import normalize
-from megatron_core.datasets.megatron_order.build import cached_blend, check_blend
-from megatron_core.datasets.megatron_order.cache import IndexCache
 from megatron_core.errors import ConfigError
+from megatron_core.features.megatron_order.build import cached_blend, check_blend
+from megatron_core.features.megatron_order.cache import IndexCache
 
 
 class BlendedDataset(torch.utils.data.Dataset):

@@ -12,9 +12,9 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split, normalize
-from megatron_core.datasets.megatron_order.blend_index import samples_per_dataset
-from megatron_core.datasets.megatron_order.build import blend_size
 from megatron_core.errors import ConfigError
+from megatron_core.features.megatron_order.blend_index import samples_per_dataset
+from megatron_core.features.megatron_order.build import blend_size
 
 Sizes = Sequence[int | None]
 Matrix = Sequence[tuple[float, float] | None]

@@ -12,11 +12,11 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset, pad_token_i
 from megatron.core.datasets.utils import Split
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.loader import restarted_positions
-from megatron_core.datasets.megatron_order import MockSequences
-from megatron_core.datasets.megatron_order.build import check_tokens, divide, read_text
-from megatron_core.datasets.megatron_order.cache import IndexCache
-from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
 from megatron_core.errors import ConfigError
+from megatron_core.features.megatron_order.build import check_tokens, divide, read_text
+from megatron_core.features.megatron_order.cache import IndexCache
+from megatron_core.features.megatron_order.mock import MockSequences
+from megatron_core.features.megatron_order.order import OrderOptions, cached_order
 
 
 @dataclass

@@ -5,8 +5,8 @@ In Megatron-LM they are compiled from C++; here they use numpy, with the same ar
 
 import numpy as np
 
-from megatron_core.datasets.megatron_order.blend_index import build_blend_index, build_exhaustive_blend_index
-from megatron_core.datasets.megatron_order.order import build_sample_index, count_samples
+from megatron_core.features.megatron_order.blend_index import build_blend_index, build_exhaustive_blend_index
+from megatron_core.features.megatron_order.order import build_sample_index, count_samples
 
 
 def build_sample_idx(

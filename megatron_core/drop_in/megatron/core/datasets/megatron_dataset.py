@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
-from megatron_core.datasets.megatron_order.build import NO_PAD
+from megatron_core.features.megatron_order.build import NO_PAD
 
 LowLevelDataset = Any
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from megatron_core.datasets.blend import parse_blend
-from megatron_core.datasets.megatron_order.blend_index import normalize
+from megatron_core.features.megatron_order.blend_index import normalize
 
 
 class Split(Enum):

@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.module import MegatronModule, sharded
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import InOrder, Rule
+from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron_core.config import DataConfig
+from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Sample
-from megatron_core.datasets.fim import FIMDataset
 from megatron_core.errors import ConfigError
+from megatron_core.features.fill_in_the_middle.dataset import FIMDataset
 
 
 @dataclass
@@ -36,12 +36,14 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise ConfigError(f"GPTFIMDatasetConfig needs {', '.join(missing)}")
 
-    def fim_settings(self) -> DataConfig:
+    def engine_config(self) -> RunConfig:
         """Return the engine's settings."""
         names = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
-        given = {name: getattr(self, name) for name in names}
-        given |= {f"fim_{name}_token": token for name, token in (self.fim_extra_tokens or {}).items()}
-        return DataConfig(fim_data=True, eod_mask_loss=bool(self.eod_mask_loss), **given)
+        values = {name: getattr(self, name) for name in names}
+        values |= {f"fim_{name}_token": token for name, token in (self.fim_extra_tokens or {}).items()}
+        return RunConfig.from_flat(
+            {"fim_data": True, "eod_mask_loss": bool(self.eod_mask_loss), "seed": self.random_seed, **values}
+        )
 
 
 class GPTFIMDataset(GPTDataset):
@@ -53,7 +55,7 @@ class GPTFIMDataset(GPTDataset):
         super().__init__(*args, **kwargs)
         self._given = _Given(self.config.sequence_length)
         config = self.config
-        self._fim = FIMDataset(self._given, config.tokenizer, config.fim_settings(), config.random_seed)
+        self._fim = FIMDataset(self._given, config.tokenizer, config.engine_config())
 
     def _rearrange(
         self, idx: int, text: np.ndarray, sample: dict[str, np.ndarray]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_core.datasets import message_schemas
-from megatron_core.datasets.message_schemas import Message, schema_of, text
+from megatron_core.datasets.base import checked_text
+from megatron_core.features.conversations import schemas as message_schemas
+from megatron_core.features.conversations.schemas import Message, schema_of
 
 Converter = Callable[[Mapping[str, Any]], list[Message] | str]
 
@@ -24,12 +25,13 @@ def _sharegpt_to_messages(sample: Mapping[str, Any]) -> list[Message]:
 
 def _messages_passthrough(sample: Mapping[str, Any]) -> list[Message]:
     messages = map(message_schemas.openai, sample["messages"])
-    return _begun([{"role": each["role"], "content": text(each.get("content"), "content")} for each in messages])
+    turns = [(message["role"], checked_text(message.get("content"), "content")) for message in messages]
+    return _begun([{"role": role, "content": content} for role, content in turns])
 
 
 def _raw_text_loader(sample: Mapping[str, Any]) -> str:
     value = sample.get("text")
-    return "" if value is None else text(value, "text")
+    return "" if value is None else checked_text(value, "text")
 
 
 _CONVERTERS: dict[str, Converter] = {

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
+from megatron_core.features.offload.activations import offload_activations
 from megatron_core.models.gpt import model
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
@@ -114,6 +115,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             seed=current_seed(),
             layer_specs=specs,
         )
+        offload_activations(self.decoder)
         # Megatron's attributes, and Megatron's classes for the layers.
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_core.errors import ConfigError
+from megatron_core.features.conversations.chat_template import ChatTemplate, chat_template_of
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
 
 
 class MegatronTokenizerText:

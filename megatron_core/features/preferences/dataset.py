@@ -1,0 +1,102 @@
+"""Pairs of a preferred and a rejected answer as training data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_core.datasets.base import PackedSample
+from megatron_core.errors import DataError
+from megatron_core.features.conversations import line_notes as notes
+from megatron_core.features.conversations.build import ConversationData
+from megatron_core.features.conversations.dataset import ConversationDataset, ConversationFile
+from megatron_core.features.conversations.encoder import Message
+from megatron_core.features.conversations.message_keys import check_line, is_learned
+from megatron_core.features.conversations.schemas import (
+    QUESTIONS,
+    asked,
+    history,
+    question_keys,
+    system_keys,
+    turns,
+    with_system,
+)
+
+SIDES = ("chosen", "rejected")
+
+
+class PreferenceFile(ConversationFile):
+    """JSON Lines with ``chosen`` and ``rejected``, and optionally ``prompt`` (trl's formats): lists of messages, or
+    texts, of which the prompt is the user's."""
+
+    def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
+        """The two conversations of a line, which end in the chosen and in the rejected answer."""
+        check_line(content)
+        prompt = self._prompt(content)
+        sides = [self._side(content, prompt, side) for side in SIDES]
+        for side, messages in zip(SIDES, sides, strict=True):
+            if not is_learned(messages[-1]):
+                raise DataError(f"the last message of {side} is excluded from the loss; remove its flag, or the line")
+        return sides
+
+    def used_keys(self, content: Mapping[str, Any]) -> set[str]:
+        """The keys that ``parsed`` reads."""
+        if _has_own_prompt(content):
+            return {*SIDES, *system_keys(content)}
+        if content.get("prompt") is not None:
+            return {*SIDES, "prompt", *system_keys(content)}
+        return {*SIDES, *question_keys(content)}
+
+    def _side(self, content: Mapping[str, Any], prompt: list[dict[str, Any]], side: str) -> list[Message]:
+        """The conversation that ends in an answer."""
+        return [*with_system(content, [*prompt, *turns(content, side, "assistant")])]
+
+    def _prompt(self, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The messages before both answers."""
+        if _has_own_prompt(content):
+            return []
+        if content.get("prompt") is not None:
+            return turns(content, "prompt", "user")
+        if any(content.get(name) is not None for name in QUESTIONS):
+            return [*history(content), asked(content)]
+        for name in ("messages", "conversations", "input"):
+            if content.get(name):
+                raise DataError(f"{name} next to chosen and rejected is not read; write its messages as prompt")
+        return []
+
+
+def _has_own_prompt(content: Mapping[str, Any]) -> bool:
+    """Whether chosen and rejected are whole conversations, for which trl ignores a text as prompt."""
+    if isinstance(content.get("prompt"), list) or not all(isinstance(content.get(side), list) for side in SIDES):
+        return False
+    roles = [message["role"] for message in turns(content, "chosen", "assistant")]
+    return "user" in roles[:2]
+
+
+class PreferenceDataset(ConversationDataset):
+    """As ``ConversationDataset``: item 2 i is the chosen conversation of a line, item 2 i + 1 the rejected one."""
+
+    def describe(self) -> tuple[str, ...]:
+        """Notes: the keys of lines that have no effect."""
+        lines = notes.spread(self._lines, notes.KEYS_CHECKED)
+        return tuple(notes.of_keys(map(self.read, lines), self._encoder.template.names))
+
+    def __getitem__(self, index: int) -> PackedSample:
+        """The sample at a position of the endless order; DataError if no token of the answer fits."""
+        (line,) = self.lines_of(index // 2)
+        sample = self._sample([self._line(line)[index % 2]])
+        if not sample["loss_mask"].any():
+            raise DataError(
+                f"{self.place(line)}: the prompt alone has seq_length={self.sequence_length} tokens or more, so "
+                "no token of the answer remains; give a larger --seq-length, or remove the line"
+            )
+        return sample
+
+
+class PreferenceData(ConversationData):
+    """The data sets of ``--dpo``."""
+
+    setting = "dpo"
+    file_type = PreferenceFile
+    dataset_type = PreferenceDataset
+    learns_to_end = True
