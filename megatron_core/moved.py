@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "parallel.simulated": "cpu_ranks.simulated",
+    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",
@@ -32,8 +34,6 @@ MOVED = {
     "data_parallel.bucket_kind": "data_parallel.settings",
     "data_parallel.completion": "data_parallel.early_sums",
     "data_parallel.first_use": "data_parallel.wrapper",
-    "parallel.simulated": "cpu_ranks.simulated",
-    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",
