@@ -111,7 +111,7 @@ class OldNames(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """A specification that returns the module with the new name; None for names that did not move."""
         name = new_name(fullname)
-        return None if name is None else ModuleSpec(fullname, _NewModule(name), is_package=True)
+        return None if name is None else ModuleSpec(fullname, _NewModule(name))
 
 
 def install() -> None:
