@@ -20,6 +20,8 @@ MOVED = {
     "transformer.invariant_attention": "features.equal_bits.attention",
     "tensor_parallel.invariant_kernels": "features.equal_bits.kernels",
     "tensor_parallel.invariant_linear": "features.equal_bits.linear",
+    "parallel.simulated": "cpu_ranks.simulated",
+    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",
@@ -40,8 +42,6 @@ MOVED = {
     "data_parallel.bucket_kind": "data_parallel.settings",
     "data_parallel.completion": "data_parallel.early_sums",
     "data_parallel.first_use": "data_parallel.wrapper",
-    "parallel.simulated": "cpu_ranks.simulated",
-    "parallel.shared_memory": "cpu_ranks.shared_memory",
     "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",
@@ -119,7 +119,7 @@ class OldNames(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """A specification that returns the module with the new name; None for names that did not move."""
         name = new_name(fullname)
-        return None if name is None else ModuleSpec(fullname, _NewModule(name), is_package=True)
+        return None if name is None else ModuleSpec(fullname, _NewModule(name))
 
 
 def install() -> None:

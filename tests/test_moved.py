@@ -18,6 +18,7 @@ def test_an_old_name_is_the_same_module(old: str, new: str) -> None:
     assert module is importlib.import_module(f"megatron_core.{new}")
     assert module.__spec__ is not None
     assert module.__spec__.name == f"megatron_core.{new}"
+    assert hasattr(module, "__path__") == (module.__spec__.submodule_search_locations is not None)
 
 
 def test_modules_of_a_moved_package() -> None:

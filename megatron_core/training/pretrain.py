@@ -90,8 +90,11 @@ def pretrain(
     each layer; ``callbacks`` run at fixed points of the training (``Callback``).
     """
     job = Job(datasets_provider, layer_specs, callbacks)
-    starts = [load_hook(feature.start) for feature in used_features(config) if feature.start is not None]
-    start = next(iter(starts), start_once)
+    hooks = {feature.name: feature.start for feature in used_features(config) if feature.start is not None}
+    if len(hooks) > 1:
+        check(config, world.size)  # its rules name the settings that exclude each other
+        raise ConfigError(f"the features {', '.join(hooks)} each start the training; use only one of them")
+    start = load_hook(*hooks.values()) if hooks else start_once
     start(config, world, job)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 import megatron_core
 from megatron_core import feature
@@ -21,9 +22,11 @@ from megatron_core.config.setting import section, setting
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import Feature, features, register_feature
+from megatron_core.parallel import World
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.loop import train
 from megatron_core.training.parts import RunPart
+from megatron_core.training.pretrain import pretrain
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult, train_step
 from tests.runs import TINY, tiny_config, tiny_run
@@ -146,6 +149,19 @@ def test_only_one_feature_defines_the_loss(monkeypatch: pytest.MonkeyPatch) -> N
         )
     with pytest.raises(ConfigError, match="the features first, second each replace the loss; use only one of them"):
         tiny_run()
+
+
+def test_only_one_feature_starts_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "_ADDED", {})
+    for name in ("first", "second"):
+        register_feature(
+            Feature(name=name, is_used=lambda config: True, start="megatron_core.training.pretrain:start_once")
+        )
+    world = World(0, 1, local_rank=0, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="the features first, second each start the training; use only one of them"):
+        pretrain(tiny_config(), world)
+    with pytest.raises(ConfigError, match="recover=in-process and elastic=True exclude one another"):
+        pretrain(tiny_config(recover="in-process", elastic=True), world)
 
 
 WITHOUT = """

@@ -23,12 +23,12 @@ SATELLITES = (
         "any_model",
         "shell",
         "storage",
-        "launcher",
     ),
     *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
-"""Packages outside of the core that are not features."""
+"""Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
+even the command line, which may not import ``parallel``."""
 
 WAITING = {
     "lora": (
