@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy, LocalCopy
 from megatron_core.errors import CheckpointError, LayoutError, MegatronError
-from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy, own_address, start_keeper
+from megatron_core.parallel.recovery.keeper import LOOPBACK, Connection, RemoteCopy, own_address, start_keeper
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import Rendezvous
 from megatron_core.resilience import state_copies
@@ -33,9 +33,31 @@ def piece(rows: tuple[int, int], values: torch.Tensor) -> TensorBox:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[tuple[Rendezvous, HostMemory]]]:
+def store() -> Iterator[dist.Store]:
+    """A store held by a process of its own, as a launcher holds it.
+
+    A store's thread looks up the address of each new connection, with a lock of the C library. A process that is forked
+    from the same process meanwhile inherits the lock as held, and waits forever when it connects.
+    """
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        if (holder := os.fork()) == 0:
+            try:
+                master = dist.TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=server.detach())
+                while master:
+                    signal.pause()
+            finally:
+                os._exit(1)
+    try:
+        yield dist.TCPStore(LOOPBACK, port)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> Iterator[list[tuple[Rendezvous, HostMemory]]]:
     """Three ranks with keepers, each with two rows of the tensor as its copy of iteration 5."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made, keepers = [], list[int]()
     for rank in range(SIZE):
         memory, mirror = HostMemory(ROOM, rank=rank), HostMemory(ROOM, rank=rank)
