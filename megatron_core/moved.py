@@ -22,6 +22,7 @@ MOVED = {
     "tensor_parallel.invariant_linear": "features.equal_bits.linear",
     "parallel.simulated": "cpu_ranks.simulated",
     "parallel.shared_memory": "cpu_ranks.shared_memory",
+    "training.averaged_reader": "hub.averaged_reader",
     "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",
@@ -78,6 +79,13 @@ MOVED = {
     "training.hash_records": "reports.hash_callback",
     "training.profile": "reports.profile",
     "training.rerun": "resilience.rerun",
+    "training.adapter_export": "hub.adapter_export",
+    "training.megatron_state": "hub.megatron_lm.format",
+    "training.deepspeed_conversion": "hub.deepspeed_conversion",
+    "training.conversion": "hub.conversion",
+    "models.deepspeed": "hub.deepspeed",
+    "models.megatron_lm": "hub.megatron_lm",
+    "models.hf": "hub.hugging_face",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""

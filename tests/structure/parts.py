@@ -24,17 +24,14 @@ SATELLITES = (
         "shell",
         "storage",
     ),
-    *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
+    *("hub", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
 even the command line, which may not import ``parallel``."""
 
 WAITING = {
-    "lora": (
-        "tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning "
-        "training.adapter_export"
-    ),
+    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
     "fp8": (
         "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
         "config.rules_fp8 data_parallel.fp8_gather"
@@ -45,7 +42,6 @@ WAITING = {
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
-    "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
