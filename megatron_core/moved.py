@@ -12,6 +12,12 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "training.new_indexers": "features.sparse_attention.new_indexers",
+    "training.tuning": "training.initial_weights",
+    "config.rules_tuning": "features.lora.rules",
+    "config.tuning": "features.lora.settings",
+    "transformer.adapters": "features.lora.adapters",
+    "tensor_parallel.lora": "features.lora.layer",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",

@@ -87,8 +87,8 @@ class CheckpointFormat:
         """Yield notes for the user of a run of ``config`` that starts from the folder."""
         yield from ()
 
-    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
-        """All low-rank adapters of the model of ``config`` by the names of their parameters, if the format has any."""
+    def read_added(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+        """The weights that a feature adds to the model of ``config``, by name, if the format has only these."""
         return {}
 
     def write(
@@ -127,7 +127,7 @@ def formats_in(folder: Path) -> list[CheckpointFormat]:
 def formats_of_settings(config: RunConfig) -> list[tuple[CheckpointFormat, Path]]:
     """The formats of folders that settings of their own name, such as --load-hf, and these folders."""
     flat = config.flat()
-    rows = ((row, flat[row.setting]) for row in _rows() if row.setting is not None)
+    rows = ((row, flat.get(row.setting)) for row in _rows() if row.setting is not None)
     return [(_load(row), Path(folder)) for row, folder in rows if folder is not None]
 
 

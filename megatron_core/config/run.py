@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -19,7 +19,6 @@ from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.feature import features
 
 Section = TypeVar("Section")
@@ -40,8 +39,6 @@ class RunConfig:
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
-    tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Fine-tuning with low-rank adapters."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training data and the tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -70,19 +67,6 @@ class RunConfig:
         """Name of the torch dtype of the residual stream between layers, and of messages between pipeline stages."""
         dtype = self.training.compute_dtype
         return "float32" if self.model.fp32_residual_connection and dtype != "float64" else dtype
-
-    def joins_parts(self, layer_number: int) -> bool:
-        """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (transformer.joined)."""
-        model, parallel = self.model, self.parallel
-        if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
-            return False
-        separate = (
-            *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
-            *(self.training.compile, self.tuning.lora_rank is not None),
-        )
-        return (
-            attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
-        )
 
     @property
     def runs_in_pairs(self) -> bool:
@@ -113,6 +97,10 @@ class RunConfig:
     def section(self, kind: type[Section]) -> Section:
         """The settings of the feature whose section is ``kind``."""
         return next((section for section in self.features if isinstance(section, kind)), kind())
+
+    def with_section(self: Configuration, section: Any) -> Configuration:
+        """Replace the settings of the feature to which ``section`` belongs."""
+        return replace(self, features=tuple(section if type(own) is type(section) else own for own in self.features))
 
     def optional(self, name: str) -> Any:
         """The value of a feature's setting ``name``; None if this package does not have the feature."""

@@ -1,7 +1,7 @@
 """Comparison of the settings stored in a checkpoint with the settings of a run."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
 from math import isclose
 from pathlib import Path
@@ -18,16 +18,15 @@ from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, Opti
 from megatron_core.config.file import convert
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
-from megatron_core.config.run import field_types, settings
+from megatron_core.config.run import field_types, section_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.feature import features
 from megatron_core.parallel.texts import listed
 from megatron_core.storage import in_storage, local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
-from megatron_core.training.new_indexers import has_new_indexers, without_indexers
+from megatron_core.training.parts import missing_in, weights_saved_alone
 
 CPU = torch.device("cpu")
 KINDS = field_types()
@@ -50,16 +49,17 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
 
     Floats are compared in float32 precision. Settings without effect both in this run and with the stored
     settings, and those named in ``--changed-model-settings``, may differ. ``only_weights``: the run starts with the
-    weights, to which it may add indexers, and does not resume the training.
+    weights, to which features may add others, and does not resume the training.
     """
-    if has_new_indexers(stored, config.model):
-        stored = without_indexers(stored, config, only_weights=only_weights)
+    for added in missing_in(stored, config):
+        stored = added.compared(stored, only_weights=only_weights)
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
-    kinds = Resume.FUNCTION, Resume.TENSORS
-    compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
-    different = [name for name in compared if name in stored and not _equal(stored[name], current[name])]
-    model = {**vars(config.model), **vars(config.tuning)}.keys() & stored.keys()
-    before = RunConfig.from_flat(current | {name: stored[name] for name in model})
+    # Features compare all their settings, too: whether one has an effect may depend on another one.
+    sections = {kind: names_by_resume(kind, Resume.FUNCTION, Resume.TENSORS) for kind in section_types().values()}
+    compared = [name for names in sections.values() for name in names if name in stored]
+    different = [name for name in compared if not _equal(stored[name], current[name])]
+    of_model = {item.name for kind, names in sections.items() if names for item in fields(kind)} & stored.keys()
+    before = RunConfig.from_flat(current | {name: stored[name] for name in of_model})
     changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
     own, other = config.model.sized_blocks, before.model.sized_blocks
     if LAYERS_JSON in changed and own == other:  # other keys, or sizes that one of them leaves to the model
@@ -87,22 +87,6 @@ def check_features(stored: Mapping[str, Any], config: RunConfig, folder: Path) -
     for feature in features():
         for problem in () if feature.resume_problems is None else feature.resume_problems(stored, config, folder):
             raise CheckpointError(problem)
-
-
-def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if a run resumes a stage of sparse attention that trained other weights, whose
-    optimizer state is not that of this run."""
-    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
-        return
-    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
-    now = {name: getattr(config.model, name) for name in names}
-    before = {name: stored.get(name, now[name]) for name in names}
-    if any(bool(before[name]) != bool(now[name]) for name in names):
-        given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
-        raise CheckpointError(
-            f"{given}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
-            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
-        )
 
 
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -257,7 +241,7 @@ def open_model(
     """Open ``load``, a checkpoint of this or another program; return its reader and the configuration of its model.
 
     A collective call, with messages on ``device``. Errors: ``CheckpointError``, with the ``name`` of the setting, if
-    there is no checkpoint, or only adapters.
+    there is no checkpoint, or only the weights that a feature adds to a model.
     """
     for form in _other_formats(load):
         if form.is_openable:
@@ -271,10 +255,10 @@ def open_model(
             "Face"
         )
     config = stored_config(reader.folder)
-    if config.tuning.lora_rank is not None:
+    if (added := weights_saved_alone(config)) is not None:
         with reader:
             raise CheckpointError(
-                f"{name}={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
+                f"{name}={load!r} has {added.title} without the weights of the model; "
                 f"run tools/convert_checkpoint.py --from native --to hf --load {load} --save MERGED, and load MERGED"
             )
     return reader, config

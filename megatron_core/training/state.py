@@ -27,7 +27,6 @@ from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
     check_same_model,
-    check_same_stage,
     check_state,
     format_to_resume,
     moved_end,
@@ -36,6 +35,7 @@ from megatron_core.training.compatibility import (
     takes_settings,
     with_settings_of,
 )
+from megatron_core.training.parts import weights_saved_alone
 
 CPU = torch.device("cpu")
 Reader = CheckpointReader | OtherReader | HostCopy
@@ -183,7 +183,7 @@ def open_checkpoint(
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None:
-        return (open_initial_weights(config) if config.tuning.lora_rank is None else None), config
+        return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
@@ -191,7 +191,6 @@ def open_checkpoint(
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
         check_features(stored, config, reader.folder)
-        check_same_stage(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")

@@ -31,14 +31,13 @@ SATELLITES = (
 even the command line, which may not import ``parallel``."""
 
 WAITING = {
-    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
     "fp8": (
         "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
         "config.rules_fp8 data_parallel.fp8_gather"
     ),
     "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
-    "sparse_attention": ("training.new_indexers config.sparse_attention"),
+    "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",

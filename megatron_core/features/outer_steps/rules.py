@@ -61,8 +61,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "layout_invariant=True"
     if config.model.moe_router_enable_expert_bias:
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
-    if config.tuning.lora_rank is not None:
-        yield f"lora_rank={config.tuning.lora_rank}"
+    if (rank := config.optional("lora_rank")) is not None:
+        yield f"lora_rank={rank}"
     if resilience.elastic:
         yield "elastic=True"
     if resilience.rerun_mode != "disabled":

@@ -1,6 +1,8 @@
 """Use and rules of attention to the keys that an indexer selects."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron_core.config.run import RunConfig
 
@@ -52,8 +54,23 @@ def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[st
         for name, reason in REFUSED_IN_WARMUP.items():
             if flat[name]:
                 yield f"{name}={flat[name]} cannot be used with dsa_indexer_warmup=True: {reason}"
-    if model.trains_indexers and config.tuning.lora_rank is not None:
+    rank = config.optional("lora_rank")
+    if model.trains_indexers and rank is not None:
         yield (
             f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff:g} cannot be used with lora_rank="
-            f"{config.tuning.lora_rank}, which freezes the indexers; use 0"
+            f"{rank}, which freezes the indexers; use 0"
+        )
+
+
+def other_stage_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
+    """A checkpoint of a stage of training with other trained weights, whose optimizer state is not that of this run."""
+    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
+        return
+    stage = {name: getattr(config.model, name) for name in ("dsa_indexer_warmup", "dsa_indexer_loss_coeff")}
+    stored_stage = {name: stored.get(name, value) for name, value in stage.items()}
+    if any(bool(stored_stage[name]) != bool(value) for name, value in stage.items()):
+        this, other = (", ".join(f"{name}={value}" for name, value in items.items()) for items in (stage, stored_stage))
+        yield (
+            f"{this}, but the checkpoint {folder} was trained with {other}, so its optimizer state is of other "
+            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )
