@@ -12,6 +12,13 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.rules_fp8": "features.fp8.rules",
+    "data_parallel.fp8_gather": "features.fp8.gather",
+    "ops.fp8_product": "features.fp8.scaled_product",
+    "ops.fp8_grouped": "features.fp8.grouped_product",
+    "ops.fp8": "features.fp8.casts",
+    "tensor_parallel.amax_history": "features.fp8.amax_history",
+    "tensor_parallel.fp8": "features.fp8.products",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",
