@@ -89,22 +89,6 @@ def check_features(stored: Mapping[str, Any], config: RunConfig, folder: Path) -
             raise CheckpointError(problem)
 
 
-def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if a run resumes a stage of sparse attention that trained other weights, whose
-    optimizer state is not that of this run."""
-    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
-        return
-    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
-    now = {name: getattr(config.model, name) for name in names}
-    before = {name: stored.get(name, now[name]) for name in names}
-    if any(bool(before[name]) != bool(now[name]) for name in names):
-        given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
-        raise CheckpointError(
-            f"{given}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
-            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
-        )
-
-
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Check the types of all values that a run reads from a checkpoint's state, and return the stored settings.
 
@@ -202,9 +186,8 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
 
 def stored_config(folder: Path) -> RunConfig:
     """The configuration stored in the checkpoint in ``folder``; paths of tokenizer files refer to the copies in it."""
-    for form in () if (folder / MANIFEST).is_file() else formats_in(folder):
-        if form.resumes:
-            return RunConfig.from_flat(form.settings(folder))
+    for form in () if (folder / MANIFEST).is_file() else formats_in(folder, resumes=True):
+        return RunConfig.from_flat(form.settings(folder))
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
@@ -227,27 +210,26 @@ def tokenizer_folder(folder: Path) -> Path:
     return local_copy(kept) if kept.is_dir() else kept
 
 
-def _other_formats(load: str | Path) -> list[CheckpointFormat]:
+def _other_formats(load: str | Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
     """The formats of other programs in a folder on this machine without a checkpoint of this program."""
     folder = location(load)
     if in_storage(folder) is not None or (folder / MANIFEST).is_file() or complete_iterations(folder):
         return []
-    return formats_in(folder)
+    return formats_in(folder, resumes=resumes)
 
 
 def format_to_resume(load: str | None) -> CheckpointFormat | None:
     """The format of another program in ``load`` whose training --load continues; None if there is none."""
-    forms = [] if load is None else _other_formats(load)
-    return next((form for form in forms if form.resumes), None)
+    return None if load is None else next(iter(_other_formats(load, resumes=True)), None)
 
 
 def refuse_other_formats(named: str, load: str | Path) -> None:
-    """``CheckpointError`` with the way to read it if ``load`` is of another program and --load does not read it.
+    """``CheckpointError`` with the way to read it if ``load`` is of another program and --load does not continue it.
 
     ``named`` is the setting with its value.
     """
-    for form in _other_formats(load):
-        if not form.resumes and (refusal := form.refusal(named, location(load))):
+    for form in _other_formats(load, resumes=False):
+        if refusal := form.refusal(named, location(load)):
             raise CheckpointError(refusal)
 
 

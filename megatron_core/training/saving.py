@@ -299,9 +299,8 @@ class CheckpointSaver:
             return
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exchange = partial(gather_from_all_ranks, device=self.data.device)
-        format_that_writes(form).write(
-            native, self.config.model, folder, form, rank=self.data.groups.rank, ranks=ranks, exchange=exchange
-        )
+        rank, model = self.data.groups.rank, self.config.model
+        format_that_writes(form).write(native, model, folder, rank=rank, ranks=ranks, exchange=exchange)
 
     def close(self) -> None:
         """Complete the background save and release the locks of the folders; a later ``save`` takes them again."""

@@ -27,7 +27,6 @@ from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
     check_same_model,
-    check_same_stage,
     check_state,
     format_to_resume,
     moved_end,
@@ -191,7 +190,6 @@ def open_checkpoint(
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
         check_features(stored, config, reader.folder)
-        check_same_stage(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
