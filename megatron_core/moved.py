@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "training.state_hashes": "reports.state_hashes",
+    "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",
