@@ -57,6 +57,8 @@ class Feature:
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
+    checkpoint_formats: tuple[Any, ...] = ()
+    """Rows ``config.checkpoint.FormatRow``: formats of checkpoints of other programs."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None

@@ -15,7 +15,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.features.fp8.amax_history import AmaxHistories
-from megatron_core.models.deepspeed import is_deepspeed_folder
+from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.training.loading import load_state

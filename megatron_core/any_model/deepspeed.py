@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_core.checkpoint import TensorBox
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.sharding import spec_of

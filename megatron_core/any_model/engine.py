@@ -386,7 +386,7 @@ class Engine(EngineBackward, nn.Module):
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
-        ``folder`` may also be one of DeepSpeed, see ``models.deepspeed``; ``iteration`` is then its global step.
+        ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
         Gradients of an incomplete step are discarded. Errors: ``CheckpointError`` if there is none, it is damaged, or
         it belongs to another model.
         """

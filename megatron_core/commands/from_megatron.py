@@ -141,7 +141,7 @@ class TranslatedLaunch:
         found += problems(config, ranks)
         folder = None if config.checkpoint.load is None else path_of(config.checkpoint.load)
         if folder is not None and folder.is_dir():
-            from megatron_core.training.megatron_state import checkpoint_changes  # it imports torch
+            from megatron_core.hub.megatron_lm.format import checkpoint_changes  # it imports torch
 
             found += checkpoint_changes(config)
         return cls(launch, flags, config, ranks, tuple(found), told)

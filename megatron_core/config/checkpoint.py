@@ -16,6 +16,18 @@ TEMPORARY_FOLDER = "non_persistent"
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormatRow:
+    """A row of ``Feature.checkpoint_formats``."""
+
+    hook: str
+    """Class derived from ``checkpoint.formats.CheckpointFormat``."""
+    setting: str | None = None
+    """Setting that names a folder in this format, from which settings without a flag are taken."""
+    writes: tuple[str, ...] = ()
+    """Values of --ckpt-format that it writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 @section()
 class CheckpointConfig:
     """Folders, intervals and contents of checkpoints. A checkpoint can be loaded in any layout."""

@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, reports, resilience
+from megatron_core import cpu_ranks, hub, reports, resilience
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -46,6 +46,7 @@ FEATURES = (
     RECURRENT,
     SPARSE_ATTENTION,
     *cpu_ranks.FEATURES,
+    *hub.FEATURES,
     *reports.FEATURES,
     *resilience.FEATURES,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
+from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
@@ -18,8 +19,6 @@ from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
@@ -80,25 +79,25 @@ def load_state(
     optimizer: Optimizer | None,
     further: Callable[[Reader], Iterable[TensorBox]] = lambda reader: (),
 ) -> TrainState:
-    """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``).
+    """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``).
 
     ``further(reader)``: other pieces to load if the optimizer continues.
     """
     settings = config.checkpoint
     continues = isinstance(reader, HostCopy)
-    weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
+    weights_only = not continues and (settings.finetune or reader.only_weights)
     fresh = weights_only or (settings.no_load_optim and not continues)
     lacks = lacks_indexers(reader, config.model)
     with reader:
-        if not isinstance(reader, HuggingFaceReader | HostCopy):
+        if not isinstance(reader, HostCopy):
             _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
-        others = () if fresh or isinstance(reader, HuggingFaceReader) else tuple(further(reader))
+        others = () if fresh else tuple(further(reader))
         if isinstance(reader, CopiesReader):
             reader.fetch(chain(held_pieces(data, optimizer), others))
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh and not isinstance(reader, HuggingFaceReader):
+        if not fresh:
             pieces += _pieces_of_compression(reader, data)
         pieces = list(outside_of_indexers([*pieces, *others], lacks))
         fill_together(reader, pieces, data.device)
@@ -124,7 +123,7 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
 
 
 def _check_names(
-    reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
+    reader: CheckpointReader | OtherReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
 ) -> None:
     """Compare the tensors needed by all ranks with the stored tensors, which ``lacks`` indexers."""
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
@@ -140,7 +139,7 @@ def _check_names(
         reader.check_names({name: shape for name, shape in needed.items() if name.startswith("model.")})
         name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
         remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
-        if isinstance(reader, MegatronReader) and reader.fault_of_state:
+        if isinstance(reader, OtherReader) and reader.fault_of_state:
             remedy = f"; {reader.fault_of_state}"
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
@@ -149,7 +148,7 @@ def _check_names(
     reader.check_names(needed)
 
 
-def _changed_optimizer(reader: CheckpointReader | MegatronReader, config: OptimizerConfig) -> list[str]:
+def _changed_optimizer(reader: CheckpointReader | OtherReader, config: OptimizerConfig) -> list[str]:
     """Stored settings of the same optimizer that differ, as "NAME is VALUE"; empty for another optimizer."""
     stored = reader.state.get("config", {})
     if stored.get("optimizer") != config.optimizer:
@@ -167,7 +166,7 @@ def fill_together(reader: Reader, pieces: Iterable[TensorBox], device: torch.dev
 
 
 def _lacks_average(reader: Reader, optimizer: Optimizer) -> bool:
-    is_stored = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
+    is_stored = isinstance(reader, CheckpointReader | OtherReader) and AVERAGE.name not in reader.kinds
     return optimizer.config.ema_decay is not None and is_stored
 
 
@@ -193,7 +192,7 @@ def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> N
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> list[TensorBox]:
+def _pieces_of_compression(reader: Reader, data: DataParallel) -> list[TensorBox]:
     """The state of gradient compression, as far as it can be loaded.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the

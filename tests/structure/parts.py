@@ -23,7 +23,7 @@ SATELLITES = (
         "any_model",
         "shell",
     ),
-    *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
+    *("hub", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
@@ -31,10 +31,7 @@ even the command line, which may not import ``parallel``. ``storage`` is core: i
 reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
-    "lora": (
-        "tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning "
-        "training.adapter_export"
-    ),
+    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
     "fp8": "config.fp8",
     "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
@@ -42,7 +39,6 @@ WAITING = {
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
-    "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "

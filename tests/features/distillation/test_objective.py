@@ -16,10 +16,10 @@ from megatron_core.config import RunConfig
 from megatron_core.config.megatron_flags import FLAGS, RENAMED
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.features.distillation.teacher import open_teacher
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
 from megatron_core.tokenizers import HuggingFaceTokenizer
+from megatron_core.training.compatibility import open_model
 from megatron_core.training.dry_run import warnings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
@@ -193,7 +193,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, capsys: pytest.C
 
 def test_a_teacher_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"kd_teacher='{tmp_path}' has no checkpoint and no config\.json"):
-        open_teacher(str(tmp_path), torch.device("cpu"))
+        open_model(str(tmp_path), name="kd_teacher")
 
 
 def _too_many_stages(teacher: str) -> str:
