@@ -206,10 +206,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         return Candidates((root,), named=True)
     restore_replaced(root)
     complete = complete_iterations(root)
-    # Its iterations have the names of ours, so that they would be reported as incomplete checkpoints.
-    for form in () if complete or in_storage(root) is not None else formats_in(root):
-        if form.resumes:
-            raise CheckpointError(form.refusal(f"load={load}", root, step))
+    # Iterations of other programs may have the same names, and are not incomplete checkpoints of this one.
+    for form in () if complete else formats_in(root, resumes=True):
+        raise CheckpointError(form.refusal(f"load={load}", root, step))
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
         incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)

@@ -13,6 +13,9 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.checkpoint import FormatRow
 from megatron_core.feature import features, load_hook
 
+Exchange = Callable[[str], list[str]]
+"""A collective call: this rank's text -> the texts of all ranks."""
+
 
 class OtherReader:
     """Open weights of another program, with the methods of ``CheckpointReader`` that runs use; a context manager."""
@@ -61,7 +64,7 @@ class CheckpointFormat:
     is_openable = False
     """Whether ``open`` reads the weights of a folder in place."""
     resumes = False
-    """Whether --load continues a training from such a folder."""
+    """Whether --load continues a training from a folder in this format."""
 
     def is_in(self, folder: Path) -> bool:
         """Whether a folder without a checkpoint of this program is in the format."""
@@ -91,18 +94,9 @@ class CheckpointFormat:
         """The weights that a feature adds to the model of ``config``, by name, if the format has only these."""
         return {}
 
-    def write(
-        self,
-        native: Path,
-        model: ModelConfig,
-        save: Path,
-        form: str,
-        *,
-        rank: int,
-        ranks: int,
-        exchange: Callable[[str], list[str]],
-    ) -> None:
-        """Write the checkpoint in ``native`` into ``save`` as --ckpt-format ``form``; each rank writes a share."""
+    def write(self, native: Path, model: ModelConfig, save: Path, *, rank: int, ranks: int, exchange: Exchange) -> None:
+        """Write the checkpoint ``native`` into ``save``, a folder with the name of the format; each rank writes a
+        share, and ``exchange`` returns the texts of all ranks."""
         raise NotImplementedError
 
 
@@ -116,12 +110,15 @@ def _load(row: FormatRow) -> CheckpointFormat:
     return form
 
 
-def formats_in(folder: Path) -> list[CheckpointFormat]:
-    """The formats of a folder without a checkpoint of this program; a folder may hold files of several programs."""
+def formats_in(folder: Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
+    """The formats of a folder without a checkpoint of this program, which may hold files of several programs.
+
+    ``resumes``: only formats that --load continues, or only the others.
+    """
     # Empty folders are those of most first runs, which need not import the formats.
     if not folder.is_dir() or not any(folder.iterdir()):
         return []
-    return [form for form in map(_load, _rows()) if form.is_in(folder)]
+    return [form for form in map(_load, _rows()) if resumes in (None, form.resumes) and form.is_in(folder)]
 
 
 def formats_of_settings(config: RunConfig) -> list[tuple[CheckpointFormat, Path]]:

@@ -9,6 +9,7 @@ from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.fp8 import FP8
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
@@ -31,6 +32,7 @@ FEATURES = (
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
+    FP8,
     LAYER_SIZES,
     LORA,
     MATRIX_OPTIMIZERS,

@@ -12,7 +12,7 @@ from megatron_core.locations import path_of
 def format_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings with which --ckpt-format cannot write checkpoints."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None:
+    if checkpoint.ckpt_format == "native" or checkpoint.save is None:
         return
     named = f"ckpt_format={checkpoint.ckpt_format}"
     if path_of(checkpoint.save) is None:

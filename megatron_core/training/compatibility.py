@@ -186,9 +186,8 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
 
 def stored_config(folder: Path) -> RunConfig:
     """The configuration stored in the checkpoint in ``folder``; paths of tokenizer files refer to the copies in it."""
-    for form in () if (folder / MANIFEST).is_file() else formats_in(folder):
-        if form.resumes:
-            return RunConfig.from_flat(form.settings(folder))
+    for form in () if (folder / MANIFEST).is_file() else formats_in(folder, resumes=True):
+        return RunConfig.from_flat(form.settings(folder))
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
@@ -211,27 +210,26 @@ def tokenizer_folder(folder: Path) -> Path:
     return local_copy(kept) if kept.is_dir() else kept
 
 
-def _other_formats(load: str | Path) -> list[CheckpointFormat]:
+def _other_formats(load: str | Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
     """The formats of other programs in a folder on this machine without a checkpoint of this program."""
     folder = location(load)
     if in_storage(folder) is not None or (folder / MANIFEST).is_file() or complete_iterations(folder):
         return []
-    return formats_in(folder)
+    return formats_in(folder, resumes=resumes)
 
 
 def format_to_resume(load: str | None) -> CheckpointFormat | None:
     """The format of another program in ``load`` whose training --load continues; None if there is none."""
-    forms = [] if load is None else _other_formats(load)
-    return next((form for form in forms if form.resumes), None)
+    return None if load is None else next(iter(_other_formats(load, resumes=True)), None)
 
 
 def refuse_other_formats(named: str, load: str | Path) -> None:
-    """``CheckpointError`` with the way to read it if ``load`` is of another program and --load does not read it.
+    """``CheckpointError`` with the way to read it if ``load`` is of another program and --load does not continue it.
 
     ``named`` is the setting with its value.
     """
-    for form in _other_formats(load):
-        if not form.resumes and (refusal := form.refusal(named, location(load))):
+    for form in _other_formats(load, resumes=False):
+        if refusal := form.refusal(named, location(load)):
             raise CheckpointError(refusal)
 
 

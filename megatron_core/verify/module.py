@@ -20,12 +20,12 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.driver import StepHooks, StepOutcome, StepRates, StepWork, Trainable, take_step
-from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.verify.ranks import this_world
 from megatron_core.verify.trace import RankTrace
 

@@ -22,19 +22,16 @@ SATELLITES = (
         "drop_in",
         "any_model",
         "shell",
-        "storage",
     ),
     *("hub", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
-even the command line, which may not import ``parallel``."""
+even the command line, which may not import ``parallel``. ``storage`` is core: it turns the name of each file that a run
+reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
-    "fp8": (
-        "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
-        "config.rules_fp8 data_parallel.fp8_gather"
-    ),
+    "fp8": "config.fp8",
     "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": "config.sparse_attention",

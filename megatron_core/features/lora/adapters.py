@@ -59,7 +59,7 @@ def add_to_stage(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, 
         axis = "etp" if is_expert else "tp"
         linear.adapter = LoRA(
             linear.weight,
-            {part: rows_of(spec, part, name) for part in parts},
+            {part: rows_of_part(spec, part, name) for part in parts},
             tuning,
             group=groups.group(axis),
             axis=axis,
@@ -146,7 +146,7 @@ class InputDropout(nn.Module):
         return kept.squeeze(1).transpose(0, 1)
 
 
-def rows_of(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
+def rows_of_part(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
     """The global rows of a part of a weight."""
     rows = spec.global_shape[-2]
     if part == WHOLE or spec.fused is None:

@@ -63,14 +63,15 @@ def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def other_stage_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
-    """A checkpoint of a stage of training with other trained weights, whose optimizer state is not that of this run."""
+    """Stored settings of a stage that trained other weights, whose optimizer state is not that of this run."""
     if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
         return
-    stage = {name: getattr(config.model, name) for name in ("dsa_indexer_warmup", "dsa_indexer_loss_coeff")}
-    stored_stage = {name: stored.get(name, value) for name, value in stage.items()}
-    if any(bool(stored_stage[name]) != bool(value) for name, value in stage.items()):
-        this, other = (", ".join(f"{name}={value}" for name, value in items.items()) for items in (stage, stored_stage))
+    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+    now = {name: getattr(config.model, name) for name in names}
+    before = {name: stored.get(name, now[name]) for name in names}
+    if any(bool(before[name]) != bool(now[name]) for name in names):
+        current, trained = (", ".join(f"{name}={value}" for name, value in stage.items()) for stage in (now, before))
         yield (
-            f"{this}, but the checkpoint {folder} was trained with {other}, so its optimizer state is of other "
+            f"{current}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
             "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.checkpoint.formats import CheckpointFormat
+from megatron_core.checkpoint.formats import CheckpointFormat, Exchange
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import MegatronReader
@@ -72,20 +72,11 @@ class MegatronFormat(CheckpointFormat):
         reader.state = state_at(progress, reader.state["vocab_size"], stored)
         return reader
 
-    def write(
-        self,
-        native: Path,
-        model: ModelConfig,
-        save: Path,
-        form: str,
-        *,
-        rank: int,
-        ranks: int,
-        exchange: Callable[[str], list[str]],
-    ) -> None:
-        """Write a share of the checkpoint in ``native``."""
+    def write(self, native: Path, model: ModelConfig, save: Path, *, rank: int, ranks: int, exchange: Exchange) -> None:
+        """Write a share of the checkpoint ``native``."""
+        form = cast(Format, save.name)
         with CheckpointReader(native) as reader:
-            write_checkpoint(reader, model, save, cast(Format, form), rank=rank, ranks=ranks, exchange=exchange)
+            write_checkpoint(reader, model, save, form, rank=rank, ranks=ranks, exchange=exchange)
 
 
 def megatron_config(folder: Path) -> RunConfig:

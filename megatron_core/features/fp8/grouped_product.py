@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_core.ops.fp8 import COLUMNS, E4M3, ROWS, WHOLE, Quantised, quantise
-from megatron_core.ops.fp8_product import CUDA_MULTIPLE, dequantised_product, product
+from megatron_core.features.fp8.casts import COLUMNS, E4M3, ROWS, WHOLE, Quantised, quantise
+from megatron_core.features.fp8.scaled_product import CUDA_MULTIPLE, dequantised_product, product
 from megatron_core.ops.grouped import ends_of, runs
 
 

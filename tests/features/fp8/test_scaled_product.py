@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_core.config.fp8 import FP8Config
-from megatron_core.ops import fp8_product
-from megatron_core.ops.fp8 import COLUMNS, E4M3, E5M2, ROWS, Blocks, Quantised, quantise
-from megatron_core.ops.fp8_product import (
+from megatron_core.features.fp8 import scaled_product as fp8_product
+from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, Blocks, Quantised, quantise
+from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.scaled_product import (
     KINDS,
     Operands,
     block_operands,
@@ -28,7 +29,6 @@ from megatron_core.ops.fp8_product import (
     unavailable_reason,
 )
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 
 PAIRS = list(KINDS)
@@ -169,7 +169,7 @@ def _of_layer(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((128, 256), (128, 256), (128, 128)))
     x, parameter = (x * 10.0 ** torch.linspace(-2, 2, 256)).requires_grad_(), nn.Parameter(weight)
     fp8 = FP8Products(FP8Config(fp8_format="hybrid", fp8_recipe=recipe), ALONE, ALONE)
-    y = parallel_linear(x, parameter, None, fp8=fp8)
+    y = parallel_linear(x, parameter, None, products=fp8)
     y.backward(grad)
     return y.detach(), x.grad, parameter.grad
 

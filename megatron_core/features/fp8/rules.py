@@ -7,10 +7,15 @@ from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.config.run import RunConfig
 
 
-def fp8_problems(config: RunConfig) -> Iterator[str]:
+def uses_fp8(config: RunConfig) -> bool:
+    """Whether a run computes in FP8."""
+    return config.training.fp8_format is not None
+
+
+def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
     """Settings of FP8 that contradict each other, the model or the layout."""
     fp8 = config.training
-    if fp8.fp8_format is None:
+    if not uses_fp8(config):
         return
     if not fp8.fp8_layers(config.model.num_layers):
         yield (

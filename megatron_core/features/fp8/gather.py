@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.fp8 import E4M3, Blocks, Quantised, block_amax, cast
+from megatron_core.data_parallel.settings import Span
+from megatron_core.features.fp8.casts import E4M3, Blocks, Quantised, block_amax, cast
+from megatron_core.features.fp8.products import FP8Products
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Handle
-from megatron_core.tensor_parallel.fp8 import FP8Products
-
-Span = tuple[nn.Parameter, int, int, int]
-"""Parameter, its first element in a shard, its end there, and the offset of the first element in the shard."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,7 @@ class Arriving:
 def start_fp8_gather(
     weights: Tensor, shard: Tensor, spans: Sequence[Span], parameters: Sequence[tuple[int, nn.Parameter]], group: Group
 ) -> tuple[Arriving, int]:
-    """Start to fill ``weights`` with every rank's ``shard``; return the handle and the number of bytes sent.
-
-    ``parameters`` are the bucket's parameters with their offsets in ``weights``, ``spans`` the parts of them in the
-    shard.
-    """
+    """Gather in FP8; see ``StartGather``."""
     grids = {parameter: QuantizationBlocks.of(parameter) for _, parameter in parameters}
     scales = _scales(shard, spans, grids, group)
     sent = torch.zeros(shard.numel(), dtype=torch.uint8, device=shard.device)
@@ -126,6 +120,6 @@ def _scales(
 
 
 def _layer_of(parameter: nn.Parameter) -> FP8Products:
-    layer = parameter.fp8
+    layer = getattr(parameter, "fp8", None)
     assert isinstance(layer, FP8Products), "only weights of layers in FP8 are gathered like this"
     return layer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_core.config.fp8 import FP8Config
-from megatron_core.ops.fp8 import (
+from megatron_core.features.fp8.casts import (
     COLUMNS,
     E4M3,
     E5M2,
@@ -25,9 +25,9 @@ from megatron_core.ops.fp8 import (
     quantise,
     scale_of,
 )
-from megatron_core.ops.fp8_product import is_scaled_product, product
+from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.scaled_product import is_scaled_product, product
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from tests.defects.plant import planted
 from tests.ops.checks import ANY
@@ -188,7 +188,7 @@ def of_layer(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
         FP8Config(fp8_format="hybrid" if recipe == "tensorwise" else "e4m3", fp8_recipe=recipe), ALONE, ALONE
     )
     x, parameter = x.requires_grad_(), torch.nn.Parameter(weight)
-    y = parallel_linear(x, parameter, None, fp8=fp8)
+    y = parallel_linear(x, parameter, None, products=fp8)
     y.backward(grad)
     return y.detach(), x.grad, parameter.grad
 
@@ -213,11 +213,16 @@ def test_linear_layer_by_hand(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "target", "old", "new"),
     [
-        ("tensorwise", "ops.fp8:_cast", "None if turned is None else turned.mT", "turned and turned.view(x.shape)"),
-        ("rowwise", "tensor_parallel.fp8:FP8Products.blocks", "ROWS if summed == 1", "ROWS if summed == 0"),
-        ("rowwise", "ops.fp8:scale_of", "torch.full_like(scale, 0.5)", "torch.ones_like(scale)"),
-        ("tensorwise", "tensor_parallel.fp8:FP8Gradients.of_input", 'get("weight")', 'get("input")'),
-        ("tensorwise", "tensor_parallel.fp8:FP8Products.__init__", 'if settings.fp8_format == "hybrid"', "if False"),
+        (
+            "tensorwise",
+            "features.fp8.casts:_cast",
+            "None if turned is None else turned.mT",
+            "turned and turned.view(x.shape)",
+        ),
+        ("rowwise", "features.fp8.products:FP8Products.blocks", "ROWS if summed == 1", "ROWS if summed == 0"),
+        ("rowwise", "features.fp8.casts:scale_of", "torch.full_like(scale, 0.5)", "torch.ones_like(scale)"),
+        ("tensorwise", "features.fp8.products:FP8Gradients.of_input", 'get("weight")', 'get("input")'),
+        ("tensorwise", "features.fp8.products:FP8Products.__init__", 'if settings.fp8_format == "hybrid"', "if False"),
     ],
     ids=["transposed form", "rows and columns", "rounding", "stale scale", "format"],
 )

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config.fp8 import FP8Config
+from megatron_core.features.fp8 import products as fp8_products
+from megatron_core.features.fp8.arithmetic import FP8LayerArithmetic
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
@@ -15,8 +17,7 @@ from megatron_core.tensor_parallel import (
     linear,
     linear_comm,
 )
-from megatron_core.tensor_parallel import fp8 as fp8_products
-from megatron_core.tensor_parallel.fp8 import FP8Precision
+from megatron_core.tensor_parallel.arithmetic import PLAIN
 from megatron_core.verify.ranks import run_ranks
 
 S, B, IN, OUT = 8, 2, 32, 16
@@ -34,8 +35,8 @@ def _gathered(recipe: str | None, wgrad: bool) -> list[tuple[torch.dtype, int]]:
     for module in (linear, linear_comm, fp8_products):  # in a forked rank
         module.start_gather_sequence = counted
     settings = FP8Config(fp8_format="hybrid", fp8_recipe=recipe or "delayed", fp8_wgrad=wgrad)
-    precision = FP8Precision(settings, range(1)) if recipe else None
-    config = ModelParallelConfig(sequence_parallel=True, params_dtype=torch.bfloat16, fp8_precision=precision)
+    arithmetic = FP8LayerArithmetic(settings) if recipe else PLAIN
+    config = ModelParallelConfig(sequence_parallel=True, params_dtype=torch.bfloat16, arithmetic=arithmetic)
     layer = ColumnParallelLinear(IN, OUT, config=config, tp_group=dist.group.WORLD)
     x = torch.randn(S // 2, B, IN, dtype=torch.bfloat16, requires_grad=True)
     layer(x)[0].float().sum().backward()
@@ -61,7 +62,7 @@ def test_sequences_are_gathered_in_fp8(recipe: str | None, wgrad: bool, dtypes: 
 def _outputs(recipe: str) -> None:
     """Both kinds of layers on two ranks and on one: outputs of a column-parallel one are bitwise equal."""
     settings = FP8Config(fp8_format="e4m3", fp8_recipe=recipe)
-    config = ModelParallelConfig(params_dtype=torch.bfloat16, fp8_precision=FP8Precision(settings, range(1)))
+    config = ModelParallelConfig(params_dtype=torch.bfloat16, arithmetic=FP8LayerArithmetic(settings))
     x, full = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((S, B, 256), (512, 256)))
     x *= 10.0 ** torch.linspace(-2, 2, 256)
 
@@ -136,7 +137,7 @@ def test_recipes_are_their_definition_on_massive_activations() -> None:
         }
         for recipe, expected in defined.items():
             products = fp8_products.FP8Products(FP8Config(fp8_format="e4m3", fp8_recipe=recipe), ALONE, ALONE)
-            found, _ = products.output(x, weight, record=False)
+            found, _ = products.output(x, weight, None, linear_comm.NO_COMM, training=False)
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
         others = {
             "whole": defined["tensorwise"],

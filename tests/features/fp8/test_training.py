@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.rules_fp8 import describe_fp8
-from megatron_core.training.loading import load_state
+from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.part import FP8Part, FP8Statistics
+from megatron_core.features.fp8.rules import describe_fp8
 from megatron_core.training.pretrain import notes
-from megatron_core.training.reports import Fp8Statistics
+from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import evaluate
 from megatron_core.verify.gpt import RaggedDataset
@@ -28,6 +29,13 @@ DELAYED = {
     "num_layers": 2,
 }
 NAME = "fp8.amax_history.decoder.layers.1.mlp.linear_fc2"
+
+
+def histories_of(run: Run) -> AmaxHistories:
+    """The amax histories of a run in FP8."""
+    part = run.part(FP8Part)
+    assert part is not None
+    return part.histories
 
 
 def test_fp8_with_float64_is_noted() -> None:
@@ -66,40 +74,40 @@ def test_a_history_of_another_length_begins_anew(tmp_path: Path, capsys: pytest.
     _save(tmp_path)
     run = start(DELAYED | {"load": str(tmp_path), "fp8_amax_history_len": 5})
     assert "no amax histories of this length" in capsys.readouterr().out
-    assert run.fp8.histories() == {}
+    assert histories_of(run).histories() == {}
 
 
 def test_evaluation_and_recomputation_leave_histories_alone() -> None:
     run = start(DELAYED | {"eval_iters": 1})
     train(run, 1)
-    before = {name: history.clone() for name, history in run.fp8.histories().items()}
+    before = {name: history.clone() for name, history in histories_of(run).histories().items()}
     evaluate(run, RaggedDataset(run.vocab_size, run.config.data.seq_length), 1)
-    assert not any(layer.recorded.any() for layer in run.fp8.layers.values())
+    assert not any(layer.recorded.any() for layer in histories_of(run).layers.values())
     again = start(DELAYED | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
     train(again, 1)
-    assert all(torch.equal(history, again.fp8.histories()[name]) for name, history in before.items())
+    assert all(torch.equal(history, histories_of(again).histories()[name]) for name, history in before.items())
 
 
 def test_a_step_that_overflows_leaves_the_last_scales() -> None:
     run = start(DELAYED)
     train(run, 1)
-    name, layer = next(iter(run.fp8.layers.items()))
+    name, layer = next(iter(histories_of(run).layers.items()))
     before = layer.history.clone()
     layer.recorded.copy_(torch.tensor([torch.inf, torch.nan, 2.0]))
-    run.fp8.update()
-    assert torch.equal(run.fp8.histories()[name][0], torch.tensor([before[0, 0], before[0, 1], 2.0]))
-    assert torch.equal(run.fp8.histories()[name][1], before[0])
+    histories_of(run).update()
+    assert torch.equal(histories_of(run).histories()[name][0], torch.tensor([before[0, 0], before[0, 1], 2.0]))
+    assert torch.equal(histories_of(run).histories()[name][1], before[0])
 
 
 def test_what_was_zeros_alone_leaves_the_last_scales() -> None:
     """An expert without tokens has no amax: a scale of 1 would round the next step's gradients to 0."""
     run = start(DELAYED)
     train(run, 1)
-    name, layer = next(iter(run.fp8.layers.items()))
+    name, layer = next(iter(histories_of(run).layers.items()))
     before = layer.history.clone()
     layer.recorded.copy_(torch.tensor([0.0, 3.0, 0.0]))
-    run.fp8.update()
-    assert torch.equal(run.fp8.histories()[name][0], torch.tensor([before[0, 0], 3.0, before[0, 2]]))
+    histories_of(run).update()
+    assert torch.equal(histories_of(run).histories()[name][0], torch.tensor([before[0, 0], 3.0, before[0, 2]]))
 
 
 def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -112,12 +120,11 @@ def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[s
     resumed = start(narrow | {"load": str(folder)})
     reader, _ = open_checkpoint(resumed.config)
     assert reader is not None
-    run.state = load_state(resumed.config, reader, run.data_parallel, run.optimizer, run.fp8)
+    run.state = run.load(resumed.config, reader)
     found = []
     for each in (run, resumed):
         train(each, 1)
-        assert each.fp8 is not None
-        found.append({name: history.numpy() for name, history in each.fp8.histories().items()})
+        found.append({name: history.numpy() for name, history in histories_of(each).histories().items()})
     return found[0], found[1]
 
 
@@ -133,18 +140,18 @@ def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> Non
     """With much too large scales everything is clamped, with much too small ones everything becomes 0."""
     run = start(DELAYED | {"fp8_statistics_interval": 1})
     train(run, 1)
-    assert run.fp8.losses() == []
-    run.fp8.layers["decoder.layers.0.mlp.linear_fc1"].history.fill_(1e-9)
-    run.fp8.layers["decoder.layers.1.mlp.linear_fc2"].history.fill_(1e9)
-    run.fp8.count(wanted=True)
+    assert histories_of(run).losses() == []
+    histories_of(run).layers["decoder.layers.0.mlp.linear_fc1"].history.fill_(1e-9)
+    histories_of(run).layers["decoder.layers.1.mlp.linear_fc2"].history.fill_(1e9)
+    histories_of(run).count(wanted=True)
     train(run, 1)
-    found = {(loss.layer, loss.role): (loss.saturated, loss.underflown) for loss in run.fp8.losses()}
+    found = {(loss.layer, loss.role): (loss.saturated, loss.underflown) for loss in histories_of(run).losses()}
     assert len(found) == 2 * 4 * 3
     assert found["decoder.layers.0.mlp.linear_fc1", "weight"] == pytest.approx((1.0, 0.0), abs=1e-3)
     assert found["decoder.layers.1.mlp.linear_fc2", "input"] == pytest.approx((0.0, 1.0), abs=1e-3)
     assert found["decoder.layers.1.mlp.linear_fc2", "grad"] == (0.0, 1.0)
     assert found["decoder.layers.0.self_attention.linear_qkv", "weight"] == pytest.approx((0.0, 0.0), abs=0.05)
-    Fp8Statistics(run).print()
+    FP8Statistics(run).print()
     assert "  decoder.layers.1.mlp.linear_fc2 grad: 0.0000%, 100.0000%\n" in capsys.readouterr().out
 
 
@@ -159,4 +166,4 @@ def test_the_log_says_which_layers_run_in_fp8() -> None:
     line = describe_fp8(RunConfig.from_flat(settings | {"num_layers_at_end_in_bf16": 2}))
     assert "hybrid, rowwise" in line and "layers 1 to 3" in line and "bfloat16: layers 0, 4, 5, embedding" in line
     run = start(DELAYED | {"num_layers": 4, "first_last_layers_bf16": True})
-    assert {name.split(".")[2] for name in run.fp8.layers} == {"1", "2"}
+    assert {name.split(".")[2] for name in histories_of(run).layers} == {"1", "2"}

@@ -9,10 +9,11 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.validate import problems
-from megatron_core.data_parallel.fp8_gather import start_fp8_gather
+from megatron_core.features.fp8.gather import start_fp8_gather
+from megatron_core.features.fp8.part import FP8Part
+from megatron_core.features.fp8.products import FP8Products
 from megatron_core.ops import Backend, native
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -48,9 +49,9 @@ def _train(settings: dict) -> tuple[RankTrace, dict[bool, int], int]:
         trace.norms.append(result.grad_norm)
     for bucket in run.data_parallel.buckets:
         matrix = any("linear_" in name and name.endswith("weight") for name in bucket.names)
-        assert bucket.kind.narrow == (matrix and run.config.training.fp8_param_gather)
+        assert (bucket.kind.start_gather is not None) == (matrix and run.config.training.fp8_param_gather)
         sent[matrix] += bucket.gathered_bytes
-    return trace, sent, sum(layer.weight_is_narrow for layer in run.fp8.layers.values())
+    return trace, sent, sum(layer.weight_is_narrow for layer in run.part(FP8Part).histories.layers.values())
 
 
 @pytest.mark.drawn(2)
@@ -94,9 +95,9 @@ def test_casts_run_on_the_backend_of_the_layer(
 @pytest.mark.parametrize(
     ("target", "old", "new"),
     [
-        ("data_parallel.fp8_gather:_scales", "all_reduce_(flat, group, maximum=True)", "pass"),
-        ("data_parallel.fp8_gather:QuantizationBlocks.rows", "row % height // (self.blocks.rows or height)", "0"),
-        ("data_parallel.fp8_gather:_scales", "record=True", "record=False"),
+        ("features.fp8.gather:_scales", "all_reduce_(flat, group, maximum=True)", "pass"),
+        ("features.fp8.gather:QuantizationBlocks.rows", "row % height // (self.blocks.rows or height)", "0"),
+        ("features.fp8.gather:_scales", "record=True", "record=False"),
     ],
 )
 def test_defects_are_found(target: str, old: str, new: str) -> None:  # C49

@@ -19,16 +19,16 @@ Sources: Micikevicius et al. 2022 (formats, delayed); Liu et al. 2024, DeepSeek-
 al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
-from megatron_core.ops import Backend
-from megatron_core.ops.fp8 import (
+from megatron_core.features.fp8.casts import (
     COLUMNS,
     E4M3,
     E5M2,
@@ -43,9 +43,13 @@ from megatron_core.ops.fp8 import (
     quantise,
     scale_of,
 )
-from megatron_core.ops.fp8_product import product
+from megatron_core.features.fp8.scaled_product import product
+from megatron_core.ops import Backend
 from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.handles import Handle
+from megatron_core.tensor_parallel.linear import LinearGradients, MatrixProducts, main_grad_of, parallel_linear
+from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm, gather_input, reduced_output
 
 Role = Literal["input", "weight", "grad"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad")
@@ -53,18 +57,8 @@ ORDERS: tuple[Order, Order] = ("columns", "rows")
 """Names of layouts whose elements are contiguous along dim 0 and along dim 1."""
 
 
-@dataclass(frozen=True)
-class FP8Precision:
-    """The settings of FP8, and the ranks over which sequences are split."""
-
-    settings: FP8Config
-    layers: range
-    """Numbers of the layers that use FP8, from 0."""
-    sequence_group: Group = ALONE
-
-
-class FP8Products:
-    """FP8 state of one linear layer: blocks, scales, amax history and counts.
+class FP8Products(MatrixProducts):
+    """The products of one linear layer, with their state: blocks, scales, amax history and counts.
 
     ``of_input`` and ``of_output`` are the ranks that split its input and output features, ``sequence`` those that split
     sequences; ``by_row``: rows of activations come from several micro-batches.
@@ -101,6 +95,10 @@ class FP8Products:
         """Whether the weight was gathered in FP8, which has already recorded its amax, before rounding."""
         self.counts: Tensor | None = None
         """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
+
+    def __call__(self, x: Tensor, weight: Any, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
+        """See ``parallel_linear``."""
+        return parallel_linear(x, weight, bias, comm, products=self)
 
     @property
     def knows_scales(self) -> bool:
@@ -195,6 +193,21 @@ class FP8Products:
         return self.blocks(role, 0) == self.blocks(role, 1)
 
     def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
+    ) -> tuple[Tensor, Any]:
+        """y, and the scales that backward needs."""
+        if comm.gather_sequence and self.per_tensor:
+            y, scales = self._output(x, weight, record=training, gather=comm.group)
+        else:
+            y, scales = self._output(gather_input(x, comm), weight, record=training)
+        y = reduced_output(y, comm)
+        return (y if bias is None else y + bias), scales
+
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> FP8Gradients:
+        """The products of backward, with the scales of ``output``."""
+        return FP8Gradients(self, weight, grad_y, saved)
+
+    def _output(
         self, x: Tensor, weight: Tensor, *, record: bool, gather: Group = ALONE
     ) -> tuple[Tensor, dict[Role, Tensor]]:
         """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``.
@@ -215,12 +228,14 @@ class FP8Products:
         return y.view(*x.shape[:-1], len(weight)), kept
 
 
-class FP8Gradients:
+class FP8Gradients(LinearGradients):
     """The gradients of y = x W^T from dL/dy ``[..., O]``; ``scales`` come from ``FP8Products.output``."""
 
     def __init__(self, fp8: FP8Products, weight: nn.Parameter, grad_y: Tensor, scales: Mapping[Role, Tensor]) -> None:
-        self.fp8, self.weight, self.scales = fp8, weight, scales
-        self.shape, self.grad_y = grad_y.shape, grad_y.reshape(-1, grad_y.shape[-1])
+        super().__init__(weight, grad_y)
+        self.fp8 = fp8
+        self.scales = scales
+        self._rows = grad_y.reshape(-1, grad_y.shape[-1])
         self._quantised: dict[Blocks, Quantised] = {}
 
     def _grad(self, summed: int) -> Quantised:
@@ -228,24 +243,32 @@ class FP8Gradients:
         blocks = self.fp8.blocks("grad", summed)
         if blocks not in self._quantised:
             self._quantised[blocks] = self.fp8.quantise(
-                "grad", self.grad_y, summed, record=True, both=self.fp8.multiplies_weight_grad()
+                "grad", self._rows, summed, record=True, both=self.fp8.multiplies_weight_grad()
             )
         return self._quantised[blocks]
 
     def of_input(self) -> Tensor:
         """dL/dx ``[..., I]``, this rank's part of the sum over the ranks that split the output."""
         weight = self.fp8.quantise("weight", self.weight.detach(), 0, self.scales.get("weight"))
-        return product(self._grad(1), weight, self.grad_y.dtype).view(*self.shape[:-1], -1)
+        return product(self._grad(1), weight, self.grad_y.dtype).view(*self.grad_y.shape[:-1], -1)
 
-    def takes_bytes(self) -> bool:
-        """Whether ``of_weight`` takes x in FP8, because forward has already computed its scale."""
-        return self.fp8.per_tensor and self.fp8.multiplies_weight_grad()
+    def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
+        """Start gathering the input; as FP8 bytes if forward has already computed its scale."""
+        if comm.gather_sequence and self.fp8.per_tensor and self.fp8.multiplies_weight_grad():
+            x = self.fp8.quantise("input", x, 1, self.scales["input"]).data.view(torch.uint8)
+        return super().start_gather(x, comm)
 
-    def input_bytes(self, x: Tensor) -> Tensor:
-        """``x`` quantised to FP8, as bytes."""
-        return self.fp8.quantise("input", x, 1, self.scales["input"]).data.view(torch.uint8)
+    def of_weight(self, x: Tensor) -> Tensor | None:
+        """``weight_grad``, in FP8 unless ``fp8_wgrad`` is off."""
+        if not self.fp8.multiplies_weight_grad():
+            return super().of_weight(x)
+        main_grad = main_grad_of(self.weight)
+        if main_grad is None:
+            return self._of_weight(x, self.weight.dtype)
+        main_grad.add_(self._of_weight(x, main_grad.dtype))
+        return None
 
-    def of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def _of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]`` or its FP8 bytes."""
         if x.dtype == torch.uint8:
             data = x.view(self.fp8.dtypes["input"]).reshape(-1, x.shape[-1])

@@ -4,16 +4,19 @@ The amax of a matrix in a step is the maximum over its micro-batches and over al
 copies of the layer, so that histories are the same in every layout.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.config.fp8 import FP8Config
+from megatron_core.features.fp8.arithmetic import fp8_of
+from megatron_core.features.fp8.products import ROLES, FP8Products
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
-from megatron_core.tensor_parallel.fp8 import ROLES, FP8Products
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class AmaxHistories:
 
     def __init__(self, modules: Iterable[nn.Module], settings: FP8Config, group: Group, device: torch.device) -> None:
         self.layers: dict[str, FP8Products] = {
-            name: module.fp8
+            name: products
             for root in modules
             for name, module in root.named_modules()
-            if isinstance(getattr(module, "fp8", None), FP8Products)
+            if (products := fp8_of(module)) is not None
         }
         self.settings, self.group, self.device = settings, group, device
         self.is_delayed = settings.fp8_format is not None and settings.fp8_recipe == "delayed"
@@ -72,6 +75,28 @@ class AmaxHistories:
             layer.history = torch.zeros(self.settings.fp8_amax_history_len, len(ROLES), device=self.device)
         return self.histories()
 
+    def pieces(self) -> Iterator[TensorBox]:
+        """The histories as pieces of a checkpoint; every rank with the layer has the complete history."""
+        return self._pieces(self.histories())
+
+    def pieces_to_load(self, reader: Any) -> list[TensorBox]:
+        """Histories to fill from ``reader``; if they are missing or of another length, reset them and print a note."""
+        if not self.is_delayed:
+            return []
+        pieces = list(self._pieces(self.allocate()))
+        length = reader.state["config"].get("fp8_amax_history_len")
+        if length == self.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
+            return pieces
+        self.forget()
+        if self.group.rank() == 0:
+            print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
+        return []
+
+    def _pieces(self, histories: Mapping[str, Tensor]) -> Iterator[TensorBox]:
+        for name, history in histories.items():
+            shape = tuple(history.shape)
+            yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, self.group.rank() == 0)
+
     def forget(self) -> None:
         """Clear the histories."""
         for layer in self.layers.values():
@@ -94,3 +119,8 @@ class AmaxHistories:
             for name, rows in zip(counted, totals.tolist(), strict=True)
             for role, (clamped, zero, present) in zip(ROLES, rows, strict=True)
         ]
+
+
+def update_of(histories: AmaxHistories | None) -> Callable[[], None]:
+    """The function that adds a step to ``histories``."""
+    return (lambda: None) if histories is None else histories.update
