@@ -12,6 +12,17 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "optimizer.torch_optimizer": "any_model.torch_optimizer",
+    "verify.verify_module": "verify.module_report",
+    "verify.compare": "verify.bounds",
+    "config.trainer_flags": "features.megatron_flags.tables",
+    "config.launch_flags": "features.megatron_flags.launch_flags",
+    "config.megatron_flags": "features.megatron_flags.tables",
+    "config.translate": "config.flags",
+    "config.short_schedules": "verify.shrink",
+    "config.together": "verify.together",
+    "config.shrink": "verify.shrink",
+    "config.comparison": "verify.comparison",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",

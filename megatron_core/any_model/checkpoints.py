@@ -10,13 +10,13 @@ from torch import nn
 from megatron_core.any_model.arguments import folder_name
 from megatron_core.any_model.deepspeed import load_deepspeed, open_deepspeed
 from megatron_core.any_model.scheduler import is_json
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.loading import load_state
 from megatron_core.training.saving import CheckpointSaver

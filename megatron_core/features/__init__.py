@@ -12,6 +12,7 @@ from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
+from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.offload import OFFLOAD
@@ -34,6 +35,7 @@ FEATURES = (
     LAYER_SIZES,
     LORA,
     MATRIX_OPTIMIZERS,
+    MEGATRON_FLAGS,
     MEGATRON_ORDER,
     MULTI_TOKEN,
     OUTER_STEPS,
