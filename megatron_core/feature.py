@@ -47,6 +47,8 @@ class Feature:
     """From a ``RunConfig`` that uses the feature to a line in the description of the run, or ""."""
     shorthands: Mapping[str, Shorthand] = field(default_factory=dict)
     """Flags, by names with underscores, that stand for settings."""
+    spellings: str | None = None
+    """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
     ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
