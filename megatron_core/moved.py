@@ -12,6 +12,11 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "monitor.trainer_callback": "reports.trainer_callback",
+    "monitor.tensorboard": "reports.tensorboard",
+    "monitor.prometheus": "reports.prometheus",
+    "monitor.mlflow": "reports.mlflow",
+    "monitor.wandb": "reports.wandb",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",

@@ -49,9 +49,9 @@ WAITING = {
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
-        "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
+        "monitor.diagnosis_rules monitor.prediction "
         "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
-        "monitor.summary monitor.tensorboard training.dry_run"
+        "monitor.summary training.dry_run"
     ),
     "megatron_flags": (
         "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
