@@ -88,6 +88,9 @@ class Feature:
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
     start: str | None = None
     """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    sink: str | None = None
+    """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
+    each step and each evaluation on the first rank."""
     callbacks: tuple[str, ...] = ()
     """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
     steps of a training."""

@@ -204,7 +204,7 @@ def test_sections_of_a_run_and_back() -> None:
     flat = config.flat()
     expected = {"lr": 0.5, "no_save_optim": True, "train_iters": 7, "lr_decay_style": "cosine", "profile_ranks": (1,)}
     assert {name: flat[name] for name in expected} == expected
-    assert config.monitor.tensorboard_dir == "logs"
+    assert config.value("tensorboard_dir") == "logs"
 
 
 def _shape(**changes: object) -> Namespace:
