@@ -47,6 +47,8 @@ class Feature:
     """From a ``RunConfig`` that uses the feature to a line in the description of the run, or ""."""
     shorthands: Mapping[str, Shorthand] = field(default_factory=dict)
     """Flags, by names with underscores, that stand for settings."""
+    spellings: str | None = None
+    """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
     ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
@@ -91,6 +93,9 @@ class Feature:
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
     start: str | None = None
     """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    sink: str | None = None
+    """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
+    each step and each evaluation on the first rank."""
     callbacks: tuple[str, ...] = ()
     """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
     steps of a training."""

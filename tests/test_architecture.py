@@ -102,7 +102,7 @@ def module_name(path: Path) -> str:
 
 
 FEATURES = sorted(path.name for path in (ROOT / PACKAGE / "features").iterdir() if (path / "__init__.py").is_file())
-DECLARATIONS = ("settings", "rules")
+DECLARATIONS = ("settings", "rules", "spellings")
 """Modules of a feature that are loaded with the configuration, as its package file is."""
 for feature in FEATURES:
     LEVELS[f"features.{feature}"] = 0

@@ -10,6 +10,7 @@ from torch import nn
 from megatron_core.any_model.arguments import folder_name
 from megatron_core.any_model.deepspeed import load_deepspeed, open_deepspeed
 from megatron_core.any_model.scheduler import is_json
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
@@ -17,7 +18,6 @@ from megatron_core.errors import CheckpointError
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.training.loading import load_state
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint

@@ -34,6 +34,7 @@ from megatron_core.any_model.scheduler import (
     share_groups,
 )
 from megatron_core.any_model.tensor import whole_tensor
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
 from megatron_core.any_model.zero_grad import discard_with
 from megatron_core.config import RunConfig
@@ -43,7 +44,6 @@ from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.meter import METER

@@ -93,17 +93,17 @@ class BucketKind:
         return bool(self.partial_axes or self.shared_axes or self.tied)
 
 
-def in_order(kind: BucketKind, shards: int) -> Rule:
+def in_order(bucket_kind: BucketKind, shards: int) -> Rule:
     """Return the default rule: parameters in order, shards aligned to 16 bytes."""
     return InOrder(1, shards * SHARD_MULTIPLE)
 
 
-def whole_matrices(kind: BucketKind, shards: int) -> Rule:
+def whole_matrices(bucket_kind: BucketKind, shards: int) -> Rule:
     """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
-    return whole_parameters(kind, shards) if kind.is_hidden_matrix else in_order(kind, shards)
+    return whole_parameters(bucket_kind, shards) if bucket_kind.is_hidden_matrix else in_order(bucket_kind, shards)
 
 
-def whole_parameters(kind: BucketKind, shards: int) -> Rule:
+def whole_parameters(bucket_kind: BucketKind, shards: int) -> Rule:
     """Return the rule for filling buckets such that no shard cuts a parameter."""
     return WholeInShards(shards, 1, SHARD_MULTIPLE)
 

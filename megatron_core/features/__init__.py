@@ -13,6 +13,7 @@ from megatron_core.features.fp8 import FP8
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
+from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.offload import OFFLOAD
@@ -36,6 +37,7 @@ FEATURES = (
     LAYER_SIZES,
     LORA,
     MATRIX_OPTIMIZERS,
+    MEGATRON_FLAGS,
     MEGATRON_ORDER,
     MULTI_TOKEN,
     OUTER_STEPS,

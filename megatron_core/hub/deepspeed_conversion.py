@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
-from megatron_core.checkpoint.writer import Entry, save_tensors, write_safetensors
+from megatron_core.checkpoint.writer import Entry, save_tensors
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import check_empty, written_folder
 from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, latest_tag, read_deepspeed_checkpoint
-from megatron_core.hub.hugging_face.files import INDEX, WEIGHTS
+from megatron_core.hub.hugging_face.reader import CONFIG
+from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.parallel.texts import listed
 from megatron_core.schema import STRINGS, read_object
 from megatron_core.tokenizers.companions import companion_files, vocabulary_files
 from megatron_core.training.state import TrainState
 
-HF_CONFIG = "config.json"
-FILE_BYTES = 5 * 10**9
-"""Bytes of weights in a file of Hugging Face, unless one tensor is larger."""
 OPTIMIZERS = {("exp_avg", "exp_avg_sq"): "adam", ("exp_avg",): "lion", ("momentum_buffer",): "sgd"}
 """Kinds of optimizer state -> our optimizer."""
 
@@ -144,7 +141,7 @@ def export_deepspeed(
     description. Errors: ``CheckpointError``; nothing is written then.
     """
     path = hf_config or source
-    path = path / HF_CONFIG if path.is_dir() else path
+    path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the model's config.json with --hf-config")
     settings = _settings(path)
@@ -155,12 +152,20 @@ def export_deepspeed(
     with written_folder(folder, source) as incomplete:
         if verify:
             _check_model(path, settings, found, shapes)
-        _write_weights(found, shapes, dtype, incomplete)
+        write_weights(incomplete, (_group(found, name, shape, dtype) for name, shape in shapes.items()))
         named = settings | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        (incomplete / HF_CONFIG).write_text(json.dumps(named, indent=2) + "\n")
+        (incomplete / CONFIG).write_text(json.dumps(named, indent=2) + "\n")
         for other in (*vocabulary_files(path.parent), *companion_files(path.parent)):
             shutil.copyfile(other, incomplete / other.name)
     return f"{len(shapes)} tensors of global step {found.counters['global_steps']}"
+
+
+def _group(found: DeepSpeedCheckpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Group:
+    """A tensor for ``write_weights``; buffers keep their dtype."""
+    buffer = found.buffers.get(name)
+    if buffer is not None:
+        return [(name, buffer.dtype, shape)], lambda: [buffer]
+    return [(name, dtype, shape)], lambda: [found.weight(name).to(dtype)]
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -201,31 +206,6 @@ def _check_model(
     text = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
     if text:
         raise CheckpointError(f"{found.folder} does not have the tensors of {name} in {path}: {text}")
-
-
-def _write_weights(
-    found: DeepSpeedCheckpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, folder: Path
-) -> None:
-    """Write the tensors in files of ``FILE_BYTES`` at most, with an index if there are several."""
-    files: list[list[Entry]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        kind = found.buffers[name].dtype if name in found.buffers else dtype
-        own = prod(shape) * kind.itemsize
-        if size and size + own > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append((name, kind, shape))
-        size += own
-    weight_map: dict[str, str] = {}
-    for number, entries in enumerate(files, 1):
-        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = (found.buffers[n] if n in found.buffers else found.weight(n).to(kind) for n, kind, _ in entries)
-        write_safetensors(folder / name, entries, tensors, {"format": "pt"})
-        weight_map |= dict.fromkeys((entry[0] for entry in entries), name)
-    if len(files) > 1:
-        total = sum(prod(shape) * kind.itemsize for entries in files for _, kind, shape in entries)
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 def float32_weights(folder: Path, tag: str | None = None, *, frozen: bool = True) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import descriptions, load_hook, used_features
-from megatron_core.monitor.build import build_sinks
+from megatron_core.monitor.build import SinkContext, build_sinks
+from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend
@@ -43,8 +44,7 @@ def read_settings(
 ) -> tuple[RunConfig, DryRun]:
     """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
-    With ``use_checkpoint_args``, ``load_hf`` or ``lora_load``, defaults come from the checkpoint, the Hugging Face
-    model or PEFT's adapters.
+    With ``use_checkpoint_args``, or a setting that names a folder of another program, defaults come from that folder.
     ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
     """
     config, dry = _read_settings(prog, args)
@@ -135,12 +135,8 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
         if world.rank == 0:
             if is_new:
                 introduce(run)
-            sinks = build_sinks(
-                config.monitor,
-                config.checkpoint.run_folder,
-                start_iteration=run.state.iteration,
-                settings=run.config.flat(),
-            )
+            context = SinkContext(config, config.checkpoint.run_folder, run.state.iteration, config.flat())
+            sinks = [ConsoleSink.of(config.monitor), *build_sinks(context)]
         sinks = [LenientSink(sink) for sink in sinks]
         try:
             (evaluate_only if config.training.skip_train else train)(run, sinks, callbacks)

@@ -298,7 +298,7 @@ IN_EXPERTS = (
     Defect(
         "sharded experts are gathered from the ranks of dense layers",
         "data_parallel.fill:make_buckets",
-        '"-".join(kind.replica_axes)',
+        '"-".join(bucket_kind.replica_axes)',
         '"dp-cp"',
         "experts, dp4 ep2 zero1, overlap",
         culprit="updated weight *experts or gradient of the parameter *experts",

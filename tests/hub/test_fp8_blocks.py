@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
-from megatron_core.hub.hugging_face.fp8_blocks import Fp8BlockFiles
+from megatron_core.hub.hugging_face.quantized import Fp8BlockFiles
 from tests.hub.hf_models import MODELS, save_model
 
 QUANTIZATION: dict[str, Any] = {

@@ -20,6 +20,7 @@ from megatron_core.hub.conversion import export_hugging_face, import_hugging_fac
 from megatron_core.hub.hugging_face import HuggingFaceReader, settings_of_folder
 from megatron_core.hub.hugging_face.architecture import architecture_for, architecture_of, function_settings
 from megatron_core.hub.hugging_face.reader import _vocab_size
+from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
@@ -183,6 +184,18 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
     for path in (tmp_path / "theirs").glob("*.safetensors"):
         for key, tensor in load_file(path).items():
             assert torch.equal(stored[key], tensor.float())
+
+
+def test_weights_are_written_in_files_of_a_limited_size(tmp_path: Path) -> None:
+    tensors = {name: torch.full((size,), float(size)) for name, size in (("a", 4), ("b", 100), ("c", 2), ("d", 2))}
+    groups: list[Group] = [([(n, t.dtype, tuple(t.shape))], lambda t=t: [t]) for n, t in tensors.items()]
+    write_weights(tmp_path, groups, file_bytes=20)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert index["weight_map"] == dict(zip("abcd", (*names, names[2]), strict=True))
+    assert index["metadata"]["total_size"] == 4 * 108
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
 def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
-from megatron_core.hub.hugging_face.mxfp4 import Mxfp4Files, dequantized
+from megatron_core.hub.hugging_face.quantized import Mxfp4Files, dequantized
 from tests.hub.hf_models import MODELS, save_model
 
 EXPERTS, OUTPUTS, BLOCKS = 4, 6, 3

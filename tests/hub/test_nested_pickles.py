@@ -27,8 +27,7 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.deepspeed import read_deepspeed_checkpoint
 from megatron_core.hub.megatron_lm import pickles
-from megatron_core.hub.megatron_lm.pickle_keys import check_metadata
-from megatron_core.hub.megatron_lm.pickles import check_sizes, load_metadata, load_tensors
+from megatron_core.hub.megatron_lm.pickles import check_metadata, check_sizes, load_metadata, load_tensors
 from tests.hub.deepspeed.test_reader import damaged, rewrite
 
 LEVELS, SECONDS = 45, 5.0

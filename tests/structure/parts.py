@@ -38,16 +38,14 @@ WAITING = {
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
+    "hub": "config.megatron_model",
+    "presets": "config.presets config.depth",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
-        "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
+        "monitor.diagnosis_rules monitor.prediction "
         "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
-        "monitor.summary monitor.tensorboard training.dry_run"
-    ),
-    "megatron_flags": (
-        "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
-        "config.megatron_model config.shrink config.presets config.depth"
+        "monitor.summary training.dry_run"
     ),
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.

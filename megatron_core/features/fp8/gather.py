@@ -61,9 +61,12 @@ class Arriving:
     """Handle of a gather; ``wait`` writes the received data to ``weights``."""
 
     def __init__(
-        self, works: Handle, full: Tensor, weights: Tensor, parts: Sequence[tuple[int, QuantizationBlocks, Tensor]]
+        self, works: Handle, full: Tensor, weights: Tensor, targets: Sequence[tuple[int, QuantizationBlocks, Tensor]]
     ) -> None:
-        self._works, self._full, self._weights, self._parts = works, full, weights, parts
+        self._works = works
+        self._full = full
+        self._weights = weights
+        self._parts = targets
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -85,17 +88,18 @@ def start_fp8_gather(
     grids = {parameter: QuantizationBlocks.of(parameter) for _, parameter in parameters}
     scales = _scales(shard, spans, grids, group)
     sent = torch.zeros(shard.numel(), dtype=torch.uint8, device=shard.device)
-    for parameter, start, stop, at in spans:
+    for parameter, start, stop, offset in spans:
         grid = grids[parameter]
         by_row = scales[parameter].reshape(-1, grid.shape[-1])[grid.rows(start, stop)]
-        rows, backend = grid.whole_rows(shard[at : at + stop - start], start), _layer_of(parameter).backend
+        rows = grid.whole_rows(shard[offset : offset + stop - start], start)
+        backend = _layer_of(parameter).backend
         narrow = cast(rows, by_row, E4M3, Blocks(1, grid.blocks.columns), backend=backend)
         before = start % parameter.shape[-1]
-        sent[at : at + stop - start] = narrow.data.view(torch.uint8).flatten()[before : before + stop - start]
+        sent[offset : offset + stop - start] = narrow.data.view(torch.uint8).flatten()[before : before + stop - start]
     full = torch.empty(weights.numel(), dtype=torch.uint8, device=shard.device)
     works = all_gather_flat_(full, sent, group, async_op=True)
-    parts = [(offset, grids[parameter], scales[parameter]) for offset, parameter in parameters]
-    return Arriving(works, full, weights, parts), sent.nbytes
+    targets = [(offset, grids[parameter], scales[parameter]) for offset, parameter in parameters]
+    return Arriving(works, full, weights, targets), sent.nbytes
 
 
 def _scales(
@@ -104,18 +108,19 @@ def _scales(
     """Compute the scales of the whole weights from the shards of all ranks."""
     wide = torch.promote_types(shard.dtype, torch.float32)
     amax = {p: torch.zeros(grid.shape, dtype=wide, device=shard.device) for p, grid in grids.items()}
-    for parameter, start, stop, at in spans:
+    for parameter, start, stop, offset in spans:
         grid = grids[parameter]
-        whole, backend = grid.whole_rows(shard[at : at + stop - start], start), _layer_of(parameter).backend
-        own = block_amax(whole, Blocks(1, grid.blocks.columns), backend=backend)
-        rows = grid.rows(start, stop)[:, None].expand_as(own)
-        amax[parameter].view(-1, grid.shape[-1]).scatter_reduce_(0, rows, own.to(wide), "amax")
-    flat = torch.cat([each.flatten() for each in amax.values()])
+        rows_of_weight = grid.whole_rows(shard[offset : offset + stop - start], start)
+        backend = _layer_of(parameter).backend
+        block_maxima = block_amax(rows_of_weight, Blocks(1, grid.blocks.columns), backend=backend)
+        rows = grid.rows(start, stop)[:, None].expand_as(block_maxima)
+        amax[parameter].view(-1, grid.shape[-1]).scatter_reduce_(0, rows, block_maxima.to(wide), "amax")
+    flat = torch.cat([largest.flatten() for largest in amax.values()])
     all_reduce_(flat, group, maximum=True)
-    parts = flat.split([each.numel() for each in amax.values()])
+    reduced = flat.split([largest.numel() for largest in amax.values()])
     return {
-        parameter: _layer_of(parameter).scale_of_amax("weight", part.view(grid.shape), grid.blocks, record=True)
-        for (parameter, grid), part in zip(grids.items(), parts, strict=True)
+        parameter: _layer_of(parameter).scale_of_amax("weight", largest.view(grid.shape), grid.blocks, record=True)
+        for (parameter, grid), largest in zip(grids.items(), reduced, strict=True)
     }
 
 

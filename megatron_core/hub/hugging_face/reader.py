@@ -22,8 +22,7 @@ from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.architecture import FP8, Architecture, architecture_of
 from megatron_core.hub.hugging_face.files import TensorFiles, read_json
-from megatron_core.hub.hugging_face.fp8_blocks import Fp8BlockFiles
-from megatron_core.hub.hugging_face.mxfp4 import Mxfp4Files
+from megatron_core.hub.hugging_face.quantized import Fp8BlockFiles, Mxfp4Files
 from megatron_core.hub.hugging_face.rules import Settings, refuse
 from megatron_core.hub.hugging_face.tensors import Index, TensorSource
 from megatron_core.hub.hugging_face.text_part import is_multimodal, text_settings

@@ -1,8 +1,8 @@
 """Export of a checkpoint as a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.writer import write_safetensors
+from megatron_core.checkpoint.writer import Entry, write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import Architecture
 from megatron_core.hub.hugging_face.files import INDEX, WEIGHTS
@@ -21,6 +21,8 @@ from megatron_core.parallel.boxes import Box
 MTP_PREFIX = "mtp."
 """Prefix of our weights in layers for multi-token prediction."""
 Shapes = Mapping[str, tuple[int, ...]]
+Group = tuple[Sequence[Entry], Callable[[], Iterable[Tensor]]]
+"""Tensors of one file: names, dtypes and shapes, and a function that reads them."""
 
 
 class Weights(Protocol):
@@ -53,82 +55,75 @@ def write_hugging_face(
     *,
     dtype: torch.dtype,
     extra_keys: Mapping[str, Any],
-    file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write config.json and the weights of ``reader`` into ``folder``, in files of ``file_bytes`` at most.
+    """Write config.json and the weights of ``reader`` into ``folder``.
 
     ``shapes`` are the global shapes of all weights by name. ``extra_keys`` are keys of config.json that do not follow
-    from the model's settings. A tensor larger than ``file_bytes`` gets a file of its own. ``dtype``: see
-    ``stored_dtype``.
+    from the model's settings. ``dtype``: see ``stored_dtype``.
     """
     names = [name for name in shapes if not name.startswith(MTP_PREFIX)]  # used in training only
-    shapes = {name: shapes[name] for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     extra = {key: value for key, value in extra_keys.items() if value is not None or key not in architecture.not_null}
-    hf_config = {**extra, **own, **architecture.config_json(model)}
-    sizes = {name: _bytes(architecture, model, name, shape, dtype) for name, shape in shapes.items()}
-    files = _files(shapes, sizes, file_bytes)
+    groups = list[Group]()
+    for name in sorted(names, key=_natural):
+        stored = architecture.source(name).stored_shapes(model, shapes[name])
+        entries = [(key, stored_dtype(name, dtype), size) for key, size in stored.items()]
+        groups.append((entries, partial(_stored_tensors, reader, architecture, model, name, shapes[name], dtype)))
+    constants = architecture.constants(model)
+    values = [torch.tensor(value, dtype=dtype) for value in constants.values()]
+    groups.append(([(key, dtype, ()) for key in constants], lambda: values))
+    write_weights(folder, groups)
+    _write_json(folder / CONFIG, {**extra, **own, **architecture.config_json(model)})
+
+
+def write_weights(folder: Path, groups: Iterable[Group], file_bytes: int = 5 * 10**9) -> None:
+    """Write the tensors of ``groups`` in files of ``file_bytes`` at most, with an index if there are several files.
+
+    A group is never divided; one of more than ``file_bytes`` has a file of its own.
+    """
+    files: list[list[Group]] = [[]]
+    size = total = 0
+    for group in groups:
+        nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in group[0])
+        if size and size + nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(group)
+        size += nbytes
+        total += nbytes
     weight_map: dict[str, str] = {}
-    for number, ours in enumerate(files, 1):
+    for number, in_file in enumerate(files, 1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        entries = [
-            (key, stored_dtype(own, dtype), size)
-            for own, shape in ours.items()
-            for key, size in architecture.source(own).stored_shapes(model, shape).items()
-        ]
-        tensors = _stored_tensors(reader, architecture, model, ours, dtype)
-        if number == len(files):
-            constants = architecture.constants(model)
-            entries += [(key, dtype, ()) for key in constants]
-            tensors = chain(tensors, (torch.tensor(value, dtype=dtype) for value in constants.values()))
+        entries = [entry for entries, _ in in_file for entry in entries]
+        tensors = (tensor for _, read in in_file for tensor in read())
         write_safetensors(folder / name, entries, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
     if len(files) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    _write_json(folder / CONFIG, hf_config)
-
-
-def _bytes(
-    architecture: Architecture, model: ModelConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> int:
-    """Bytes of the stored tensors of our weight ``name``."""
-    stored = architecture.source(name).stored_shapes(model, shape)
-    return sum(map(prod, stored.values())) * stored_dtype(name, dtype).itemsize
-
-
-def _files(shapes: Shapes, sizes: Mapping[str, int], file_bytes: int) -> list[dict[str, tuple[int, ...]]]:
-    """Distribute our tensors, of ``sizes`` in bytes, over files."""
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        if size and size + sizes[name] > file_bytes:
-            files.append({})
-            size = 0
-        files[-1][name] = shape
-        size += sizes[name]
-    return files
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _stored_tensors(
-    reader: Weights, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """The tensors to store, in the order of the stored names of ``shapes``."""
-    for name, shape in shapes.items():
-        whole = Box((0,) * len(shape), shape)
-        ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
-        reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
-        source = architecture.source(name)
-        if source.of_heads:
-            yield from ours.view(-1, model.head_size)
-            continue
-        if source.rows is None:
-            yield source.turned(ours)
-            continue
-        # Zeros: some rows of a table of positions belong to no position.
-        stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
-        for key, index, own in source.parts(model, shape, whole):
-            source.turned(stored[key])[index] = ours[own.index]
-        yield from stored.values()
+    reader: Weights,
+    architecture: Architecture,
+    model: ModelConfig,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Iterable[Tensor]:
+    """The stored tensors that hold our weight ``name``."""
+    whole = Box((0,) * len(shape), shape)
+    ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
+    reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
+    source = architecture.source(name)
+    if source.of_heads:
+        return ours.view(-1, model.head_size)
+    if source.rows is None:
+        return [source.turned(ours)]
+    # Zeros: some rows of a table of positions belong to no position.
+    stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
+    for key, index, part in source.parts(model, shape, whole):
+        source.turned(stored[key])[index] = ours[part.index]
+    return stored.values()
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -16,9 +16,16 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.megatron_lm.flat_buffers import BUFFER, FlatBuffer, FlatState, bucket_limits, coalesced
-from megatron_core.hub.megatron_lm.mixers import with_mixers
 from megatron_core.hub.megatron_lm.pickles import load_tensors
-from megatron_core.hub.megatron_lm.tensor_map import LAYER, MODEL, Sizes, TensorPart, TensorParts, plain_name
+from megatron_core.hub.megatron_lm.tensor_map import (
+    LAYER,
+    MODEL,
+    Sizes,
+    TensorPart,
+    TensorParts,
+    plain_name,
+    with_mixers,
+)
 from megatron_core.parallel.boxes import Box
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.*)")

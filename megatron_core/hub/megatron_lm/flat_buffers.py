@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.hub.megatron_lm.mixers import rows_of_ranks
 from megatron_core.hub.megatron_lm.tensor_map import (
     FROZEN,
     TIED,
@@ -29,6 +28,7 @@ from megatron_core.hub.megatron_lm.tensor_map import (
     Sizes,
     TensorParts,
     read_box,
+    rows_of_ranks,
     whole_shape,
 )
 from megatron_core.parallel.boxes import Box

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.megatron_lm.distributed_files import DistributedFiles, without_copies
-from megatron_core.hub.megatron_lm.mixers import in_our_order, with_mixers
 from megatron_core.hub.megatron_lm.pickles import load_metadata
 from megatron_core.hub.megatron_lm.tensor_map import (
     EXPERT,
@@ -27,7 +26,9 @@ from megatron_core.hub.megatron_lm.tensor_map import (
     Sizes,
     TensorPart,
     TensorParts,
+    in_our_order,
     plain_name,
+    with_mixers,
 )
 from megatron_core.parallel.boxes import Box
 from megatron_core.text_file import parse_json, read_text

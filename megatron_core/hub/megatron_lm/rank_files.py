@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
-from megatron_core.hub.megatron_lm.mixers import has_other_names, our_name, rows_of_ranks
 from megatron_core.hub.megatron_lm.pickles import load_tensors
 from megatron_core.hub.megatron_lm.tensor_map import (
     DOWN,
@@ -25,7 +24,10 @@ from megatron_core.hub.megatron_lm.tensor_map import (
     LocalSplit,
     Sizes,
     TensorParts,
+    has_other_names,
+    our_name,
     plain_name,
+    rows_of_ranks,
 )
 
 CHUNK = re.compile(r"model(\d*)")

@@ -15,13 +15,20 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
-from megatron_core.config.file import field_types
+from megatron_core.config.run import field_types
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
 from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
-from megatron_core.hub.megatron_lm.mixers import check_delta_nets, with_offsets
 from megatron_core.hub.megatron_lm.rank_files import RankFiles
-from megatron_core.hub.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
+from megatron_core.hub.megatron_lm.tensor_map import (
+    FROZEN,
+    TIED,
+    TensorPart,
+    TensorParts,
+    check_delta_nets,
+    whole_shape,
+    with_offsets,
+)
 from megatron_core.parallel.texts import listed
 from megatron_core.text_file import read_text
 

@@ -32,10 +32,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LayerBlock
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
-from megatron_core.hub.megatron_lm.mixers import norm_offset, pieces_of_mixer, rows_of_ranks
+from megatron_core.hub.megatron_lm.arguments import common_state
 from megatron_core.hub.megatron_lm.reader import TRACKER
-from megatron_core.hub.megatron_lm.stored_state import common_state
-from megatron_core.hub.megatron_lm.tensor_map import FROZEN, LAYER
+from megatron_core.hub.megatron_lm.tensor_map import FROZEN, LAYER, norm_offset, pieces_of_mixer, rows_of_ranks
 from megatron_core.parallel.boxes import Box
 
 Format = Literal["torch_dist", "torch_dcp"]

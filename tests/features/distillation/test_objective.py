@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.config import RunConfig
-from megatron_core.config.megatron_flags import FLAGS, RENAMED
+from megatron_core.config.run import aliases
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.megatron_flags.tables import FLAGS
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
 from megatron_core.tokenizers import HuggingFaceTokenizer
@@ -232,5 +233,5 @@ def test_the_planner_leaves_the_teacher_out() -> None:
 
 
 def test_flags_of_megatron() -> None:
-    assert RENAMED["export_kd_teacher_load"] == "kd_teacher"
+    assert aliases()["export_kd_teacher_load"] == "kd_teacher"
     assert "export_kd_cfg" not in FLAGS, "it is read"

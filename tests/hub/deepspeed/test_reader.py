@@ -15,7 +15,7 @@ import torch
 
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder, read_deepspeed_checkpoint
-from megatron_core.hub.deepspeed.joining import Joiner, compiled
+from megatron_core.hub.deepspeed.checkpoint import Joiner, compiled
 from megatron_core.hub.deepspeed.plain_states import PlainStates
 from megatron_core.hub.deepspeed.shards import Parts, Stored, read_partitions
 

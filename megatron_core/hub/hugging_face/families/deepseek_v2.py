@@ -2,16 +2,19 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import (
+from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES, LATENT_POSITIONS
+from megatron_core.hub.hugging_face.rules import (
     EXPERT_MATRICES,
     GROUP_TYPES,
+    ROPE,
     SHARED_MATRICES,
+    Rule,
+    Settings,
     dense_first,
     groups_json,
     limited_to_groups,
+    refuse,
 )
-from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES, LATENT_POSITIONS
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
 from megatron_core.schema import STRING
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"

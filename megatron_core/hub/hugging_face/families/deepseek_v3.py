@@ -3,16 +3,21 @@
 from megatron_core.config import ModelConfig
 from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import (
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.rules import (
     EXPERT_BIAS,
     EXPERT_MATRICES,
     GROUPS_BY_TWO,
     MTP_LAYERS,
+    ROPE,
     SHARED_MATRICES,
+    Rule,
+    Settings,
     dense_first,
+    refuse,
+    rope_parameters,
+    rope_type,
 )
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse, rope_parameters, rope_type
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, WIDTH
 

@@ -3,9 +3,8 @@ GLM-4.7-Flash: the layers of DeepSeek-V3 with another epsilon outside of the lat
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import GROUPS_BY_TWO, dense_first
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_POSITIONS
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import GROUPS_BY_TWO, ROPE, Rule, Settings, dense_first, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import STRINGS
 

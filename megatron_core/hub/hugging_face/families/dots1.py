@@ -1,16 +1,19 @@
 """dots.llm1: Qwen3's attention, and experts as those of DeepSeek-V3."""
 
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import (
+from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
+from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
+from megatron_core.hub.hugging_face.rules import (
     EXPERT_BIAS,
     EXPERT_MATRICES,
     GROUPS_BY_TWO,
+    ROPE,
     SHARED_MATRICES,
+    WINDOWS,
+    Rule,
+    Settings,
     dense_first,
 )
-from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
-from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Rule, Settings
 from megatron_core.schema import COUNT_OR_ZERO
 
 

@@ -2,9 +2,8 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import EXPERT_MATRICES, SHARED_MATRICES
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, SHARED_MATRICES, Rule, Settings
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, KeyType
 

@@ -3,12 +3,21 @@ K-EXAONE: norms before attention and MLP, and experts as those of DeepSeek-V3.""
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import EXPERT_MATRICES, GROUPS_BY_TWO, SHARED_MATRICES, dense_first
 from megatron_core.hub.hugging_face.families.deepseek_v32 import EXPERT_LAYERS
 from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.olmo2 import OLMO2
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import (
+    EXPERT_MATRICES,
+    GROUPS_BY_TWO,
+    ROPE,
+    SHARED_MATRICES,
+    WINDOWS,
+    Rule,
+    Settings,
+    dense_first,
+    refuse,
+)
 from megatron_core.schema import COUNT_OR_ZERO, KeyType
 
 PATTERN = KeyType("a string or an integer >= 0", lambda value: isinstance(value, str) or COUNT_OR_ZERO.accepts(value))

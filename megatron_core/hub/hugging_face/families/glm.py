@@ -3,16 +3,17 @@ head; GLM-4-0414 with four norms a layer; GLM-4.5 with experts as those of DeepS
 Llama with these experts in all layers."""
 
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import (
+from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
+from megatron_core.hub.hugging_face.rules import (
     EXPERT_BIAS,
     EXPERT_MATRICES,
     GROUPS_BY_TWO,
     MTP_LAYERS,
+    PARTIAL_ROPE,
+    ROPE,
     SHARED_MATRICES,
     dense_first,
 )
-from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, ROPE
 
 GLM = register(
     LLAMA,

@@ -2,10 +2,10 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import EXPERT_MATRICES
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (
     ATTENTION_BIASES,
+    EXPERT_MATRICES,
     ROPE,
     Rule,
     Settings,

@@ -8,10 +8,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.mixers import KimiDelta
 from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import groups_json, limited_to_groups
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
-from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import Rule, Settings, groups_json, limited_to_groups, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, gate_and_up
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from megatron_core.config import ModelConfig
 from megatron_core.config.mixers import Mamba2
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import GROUP_TYPES, MTP_LAYERS, groups_json, limited_to_groups
 from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
-from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import (
+    GROUP_TYPES,
+    MTP_LAYERS,
+    Rule,
+    Settings,
+    groups_json,
+    limited_to_groups,
+    refuse,
+)
 from megatron_core.hub.hugging_face.tensors import separate_qkv
 from megatron_core.schema import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
 

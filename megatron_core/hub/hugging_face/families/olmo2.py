@@ -3,11 +3,10 @@ windows in some layers. OLMoE: with these norms of queries and keys, and with ex
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import EXPERT_MATRICES
 from megatron_core.hub.hugging_face.families.gemma import ROPE_TYPES, rope_by_layer_type
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import ROUTER_SOFTMAX
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Rule, Settings
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, WINDOWS, Rule, Settings
 
 OLMO2 = register(
     LLAMA,

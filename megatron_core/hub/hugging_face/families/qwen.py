@@ -3,9 +3,16 @@ with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.expert_rules import EXPERT_MATRICES
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOW_OF_ALL_LAYERS, WINDOWS, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import (
+    EXPERT_MATRICES,
+    ROPE,
+    WINDOW_OF_ALL_LAYERS,
+    WINDOWS,
+    Rule,
+    Settings,
+    refuse,
+)
 from megatron_core.hub.hugging_face.tensors import gate_and_up
 from megatron_core.hub.hugging_face.text_part import register_text_part
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH

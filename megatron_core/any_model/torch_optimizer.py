@@ -23,7 +23,9 @@ from megatron_core.parallel.sharding import spec_of
 
 Coupling = Literal["none", "parameter", "model"]
 """Elements on which the update of an element depends: only itself, its parameter, or the model."""
-SHAPES, CUT, STEPS = ((160, 130), (7, 5)), 7777, 3
+SHAPES = ((160, 130), (7, 5))
+CUT = 7777
+STEPS = 3
 """Tensors of the comparison in ``coupling_of``, larger than the usual thresholds of factored and blockwise state."""
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -50,14 +52,15 @@ def coupling_of(optimizer: torch.optim.Optimizer) -> Coupling:
     for group in optimizer.param_groups:
         try:
             with torch.random.fork_rng(devices=[]):
-                (first, second), (alone,) = _trial(optimizer, group, draws), _trial(optimizer, group, draws[:1])
+                (first, second) = _trial(optimizer, group, draws)
+                (alone,) = _trial(optimizer, group, draws[:1])
                 (other,) = _trial(optimizer, group, draws[1:])
-                parts = [_trial(optimizer, group, [[x.flatten()[at] for x in draws[0]]])[0] for at in _halves()]
+                changes = [_trial(optimizer, group, [[x.flatten()[half] for x in draws[0]]])[0] for half in _halves()]
         except Exception:
             return "model"
         if not first.any() or not _equal(first, alone) or not _equal(second, other):
             return "model"
-        if not _equal(first.flatten(), torch.cat(parts)):
+        if not _equal(first.flatten(), torch.cat(changes)):
             return "parameter"
     return "none"
 
@@ -73,8 +76,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], draws: list[list[Tensor]]) -> list[Tensor]:
     """Return the changes of tensors by a few steps of a copy of ``optimizer``; draws: weights, then gradients."""
     trial = object.__new__(type(optimizer))
-    own = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "step", *STEP_HOOKS)}
-    vars(trial).update(deepcopy(own), **{name: OrderedDict() for name in STEP_HOOKS})
+    attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "step", *STEP_HOOKS)}
+    vars(trial).update(deepcopy(attributes), **{name: OrderedDict() for name in STEP_HOOKS})
     params = [nn.Parameter(weights.clone()) for weights, *_ in draws]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
     if settings.get("lr") is not None:
@@ -137,7 +140,8 @@ class TorchOptimizer(Optimizer):
                     "optimizer_offload_dir, zero3_param_offload_dir, zero3_param_cpu_offload and main_params_dtype"
                 )
         self.pieces = [piece for shard in self.shards for piece in self._pieces_of(shard)]
-        earlier, caller.state = caller.state, defaultdict(dict)
+        earlier = caller.state
+        caller.state = defaultdict(dict)
         for piece in self.pieces:
             for name, value in earlier.get(piece.source, {}).items():
                 caller.state[piece.weights][name] = self._part_of(piece, value)
@@ -149,17 +153,17 @@ class TorchOptimizer(Optimizer):
 
     @staticmethod
     def _pieces_of(shard: Shard) -> Iterator[Piece]:
-        for name, parameter, start, stop, at in shard.bucket.pieces():
-            flat = shard.main[at : at + stop - start]
-            whole = stop - start == parameter.numel()
-            yield Piece(shard, name, parameter, at, nn.Parameter(flat.view(parameter.shape) if whole else flat))
+        for name, parameter, start, stop, offset in shard.bucket.pieces():
+            flat = shard.main[offset : offset + stop - start]
+            is_whole = stop - start == parameter.numel()
+            yield Piece(shard, name, parameter, offset, nn.Parameter(flat.view(parameter.shape) if is_whole else flat))
 
     @staticmethod
     def _part_of(piece: Piece, value: Any) -> Any:
         """Return the part of state from before the engine, such as Adagrad's initial sums."""
         if not isinstance(value, Tensor) or value.shape != piece.source.shape or not value.dim():
             return deepcopy(value)
-        _, _, start, stop, _ = next(each for each in piece.shard.bucket.pieces() if each[1] is piece.source)
+        _, _, start, stop, _ = next(span for span in piece.shard.bucket.pieces() if span[1] is piece.source)
         return value.flatten()[start:stop].to(piece.weights, copy=True).view(piece.weights.shape)
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
@@ -217,9 +221,9 @@ class TorchOptimizer(Optimizer):
                 state = self.caller.state[piece.weights].get(name)
                 if piece.shard.bucket is bucket and _is_full(piece, state):
                     state.copy_(flat[piece.span].view(state.shape))
-        others = list(self._other_boxes())
-        reader.fill(box for _, _, box in others)
-        for piece, name, box in others:
+        boxes = list(self._other_boxes())
+        reader.fill(box for _, _, box in boxes)
+        for piece, name, box in boxes:
             value = self.caller.state[piece.weights][name]
             if not isinstance(value, Tensor):
                 self.caller.state[piece.weights][name] = type(value)(box.memory.item())
@@ -232,10 +236,10 @@ class TorchOptimizer(Optimizer):
     def _flat_states(self) -> Iterator[tuple[Bucket, str, Tensor]]:
         """Yield copies of state with an element for each weight, in the layout of the shard."""
         for shard in self.shards:
-            own = [piece for piece in self.pieces if piece.shard is shard]
-            names = dict.fromkeys(n for p in own for n, v in self.caller.state[p.weights].items() if _is_full(p, v))
+            pieces = [piece for piece in self.pieces if piece.shard is shard]
+            names = dict.fromkeys(n for p in pieces for n, v in self.caller.state[p.weights].items() if _is_full(p, v))
             for name in names:
-                states = {piece: self.caller.state[piece.weights].get(name) for piece in own}
+                states = {piece: self.caller.state[piece.weights].get(name) for piece in pieces}
                 dtype = next(state.dtype for piece, state in states.items() if _is_full(piece, state))
                 flat = torch.zeros(shard.main.numel(), dtype=dtype, device=shard.main.device)
                 for piece, state in states.items():
@@ -246,12 +250,13 @@ class TorchOptimizer(Optimizer):
     def _boxes(self, bucket: Bucket, name: str, flat: Tensor, span: slice) -> Iterator[TensorBox]:
         first = span.start - bucket.shard.start
         owners = {p.source for p in self.pieces if _is_full(p, self.caller.state[p.weights].get(name))}
-        for parameter_name, parameter, start, stop, at in bucket.pieces(span):
+        for parameter_name, parameter, start, stop, offset in bucket.pieces(span):
             if parameter not in owners:
                 continue  # its state of this name has another shape, or there is none
-            part = flat[first + at : first + at + stop - start]
-            label, shape = f"optimizer.{name}.{parameter_name}", tuple(parameter.shape)
-            yield from pieces_of(label, spec_of(parameter), shape, start, stop, part)
+            values = flat[first + offset : first + offset + stop - start]
+            label = f"optimizer.{name}.{parameter_name}"
+            shape = tuple(parameter.shape)
+            yield from pieces_of(label, spec_of(parameter), shape, start, stop, values)
 
     def _other_boxes(self) -> Iterator[tuple[Piece, str, TensorBox]]:
         """Yield state of other shapes: counters, and factors of whole matrices."""
@@ -273,5 +278,5 @@ def _is_full(piece: Piece, value: Any) -> bool:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` cannot be called without a closure, as for L-BFGS."""
-    given = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return given is not None and given.default is inspect.Parameter.empty
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_core.config import MonitorConfig
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import ValidationEvent
-from tests.monitor.examples import step
+from megatron_core.reports.wandb import WandbSink
+from tests.monitor.examples import sink_context, step
 
 
 def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +23,7 @@ def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path, monkeypat
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(("init", given)) or run)
     )
-    config = MonitorConfig(wandb_project="p", wandb_exp_name="e", wandb_entity="us", progress=False)
-    sink = build_sinks(config, tmp_path, settings={"lr": 0.1})[-1]
+    sink = WandbSink(sink_context(tmp_path, {"lr": 0.1}, wandb_project="p", wandb_exp_name="e", wandb_entity="us"))
     sink.on_step(step(3, loss=2.5, grad_norm=None))
     sink.on_validation(ValidationEvent(iteration=3, loss=0.0))
     sink.close()
@@ -39,12 +37,12 @@ def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path, monkeypat
 def test_without_the_package_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb_project=p needs the package wandb; pip install wandb"):
-        build_sinks(MonitorConfig(wandb_project="p", progress=False))
+        WandbSink(sink_context(None, {}, wandb_project="p"))
 
 
 def test_offline_files_of_the_package_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = build_sinks(MonitorConfig(wandb_project="p", progress=False), tmp_path, settings={"lr": 0.1})[-1]
+    sink = WandbSink(sink_context(tmp_path, {"lr": 0.1}, wandb_project="p"))
     sink.on_step(step(3))
     sink.close()
     assert len(list((tmp_path / "wandb").rglob("run-*.wandb"))) == 1
@@ -56,4 +54,4 @@ def test_without_a_login_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(ConfigError, match=r"wandb_project=p: .* cannot start a run \(No API key.* WANDB_MODE=offline"):
-        build_sinks(MonitorConfig(wandb_project="p", progress=False))
+        WandbSink(sink_context(None, {}, wandb_project="p"))

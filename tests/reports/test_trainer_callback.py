@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.jsonl import read_metrics
-from megatron_core.monitor.trainer_callback import MetricsCallback
+from megatron_core.reports.trainer_callback import MetricsCallback
 
 
 class Model(nn.Module):

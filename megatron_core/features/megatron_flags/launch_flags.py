@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_core.config import megatron_flags
-from megatron_core.config.run import RunConfig, field_types
-from megatron_core.config.translate import Translation, command_line, grouped, plain
+from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
+from megatron_core.config.run import RunConfig, aliases, field_types
+from megatron_core.features.megatron_flags import tables
 
 
 @dataclass
@@ -63,11 +63,11 @@ class LaunchFlags:
     def different_defaults(self, config: RunConfig) -> dict[str, str]:
         """Flags that the command line leaves out and whose defaults are Megatron-LM's with another value, with the text
         of the difference."""
-        given = {megatron_flags.RENAMED.get(name := plain(word), name) for word, _ in grouped(self.usable)}
+        given = {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
         values = config.flat()
         return {
-            f"--{name.replace('_', '-')} {theirs}": f"here {values[name]}: {text}"
-            for name, (theirs, text) in megatron_flags.OTHER_DEFAULTS.items()
+            f"{to_flag(name)} {theirs}": f"here {values[name]}: {text}"
+            for name, (theirs, text) in tables.OTHER_DEFAULTS.items()
             if name not in given and str(values[name]) != theirs and (config.model.num_experts or "moe_" not in name)
         }
 
@@ -75,14 +75,14 @@ class LaunchFlags:
 def is_flag(word: str) -> bool:
     """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
     name = plain(word.partition("=")[0])
-    known = (field_types(), megatron_flags.FLAGS, megatron_flags.RENAMED, megatron_flags.SAME_AS)
+    known = (field_types(), tables.FLAGS, aliases(), tables.SAME_AS)
     return word.startswith("--") and any(name in table for table in known)
 
 
 def _is_refused(flag: str, one: Translation) -> bool:
     """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
-    entry, name = megatron_flags.FLAGS.get(plain(flag)), plain(flag)
-    is_refused = entry is not None and entry.fate == "refused" and name not in megatron_flags.ONLY_VALUE
+    entry, name = tables.FLAGS.get(plain(flag)), plain(flag)
+    is_refused = entry is not None and entry.fate == "refused" and name not in tables.ONLY_VALUE
     return flag.startswith("--") and (is_refused or bool(one.unknown))
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError, first_line
+from megatron_core.monitor.build import SinkContext
 from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import make_folder
+from megatron_core.reports.settings import MlflowConfig
+from megatron_core.reports.tensorboard import scalars
 
 MOST_PARAMETERS, LONGEST = 100, 500
 """Maximum number of parameters per call and of characters per parameter that all stores of MLflow accept."""
@@ -26,8 +27,9 @@ class MlflowSink:
 
     setting = "mlflow_experiment"
 
-    def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
-        """Start a run with ``settings``; by default in ``mlflow.db`` in ``save_dir`` or the current folder."""
+    def __init__(self, context: SinkContext) -> None:
+        """Start a run; by default in ``mlflow.db`` in the folder of the checkpoints or the current folder."""
+        config = context.config.section(MlflowConfig)
         try:
             mlflow = importlib.import_module("mlflow")
         except ImportError as error:
@@ -38,12 +40,12 @@ class MlflowSink:
         self._entities, self._failure = mlflow.entities, mlflow.exceptions.MlflowException
         for name, value in HTTP.items():
             os.environ.setdefault(name, value)
-        folder = Path(save_dir or ".").absolute()
+        folder = (context.folder or Path()).absolute()
         make_folder(folder)
         store = config.mlflow_tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
         try:
             self._client = mlflow.MlflowClient(tracking_uri=store)
-            self._run = self._start(config, settings)
+            self._run = self._start(config, context.logged)
         except Exception as error:  # various types: no such store, no answer, an illegal name
             raise ConfigError(
                 f"mlflow_tracking_uri={config.mlflow_tracking_uri} and mlflow_experiment={config.mlflow_experiment}: "
@@ -51,7 +53,7 @@ class MlflowSink:
                 "http address of a running server, or remove the flags"
             ) from error
 
-    def _start(self, config: MonitorConfig, settings: Mapping[str, Any]) -> str:
+    def _start(self, config: MlflowConfig, settings: Mapping[str, Any]) -> str:
         """Start a run with ``settings``; return its identifier."""
         known = self._client.get_experiment_by_name(config.mlflow_experiment)
         experiment = self._client.create_experiment(config.mlflow_experiment) if known is None else known.experiment_id
@@ -78,9 +80,9 @@ class MlflowSink:
         metrics = [self._entities.Metric(name, float(v), now, step) for name, v in values.items() if v is not None]
         self._send(self._client.log_batch, metrics=metrics)
 
-    def _send(self, call: Callable[..., object], **given: Any) -> None:
+    def _send(self, call: Callable[..., object], **content: Any) -> None:
         """Send data of the run to the store. Errors: ``OSError``, which training survives, if it does not answer."""
         try:
-            call(self._run, **given)
+            call(self._run, **content)
         except self._failure as error:
             raise OSError(errno.EIO, first_line(error)) from error

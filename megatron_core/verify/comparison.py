@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_core.config.layout import Layout, every_layout
+from megatron_core.config.layout import Layout as Layout
+from megatron_core.config.layout import every_layout as every_layout
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.run import RunConfig
-from megatron_core.config.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
-from megatron_core.config.together import incomparable
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
+from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
+from megatron_core.verify.together import incomparable
 
 NOT_IN_NAMES = (
     "overlap_grad_reduce",

@@ -1,15 +1,13 @@
 """Metrics for Weights & Biases with the tags of TensorBoard."""
 
 import importlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError, first_line
+from megatron_core.monitor.build import SinkContext
 from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import make_folder
+from megatron_core.reports.settings import WandbConfig
+from megatron_core.reports.tensorboard import scalars
 
 
 class WandbSink:
@@ -17,20 +15,21 @@ class WandbSink:
 
     setting = "wandb_project"
 
-    def __init__(self, config: MonitorConfig, save_dir: str | Path | None, settings: Mapping[str, Any]) -> None:
-        """Start a run with ``settings``; its files are in ``wandb_save_dir``, by default ``wandb`` in ``save_dir``."""
+    def __init__(self, context: SinkContext) -> None:
+        """Start a run; its files are in ``wandb_save_dir``, by default ``wandb`` in the folder of the checkpoints."""
+        config = context.config.section(WandbConfig)
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise ConfigError(
                 f"wandb_project={config.wandb_project} needs the package wandb; pip install wandb, or remove the flag"
             ) from error
-        folder = config.wandb_save_dir or (None if save_dir is None else str(Path(save_dir) / "wandb"))
+        folder = config.wandb_save_dir or (None if context.folder is None else str(context.folder / "wandb"))
         if folder is not None:
             make_folder(folder)
         names = {"project": config.wandb_project, "name": config.wandb_exp_name, "entity": config.wandb_entity}
         try:
-            self._run = wandb.init(**names, dir=folder, config=dict(settings))
+            self._run = wandb.init(**names, dir=folder, config=dict(context.logged))
         except Exception as error:  # various types: no login, no network, an illegal name
             raise ConfigError(
                 f"wandb_project={config.wandb_project}: Weights & Biases cannot start a run ({first_line(error)}); log "

@@ -4,13 +4,14 @@ trainer = transformers.Trainer(..., callbacks=[MetricsCallback(metrics_file="run
 """
 
 import time
+from dataclasses import fields
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from megatron_core.config.monitor import MonitorConfig
-from megatron_core.monitor.build import build_sinks
-from megatron_core.monitor.console import ConsoleSink
+from megatron_core.config import MonitorConfig, RunConfig
+from megatron_core.feature import features
+from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.lenient import LenientSink
@@ -19,15 +20,19 @@ from megatron_core.monitor.lenient import LenientSink
 class MetricsCallback(TrainerCallback):
     """Writes an event for each logged step and each evaluation, on the process that logs.
 
-    ``settings`` are fields of ``MonitorConfig``: ``metrics_file``, ``tensorboard_dir``, ``prometheus_file``,
-    ``wandb_project``, ``mlflow_experiment`` and others. Loss and time of a step are means over the steps since the last
-    log, so use ``logging_steps=1`` for each step. ``megatron-plot-metrics`` and ``megatron-report`` read the file;
-    tokens and FLOPs per second are 0, because they are unknown for a model of your own.
+    ``settings``: ``metrics_file``, ``tensorboard_dir``, ``prometheus_file``, ``wandb_project``, ``mlflow_experiment``
+    and others of ``MonitorConfig`` and of ``reports/settings.py``. Loss and time of a step are means over the steps
+    since the last log, so use ``logging_steps=1`` for each step. ``megatron-plot-metrics`` and ``megatron-report`` read
+    the file; tokens and FLOPs per second are 0, because they are unknown for a model of your own.
     Errors: ``ConfigError`` for a destination that cannot be written; a later failed write is one warning.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._config = MonitorConfig(**settings)
+        sections = [MonitorConfig, *(feature.settings for feature in features() if feature.sink is not None)]
+        legal = {setting.name for section in sections if section is not None for setting in fields(section)}
+        if foreign := sorted(settings.keys() - legal):
+            raise TypeError(f"{', '.join(foreign)} is not a setting of metrics; legal: {', '.join(sorted(legal))}")
+        self._config = RunConfig.from_flat(RunConfig().flat() | settings)
         self._sinks: list[Sink] = []
         self._began, self._last = 0.0, 0
 
@@ -35,8 +40,8 @@ class MetricsCallback(TrainerCallback):
         """Open the files."""
         self._began, self._last = time.perf_counter(), state.global_step
         if state.is_world_process_zero and not self._sinks:
-            found = build_sinks(self._config, start_iteration=state.global_step, settings=args.to_sanitized_dict())
-            self._sinks = [LenientSink(sink) for sink in found if not isinstance(sink, ConsoleSink)]
+            context = SinkContext(self._config, start_iteration=state.global_step, logged=args.to_sanitized_dict())
+            self._sinks = [LenientSink(sink) for sink in build_sinks(context)]
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any) -> None:
         """Write the step of a log with a loss."""

@@ -16,7 +16,7 @@ from megatron_core.any_model.tensor_trial import PARTIAL
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.verify.compare import Bounds, beyond, relative_errors
+from megatron_core.verify.bounds import Bounds, beyond, relative_errors
 from megatron_core.verify.float64 import WithoutFloat32
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from megatron_core.verify.trace import RankTrace, Trace, assemble

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
+from megatron_core.monitor.build import SinkContext
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.output_file import make_folder
+from megatron_core.reports.settings import TensorBoardConfig
 
 
 class TensorBoardSink:
@@ -45,6 +47,12 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def open_tensorboard(context: SinkContext) -> TensorBoardSink:
+    """Create the sink of a run."""
+    folder = context.config.section(TensorBoardConfig).tensorboard_dir
+    return TensorBoardSink(str(folder), start_iteration=context.start_iteration)
 
 
 def scalars(event: StepEvent) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Reduce the sizes of a model and keep all its features."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from math import gcd, lcm
 from typing import Any
@@ -11,9 +11,8 @@ from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.resilience import ResilienceConfig
-from megatron_core.config.short_schedules import LEARNING_RATE, STEPS, short_rates, short_schedules
-from megatron_core.config.together import shared_micro_batches
 from megatron_core.config.validate import problems
+from megatron_core.verify.together import shared_micro_batches
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE, SEQUENCE = 8, 16
@@ -46,6 +45,11 @@ OFF = """
     fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir optimizer_cpu_offload
     optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
 """Settings that ``small_run`` resets to their defaults, as it does all of checkpoints and recovery."""
+STEPS = 10
+"""Steps of the whole training, of which a comparison takes the first ones."""
+LEARNING_RATE = 1e-3
+WARMUP, DECAY, LAST_PHASE = 2, 8, 4
+"""Steps of the parts of the learning rate's schedule."""
 OF_COMPARISON = """
     train_iters train_samples mock_data tokenizer_type vocab_size num_workers eval_iters bf16 fp16 fp64"""
 """Settings that every comparison replaces: its steps, data and dtype."""
@@ -295,6 +299,44 @@ def _outer(config: RunConfig) -> dict[str, Any]:
     outer = config.outer
     steps = {"outer_steps": min(outer.outer_steps, 2), "outer_delay": min(outer.outer_delay, 1)}
     return steps | {"outer_fragments": min(outer.outer_fragments, 2)}
+
+
+def short_schedules(config: RunConfig, batch: int, length: int) -> Iterator[dict[str, Any]]:
+    """Yield settings for each schedule of ``config``, which can be left out on their own.
+
+    A ramp begins with ``batch`` samples, or ``length`` tokens, which are legal in all layouts, and ends with twice as
+    many after the first step.
+    """
+    training = config.training
+    # GroupsInOneProcess, with which outer groups are compared, has a constant batch.
+    if config.outer.num_groups == 1 and training.step_batch_size_schedule is not None:
+        steps = (f"0:{batch}", f"{batch * length}:{2 * batch}")
+        yield {"global_batch_size": None, "step_batch_size_schedule": steps}
+    elif config.outer.num_groups == 1 and training.rampup_batch_size is not None:
+        yield {"global_batch_size": 2 * batch, "rampup_batch_size": (batch, batch, batch)}
+    if config.data.seq_length_warmup is not None:
+        yield {"seq_length": 2 * length, "seq_length_warmup": (length, length, batch)}
+    yield short_rates(config, LEARNING_RATE)
+
+
+def short_rates(config: RunConfig, lr: float) -> dict[str, Any]:
+    """Settings with which the learning rate has the course of ``config`` from ``lr`` on within ``STEPS`` steps."""
+    optimizer = config.optimizer
+    scale = lr / optimizer.lr if optimizer.lr else 0.0
+    settings: dict[str, Any] = {
+        "lr_decay_style": optimizer.lr_decay_style,
+        "min_lr": optimizer.min_lr * scale,
+        "lr_warmup_init": optimizer.lr_warmup_init * scale,
+    }
+    if optimizer.lr_warmup_fraction is not None:
+        settings["lr_warmup_fraction"] = max(optimizer.lr_warmup_fraction, WARMUP / STEPS)
+    elif optimizer.lr_warmup_iters or optimizer.lr_warmup_samples:
+        settings["lr_warmup_iters"] = WARMUP
+    if optimizer.lr_decay_iters is not None or optimizer.lr_decay_samples is not None:
+        settings["lr_decay_iters"] = DECAY
+    if optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None:
+        settings["lr_wsd_decay_iters"] = LAST_PHASE
+    return settings
 
 
 def small_run() -> dict[str, Any]:

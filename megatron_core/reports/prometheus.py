@@ -1,13 +1,16 @@
 """Metrics of the last step in Prometheus's text format, for the textfile collector of the node exporter."""
 
 import math
+import os.path
 import re
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
+from megatron_core.monitor.build import SinkContext
 from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.monitor.tensorboard import scalars
 from megatron_core.output_file import Kind, make_folder, no_follow_new, refuse_other_file
+from megatron_core.reports.settings import PrometheusConfig
+from megatron_core.reports.tensorboard import scalars
 
 _METRICS = Kind(
     "metrics file written by a run",
@@ -52,6 +55,15 @@ class PrometheusSink:
         with open(new, "w", encoding="utf-8", opener=no_follow_new) as file:
             file.write("".join(f"{line}\n" for line in lines))
         new.replace(self._path)
+
+
+def open_prometheus(context: SinkContext) -> PrometheusSink:
+    """Create the sink of a run; ``ConfigError`` if its file is also the metrics file."""
+    file = str(context.config.section(PrometheusConfig).prometheus_file)
+    metrics = context.metrics_path
+    if metrics is not None and os.path.realpath(metrics) == os.path.realpath(file):
+        raise ConfigError(f"prometheus_file={file!r} is also the metrics file; give another file")
+    return PrometheusSink(file)
 
 
 def metric_name(name: str) -> str:

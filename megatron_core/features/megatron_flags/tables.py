@@ -1,13 +1,12 @@
 """Flags of Megatron-LM's launch scripts that are not settings here.
 
 Flags that are fields of ``RunConfig`` have Megatron-LM's meaning; other names of a flag are at its field. All other
-flags are in ``megatron_flags.yaml``, grouped by reason; ``docs/megatron_flags.md`` shows them.
+flags are in ``tables.yaml``, grouped by reason; ``docs/megatron_flags.md`` shows them.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_core.config.run import settings
 from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
@@ -18,15 +17,13 @@ SAME_AS, OVERRIDDEN_BY_FLAG, VALUE_MEANS, ONLY_VALUE, LEFT_OUT = (
     {name: words.split() for name, words in _TABLES[table].items()}
     for table in ("same_as", "overridden_by_flag", "value_means", "only_value", "left_out")
 )
-RENAMED = {alias: name for name, declared in settings().items() for alias in declared.aliases}
 SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
 OTHER_DEFAULTS: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _TABLES["other_defaults"].items()}
 FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
 UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
 LISTS = frozenset(_TABLES["lists"].split())
-REFINEMENTS = frozenset(_TABLES["refinements"].split())
-IN_PROGRAMS = frozenset(_TABLES["in_programs"].split())
+OF_TRAINER: dict[str, str] = _TABLES["of_trainer"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, beyond, relative_errors
+from megatron_core.verify.bounds import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, beyond, relative_errors
 from megatron_core.verify.trace import Trace
 
 

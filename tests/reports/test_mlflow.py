@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.config import MonitorConfig
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.lenient import LenientSink
-from tests.monitor.examples import step, validation
+from megatron_core.reports.mlflow import MlflowSink
+from tests.monitor.examples import sink_context, step, validation
 
 
 def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path) -> None:
     import mlflow  # takes a second
 
-    config = MonitorConfig(mlflow_experiment="e", mlflow_run_name="r", progress=False)
+    logged = {f"s{n}": n for n in range(150)} | {"long": "x" * 9000}
     for _ in range(2):  # the second run finds the experiment
-        sink = build_sinks(config, tmp_path, settings={f"s{n}": n for n in range(150)} | {"long": "x" * 9000})[-1]
+        sink = MlflowSink(sink_context(tmp_path, logged, mlflow_experiment="e", mlflow_run_name="r"))
         sink.on_step(step(3, loss=2.5, grad_norm=None, breakdown={"grad-norm by layer/layer 0": math.nan}))
         sink.on_validation(validation(3, loss=0.0))
         sink.close()
@@ -38,11 +37,11 @@ def test_a_run_with_its_settings_steps_and_evaluations(tmp_path: Path) -> None:
 def test_without_the_package_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError, match="mlflow_experiment=e needs the package mlflow; pip install mlflow-skinny"):
-        build_sinks(MonitorConfig(mlflow_experiment="e", progress=False))
+        MlflowSink(sink_context(None, {}, mlflow_experiment="e"))
 
 
 def test_a_training_survives_a_store_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lenient = LenientSink(build_sinks(MonitorConfig(mlflow_experiment="e", progress=False), tmp_path)[-1])
+    lenient = LenientSink(MlflowSink(sink_context(tmp_path, {}, mlflow_experiment="e")))
     (tmp_path / "mlflow.db").write_text("no database any more" * 1000)
     lenient.on_validation(validation(3, loss=0.0))
     lenient.close()
@@ -56,5 +55,5 @@ def test_a_store_that_cannot_be_used_is_one_sentence(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     uri = store.format(f"file://{tmp_path}")
     with pytest.raises(ConfigError, match=r"mlflow_tracking_uri=.* mlflow_experiment=e: MLflow cannot start") as error:
-        build_sinks(MonitorConfig(mlflow_experiment="e", mlflow_tracking_uri=uri, progress=False), tmp_path)
+        MlflowSink(sink_context(tmp_path, {}, mlflow_experiment="e", mlflow_tracking_uri=uri))
     assert "\n" not in str(error.value)
