@@ -12,6 +12,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.outer": "features.outer_steps.settings",
     "training.new_indexers": "features.sparse_attention.new_indexers",
     "training.tuning": "training.initial_weights",
     "config.rules_tuning": "features.lora.rules",

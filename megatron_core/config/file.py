@@ -15,7 +15,7 @@ from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import Output, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
-FORMER_SECTIONS = ("tuning",)
+FORMER_SECTIONS = "outer", "tuning"
 """Sections in files of earlier versions, whose settings are in other sections now."""
 _HEADER = "# The settings of a run"
 WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())

@@ -13,7 +13,6 @@ from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.outer import OuterConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
@@ -33,8 +32,6 @@ class RunConfig:
     """The shape of the transformer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model and its batch are split over ranks."""
-    outer: OuterConfig = field(default_factory=OuterConfig)
-    """Groups of replicas that exchange their weights every few steps."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -85,14 +82,10 @@ class RunConfig:
         """Canonical parts of features with --layout-invariant, after defaults."""
         return self.parallel.layout_invariant_parts or default_parts(self.model.num_attention_heads)
 
-    def groups_report(self, step: int) -> bool:
-        """Whether outer groups hear from one another in ``step``, counted from 1, and act together after it.
-
-        They do before an exchange. A return to a checkpoint after bad steps, and copies for a recovery, need all groups
-        at the same step, so that they report in every step.
-        """
-        together = self.resilience.max_bad_steps > 0 or self.resilience.recover != "none"
-        return together or self.outer.meets_at(step)
+    @property
+    def num_groups(self) -> int:
+        """Number of outer groups: parts of the ranks, each of which takes steps of its own."""
+        return self.optional("num_groups") or 1
 
     def section(self, kind: type[Section]) -> Section:
         """The settings of the feature whose section is ``kind``."""
@@ -217,7 +210,7 @@ class RunContext(RunConfig):
     @property
     def data_ranks(self) -> int:
         """Ranks over which the gradients of dense layers, or of experts if they are more, are summed."""
-        size = self.world_size // self.outer.num_groups
+        size = self.world_size // self.num_groups
         copies = self.parallel.data_parallel_size(size) * self.parallel.context_parallel_size
         return max(copies, size // self.parallel.expert_model_size if self.model.num_experts else 1)
 

@@ -29,6 +29,10 @@ class RunPart:
         """Yield sentences that the first rank prints before training starts."""
         yield from ()
 
+    def is_alone(self) -> bool:
+        """Whether this rank's outer group takes the next step without reports from the other groups."""
+        return False
+
     def before_step(self) -> None:
         """Called before the forward of each step."""
 

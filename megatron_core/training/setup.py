@@ -303,7 +303,7 @@ def set_up(
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.outer.num_groups)
+    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)

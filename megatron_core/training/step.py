@@ -68,7 +68,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     )
     decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
     rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
-    alone = run.groups.outer.size() > 1 and not run.config.groups_report(state.iteration + 1)
+    alone = any(part.is_alone() for part in run.parts)
     for part in run.parts:
         part.before_step()
 

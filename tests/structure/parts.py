@@ -32,7 +32,6 @@ reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
     "fp8": "config.fp8",
-    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
