@@ -12,6 +12,10 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "datasets.validate": "preprocess.validate",
+    "datasets.lengths": "preprocess.lengths",
+    "datasets.atomic_write": "preprocess.atomic_write",
+    "datasets.builder": "preprocess.builder",
     "datasets.preferences": "features.preferences.dataset",
     "datasets.megatron_order": "features.megatron_order",
     "datasets.fim": "features.fill_in_the_middle.dataset",
