@@ -2,6 +2,8 @@
 # first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES (60) sets the time
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
+# test-changed: BASE=COMMIT adds to make test every case of the folders that changed since the commit (of all folders if the
+#             core changed)
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
 #             and the first wrong tensor of every planted defect
 #             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
@@ -47,7 +49,7 @@ MINUTES ?= 60
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -61,6 +63,12 @@ test-fast: install-test
 
 test: install-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-changed: install-test
+	@test -n "$(BASE)" || { echo "make test-changed needs BASE, the commit to compare with, such as BASE=origin/main"; exit 2; }
+	folders="$$($(BIN)/python -m tests.changed "$(BASE)")" && if [ -n "$$folders" ]; then \
+	  WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not whole_matrix" $$folders; \
+	  else echo "no folder of tests is concerned by the changes since $(BASE)"; fi
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest

@@ -22,7 +22,7 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.training.checks import RunChecks
+from megatron_core.reports.checks import RunChecks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

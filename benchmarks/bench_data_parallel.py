@@ -31,6 +31,7 @@ from megatron_core.models import GPTModel
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -132,7 +133,9 @@ def _deepspeed_step(gpt: GPTModel, batches: list[torch.Tensor], stage: int) -> C
 
     def step() -> None:
         for batch in batches:
-            engine.backward(engine(batch, labels=batch, sample_index=torch.arange(len(batch))).mean())
+            engine.backward(
+                engine(batch, labels=batch, sequences=SequenceDetails(sample_index=torch.arange(len(batch)))).mean()
+            )
             engine.step()
 
     return step
@@ -152,7 +155,10 @@ def _torch_step(gpt: GPTModel, batches: list[torch.Tensor], kind: str) -> Callab
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with nullcontext() if last or kind != "DDP" else model.no_sync():
-                (model(batch, labels=batch, sample_index=torch.arange(len(batch))).mean() / len(batches)).backward()
+                (
+                    model(batch, labels=batch, sequences=SequenceDetails(sample_index=torch.arange(len(batch)))).mean()
+                    / len(batches)
+                ).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

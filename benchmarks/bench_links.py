@@ -23,8 +23,8 @@ from benchmarks.bench_checks import SHAPE
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
+from megatron_core.resilience.link_checks import LinkChecks
 from megatron_core.training.callbacks import Callbacks
-from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

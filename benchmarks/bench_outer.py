@@ -20,6 +20,7 @@ import tyro
 from benchmarks.bench_fp8_loss import Settings, configuration, text
 from benchmarks.results import Row, append
 from megatron_core.datasets.base import Sample
+from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.parallel.meter import METER, StepTimes
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
@@ -84,7 +85,8 @@ def trained(settings: Compared, name: str, folder: str) -> tuple[float, float]:
     METER.stop()
     held_out = Part(settings.length, 0.9, 1.0)
     sent = sum(traffic.bytes for traffic in total.traffic.values())
-    with nullcontext() if run.outer is None else run.outer.global_weights():
+    groups = run.part(OuterSteps)
+    with nullcontext() if groups is None else groups.outer.global_weights():
         return evaluate(run, held_out, settings.evaluated), sent
 
 

@@ -36,7 +36,7 @@ from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.results import Row, append
 from benchmarks.slow_link import SlowLink
 from megatron_core.config import RunConfig
-from megatron_core.optimizer import matrix_updates
+from megatron_core.features.matrix_optimizers import updates as matrix_updates
 from megatron_core.parallel import World
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.meter import METER, StepTimes

@@ -27,8 +27,8 @@ from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.setup import set_up
-from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.end_to_end.test_failures import ranks_without_launcher

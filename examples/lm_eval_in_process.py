@@ -17,9 +17,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.inference import Engine, Progress, Request, TextStream
 from megatron_core.inference.generator import GenerationLayout, start_generator
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.parallel import World, run_job
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import Tokenizer

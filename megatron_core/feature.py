@@ -12,10 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """A flag whose value, such as a file of another program, stands for settings."""
+
+    help: str
+    settings: Callable[[str], tuple[dict[str, Any], str]]
+    """From the value to the settings, which become defaults, and a note or ""; ``ConfigError`` for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +40,42 @@ class Feature:
     """Whether a run with this ``RunConfig`` uses the feature."""
     problems: Callable[[Any, int], Iterable[str]] | None = None
     """Its rules: messages about a ``RunConfig`` that uses the feature on a number of ranks, each with a correction."""
+    resume_problems: Callable[[Mapping[str, Any], Any, Path], Iterable[str]] | None = None
+    """Its rules for a run that resumes: messages about the stored settings, the ``RunConfig`` of the run, and the
+    checkpoint's folder; called whether or not the run uses the feature."""
+    shorthands: Mapping[str, Shorthand] = field(default_factory=dict)
+    """Flags, by names with underscores, that stand for settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
+    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
+    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    optimizers: tuple[Any, ...] = ()
+    """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None
-    """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
-    sentence about parts that stay as they were, or ""."""
+    """Hook: a function from the ``RunConfig``, the ``TransformerBlock`` of a stage, which it changes, and the device;
+    it returns a sentence about parts that stay as they were, or ""."""
+    memory: str | None = None
+    """Hook: a function from a ``data_parallel.BucketMemory``, the ``RunConfig`` and the rank; it returns another one,
+    which places weights and optimizer state outside of the device."""
+    objective: str | None = None
+    """Class derived from ``training.objective.Objective``: the loss of a run, instead of the mean over tokens."""
+    evaluation: str | None = None
+    """Class derived from ``training.parts.Evaluation``: what the run evaluates in addition to its validation data."""
     data_part: str | None = None
     """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
+    start: str | None = None
+    """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
+    steps of a training."""
 
 
 _ADDED: dict[str, Feature] = {}
@@ -80,6 +112,11 @@ def _setting_names(feature: Feature) -> set[str]:
 def layer_hooks() -> dict[str, str]:
     """The hooks of all layers that features add, by the names of their kinds."""
     return {name: hook for feature in features() for name, hook in feature.layers.items()}
+
+
+def shorthands() -> dict[str, Shorthand]:
+    """The flags of all features that stand for settings, by name."""
+    return {name: flag for feature in features() for name, flag in feature.shorthands.items()}
 
 
 def used_features(config: Any) -> tuple[Feature, ...]:

@@ -3,7 +3,10 @@
 1. A test marked ``whole_matrix`` is left out.
 2. Of a test marked ``drawn(count)``, ``count`` cases are kept.
 3. Of another test that starts ranks or programs, ``CASES`` cases are kept, unless it is marked ``every_case``.
-4. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
+4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps
+   one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
+   others if the part or the core changed.
+5. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
 Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
 kept. A table with more structure chooses its own rows (``tests.parity.every_row.cover``) and is marked ``every_case``.
@@ -13,16 +16,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
+from tests.structure.parts import is_core, modules
+
+TESTS = Path(__file__).parent
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 """Run all cases, and more drawn examples."""
 CASES = 3
 """Cases of a test that starts ranks or programs."""
+OPTIONAL_SHARE = 3
+OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
+"""Folders that mirror no package; their subjects are optional."""
 STARTERS = {"Popen", "multiprocessing", "run_ranks", "run_ranks_of", "run_simulated", "subprocess", "trace_training"}
 """Names in the code of such a test, or of a function of the tests that it calls."""
 
@@ -36,10 +46,38 @@ def left_out(items: Iterable[pytest.Function]) -> set[pytest.Function]:
             left.add(item)
         else:
             tests.setdefault((item.path, item.originalname), []).append(item)
+    left |= _left_out_of_optional_parts(tests)
     for cases in tests.values():
         kept = spread(len(cases), _count(cases[0], len(cases)))
         left |= {case for number, case in enumerate(cases) if number not in kept}
     return left
+
+
+def _left_out_of_optional_parts(tests: dict[tuple[Path, str], list[pytest.Function]]) -> set[pytest.Function]:
+    """Rule 4: cases of tests that start ranks or programs, in folders of optional parts."""
+    by_module: dict[Path, list[list[pytest.Function]]] = {}
+    for (path, _), cases in tests.items():
+        if is_optional(path) and starts_processes(cases[0].function):
+            by_module.setdefault(path, []).append(cases)
+    left: set[pytest.Function] = set()
+    for of_module in by_module.values():
+        kept = spread(len(of_module), -(-len(of_module) // OPTIONAL_SHARE))
+        for number, cases in enumerate(of_module):
+            is_whole = cases[0].get_closest_marker("every_case") is not None
+            kept_cases = len(cases) if is_whole else 1
+            left.update(cases[kept_cases:] if number in kept else cases)
+    return left
+
+
+@cache
+def is_optional(path: Path) -> bool:
+    """Whether the tests of a file are of a part that a run can do without: by the folder's package."""
+    folder = path.parent.relative_to(TESTS)
+    if folder.parts[:1] and folder.parts[0] in OPTIONAL_FOLDERS:
+        return True
+    while folder.parts and ".".join(folder.parts) not in modules():
+        folder = folder.parent
+    return bool(folder.parts) and not is_core(".".join(folder.parts))
 
 
 def spread(length: int, count: int) -> set[int]:

@@ -54,7 +54,7 @@ LEVELS = {
     "training": 6,
     # The core ends here. Settings and rules of features have level 0, their other modules FEATURE_LEVEL.
     "hub": 8,
-    "cpu_ranks": 8,
+    "cpu_ranks": 7,
     "resilience": 8,
     "reports": 8,
     "inference": 8,  # serves chats
@@ -64,7 +64,10 @@ LEVELS = {
     "commands": 11,
 }
 FEATURE_LEVEL = 7
-FEATURES_THAT_IMPORT_FEATURES = {"preferences": {"conversations"}}  # lines of preferences have two conversations
+FEATURES_THAT_IMPORT_FEATURES = {
+    "distillation": {"preferences"},  # a second, frozen model
+    "preferences": {"conversations"},  # lines of preferences have two conversations
+}
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
@@ -110,9 +113,10 @@ for feature in FEATURES:
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
 SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks")
-"""Packages outside of ``features`` that may register themselves in the same way: with ``settings.py``, ``rules.py``."""
+"""Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
+and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:
-    if (ROOT / PACKAGE / satellite / "settings.py").is_file():
+    if (ROOT / PACKAGE / satellite / "__init__.py").is_file():
         level = LEVELS[satellite]
         LEVELS |= {f"{satellite}.{path.stem}": level for path in (ROOT / PACKAGE / satellite).iterdir()}
         LEVELS |= {satellite: 0} | {f"{satellite}.{name}": 0 for name in DECLARATIONS}
@@ -160,6 +164,8 @@ def forbidden_import(importer: str, imported: str) -> str | None:
         else:
             is_allowed = LEVELS[ours] > FEATURE_LEVEL
         return None if is_allowed else f"{importer} may not import {imported}, which belongs to a feature"
+    if family == other and family in SATELLITES_WITH_SETTINGS and LEVELS[theirs] <= LEVELS[ours]:
+        return None
     if LEVELS[theirs] < LEVELS[ours] or ours == theirs or (family, other) in WITHIN_LEVEL_0:
         return None
     return f"{importer} (level {LEVELS[ours]}) imports {imported} (level {LEVELS[theirs]})"

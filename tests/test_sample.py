@@ -10,7 +10,7 @@ import pytest
 
 from megatron_core.verify import ranks
 from tests import programs
-from tests.sample import CASES, left_out, spread, starts_processes
+from tests.sample import CASES, OPTIONAL_SHARE, TESTS, is_optional, left_out, spread, starts_processes
 
 
 def _directly() -> None:
@@ -68,4 +68,34 @@ def test_marks_change_the_number_of_cases() -> None:
         numbers.append(9 - len(left_out(cases)))
     assert numbers == [CASES, 9, 5, 0]
     cheap: Any = [Case("test", _not_at_all) for _ in range(9)]
+    assert left_out(cheap) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "optional"),
+    [
+        ("any_model/test_cut.py", True),
+        ("drop_in/deepspeed/test_clients.py", True),
+        ("features/qk_clip/test_qk_clip.py", True),
+        ("tools/test_serve.py", True),
+        ("transformer/test_norm.py", False),
+        ("end_to_end/test_pretrain.py", False),
+        ("parity/test_matrix.py", False),
+        ("test_errors.py", False),
+    ],
+)
+def test_optional_parts(file: str, optional: bool) -> None:
+    assert is_optional(TESTS / file) == optional
+
+
+def test_a_module_of_an_optional_part_keeps_a_share_of_its_tests() -> None:
+    optional, core = TESTS / "any_model" / "test_x.py", TESTS / "transformer" / "test_x.py"
+    for path, kept in ((optional, 4), (core, 10)):
+        cases: Any = [Case(f"test_{number}", _directly, path=path) for number in range(4 * OPTIONAL_SHARE - 2)]
+        assert len(cases) - len(left_out(cases)) == kept
+    table: Any = [Case("test", _directly, path=optional) for _ in range(9)]
+    assert len(left_out(table)) == 8
+    every: Any = [Case("test", _directly, {"every_case": True}, optional) for _ in range(9)]
+    assert left_out(every) == set()
+    cheap: Any = [Case(f"test_{number}", _not_at_all, path=optional) for number in range(9)]
     assert left_out(cheap) == set()

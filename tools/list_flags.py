@@ -10,7 +10,7 @@ import typing
 from megatron_core.command import run_tool
 from megatron_core.config import megatron_flags
 from megatron_core.config.run import section_types
-from megatron_core.config.translate import COMMAND_LINE
+from megatron_core.config.translate import command_line
 
 HEAD = """# Flags of Megatron-LM
 
@@ -35,7 +35,7 @@ def page() -> str:
 
 def _settings() -> list[str]:
     rows = [f"| {section} | {_shown(typing.get_type_hints(kind))} |" for section, kind in section_types().items()]
-    rows.append(f"| command line | {_shown(COMMAND_LINE)} |")
+    rows.append(f"| command line | {_shown(command_line())} |")
     text = "## Done\n\nThey have Megatron-LM's meaning, or are this project's own; `--help` explains each.\n"
     return [text, "| section | flags |", "|---|---|", *rows, ""]
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.offload.activations import ActivationOffload
 from megatron_core.parallel.compiled import DerivedForward
-from megatron_core.transformer.offload import ActivationOffload
 
 
 def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.any_model.data import loss_of
-from megatron_core.data_parallel.units import tensors_in
+from megatron_core.data_parallel.fill import tensors_in
 from megatron_core.errors import ConfigError
 
 

@@ -112,8 +112,6 @@ class StepMonitor:
             loss_scale=scale,
             grad_norm=grad_norm,
             elapsed_ms=1000.0 * seconds,
-            tokens_per_second=0.0,
-            model_flops_per_second=0.0,
             memory_bytes=peak,
             breakdown={"samples per second": samples / seconds},
             skipped=skipped,

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import tyro
 
@@ -78,7 +78,7 @@ def diagnose_run(settings: Settings) -> None:
     found = diagnose(Summary.of(read_run(settings.run), machine))
     print(found.text())
     if output is not None:
-        output.write(json.dumps(found.record(), indent=2) + "\n")
+        output.write(json.dumps(asdict(found), indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

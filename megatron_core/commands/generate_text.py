@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, TokenTexts
 from megatron_core.inference.generator import GenerationLayout, start_generator
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.output_file import Kind, Output, json_keys, prepare_output
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD

@@ -21,12 +21,12 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.inference import Engine
 from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.inference.service import GenerationService
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.parallel import World, run_job
 from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import open_model

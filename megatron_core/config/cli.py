@@ -18,13 +18,13 @@ from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAMED
-from megatron_core.config.modelopt import distillation_settings
 from megatron_core.config.presets import preset
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, feature_sections, field_types, section_types
-from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
+from megatron_core.config.translate import Translation, command_line, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
+from megatron_core.feature import shorthands
 from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
@@ -49,9 +49,6 @@ class _CommandLine(RunConfig):
     depth: int | None = None
     """Number of layers of a model whose width, heads, learning rate (muP), batch size and number of steps follow from
     it (docs/model_size.md). --config and flags override them."""
-    export_kd_cfg: str | None = None
-    """YAML file of NVIDIA ModelOpt with the loss of --kd-teacher: it sets --kd-weight and --kd-temperature, and flags
-    override it (docs/fine_tune.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +75,19 @@ Parsed = TypeVar("Parsed", bound=_CommandLine)
 
 
 def _with_features(kind: type[Parsed]) -> type[Parsed]:
-    """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have."""
+    """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have, and
+    for each flag of a feature that stands for settings."""
     base: Any = kind
-    derived: type[Parsed] = _derived(base, tuple(feature_sections().items()))
+    flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
+    derived: type[Parsed] = _derived(base, tuple(feature_sections().items()), flags)
     return derived
 
 
 @cache
-def _derived(kind: Any, sections: tuple[tuple[str, type[Any]], ...]) -> Any:
-    added = [(name, section, field(default_factory=section)) for name, section in sections]
+def _derived(kind: Any, sections: tuple[tuple[str, type[Any]], ...], flags: tuple[tuple[str, str], ...]) -> Any:
+    added: list[tuple[str, Any, Any]] = [(name, section, field(default_factory=section)) for name, section in sections]
+    for name, text in flags:
+        added.append((name, Annotated[str | None, tyro.conf.arg(help=text)], field(default=None)))
     return make_dataclass(kind.__name__, added, bases=(kind,), frozen=True, kw_only=True)
 
 
@@ -178,14 +179,19 @@ def _parse(
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
         defaults = RunConfig.from_flat(defaults.flat() | settings_of_depth(int(depth), names))
     pattern = _last_value(found.flags, "--hybrid-layer-pattern")
-    if (distillation := _last_value(found.flags, "--export-kd-cfg")) is not None:
+    for name, shorthand in shorthands().items():
+        flag = f"--{name.replace('_', '-')}"
+        value = _last_value(found.flags, flag)
+        if value is None:
+            continue
         try:
-            loss = distillation_settings(distillation)
-            defaults = RunConfig.from_flat(defaults.flat() | loss)
-            if (heat := loss["kd_temperature"]) != 1.0 and _is_first_rank():
-                print(f"note: --export-kd-cfg: the loss is T^2 = {heat * heat:g} times ModelOpt's", file=sys.stderr)
+            chosen, remark = shorthand.settings(value)
         except ConfigError as error:
             found.faults.append(str(error))
+            continue
+        defaults = RunConfig.from_flat(defaults.flat() | chosen)
+        if remark and _is_first_rank():
+            print(f"note: {flag}: {remark}", file=sys.stderr)
     if path is not None:
         defaults, faults = config_and_faults(path, defaults, pattern)
         found.faults += faults
@@ -284,7 +290,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
     dry = get_type_hints(DryRun) if issubclass(kind, _TrainingCommandLine) else {}
-    return field_types() | COMMAND_LINE | dry
+    return field_types() | command_line() | dry
 
 
 def _description(prog: str) -> str:

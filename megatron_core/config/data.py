@@ -45,10 +45,6 @@ class DataConfig:
     full_validation: bool = setting(False, when=c.EVALUATION)
     """Evaluate on all validation and test samples, once, instead of --eval-iters batches; --eval-iters 0 turns this
     off, too."""
-    choices_data_path: tuple[str, ...] = setting((), when=c.EVALUATION, resume=Resume.FREE)
-    """JSON Lines with multiple-choice questions: query, choices, and gold, the index of the correct choice. Each
-    evaluation reports the accuracy by log-likelihood, as lm-eval's acc and acc_norm (per character, without a
-    space at the beginning of a choice)."""
     per_split_data_args_path: str | None = setting(None, when=BY_RULE)
     """JSON file with the keys train, valid and test: the arguments of --train-data-path etc."""
     data_phases: str | None = setting(None, when=BY_RULE)
@@ -70,10 +66,6 @@ class DataConfig:
     seq_length_warmup: tuple[int, int, int] | None = setting(None, when=ALWAYS)
     """START INCREMENT SAMPLES: truncate sequences to START tokens at first. During the first SAMPLES samples the length
     grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
-    dpo: bool = setting(False, when=ALWAYS)
-    """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
-    model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
-    chosen and rejected in turn."""
     chat_template: str | None = setting(None, when=BY_RULE)
     """File with the Jinja chat template for --sft and --dpo; alpaca: headings such as "### Response:", for base models
     without special tokens of chats; default: the template in the tokenizer's folder."""

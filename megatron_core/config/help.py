@@ -23,7 +23,6 @@ MOST_USED = {
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
         *("expert_model_parallel_size", "sequence_parallel", "zero_stage"),
     ),
-    "outer": ("outer_steps", "outer_groups"),
     "training": ("micro_batch_size", "global_batch_size", "train_iters", "eval_interval", "eval_iters", "bf16"),
     "optimizer": ("optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "data": ("data_path", "seq_length", "split", "tokenizer_type", "tokenizer_model", "vocab_size", "mock_data"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_core.config import megatron_flags
 from megatron_core.config.run import RunConfig, field_types
-from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
+from megatron_core.config.translate import Translation, command_line, grouped, plain
 
 
 @dataclass
@@ -31,7 +31,7 @@ class LaunchFlags:
     @classmethod
     def of(cls, words: Sequence[str], unknown: Any) -> LaunchFlags:
         """Sort ``words``; ``unknown``: the pattern of a value that is not known, with its name as group 1."""
-        found, kinds = cls(), field_types() | COMMAND_LINE
+        found, kinds = cls(), field_types() | command_line()
         given = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
         strong = {plain(flag) for flag, _ in grouped(Translation.of(given, kinds).strong)}
         for group, one in Translation.each(given, kinds):

@@ -1,19 +1,20 @@
 """All optimizers and their table, without torch.
 
-To add an optimizer, add its settings and a row here, and its update rule to ``megatron_core/optimizer/algorithms.py``.
-The memory model, checkpoints, sharding and the checks of settings read the row.
+To add an optimizer, add its settings and a row, here or in a feature; the row names the update rule. The memory model,
+checkpoints, sharding and the checks of settings read the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import Condition, Resume, section, setting
 from megatron_core.errors import ConfigError
+from megatron_core.feature import features
 
 
 def _read(name: str, optimizer: str) -> Condition:
@@ -122,10 +123,9 @@ class AlgorithmConfig:
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""
-        kind = OPTIMIZERS[self.optimizer]
-        if hidden or kind.scalar_optimizer is None:
-            return kind
-        return OPTIMIZERS[getattr(self, kind.scalar_optimizer)]
+        kinds = optimizer_kinds()
+        kind = kinds[self.optimizer]
+        return kind if hidden or kind.scalar_optimizer is None else kinds[getattr(self, kind.scalar_optimizer)]
 
     def has_moment(self, dtype_setting: str) -> bool:
         """Whether ``dtype_setting`` determines the precision of a moment of an optimizer."""
@@ -142,7 +142,7 @@ class AlgorithmConfig:
     @property
     def has_matrix_state(self) -> bool:
         """Whether an optimizer keeps state of whole matrices."""
-        return any(kind.has_matrix_state for kind in self.kinds)
+        return any(kind.matrix_elements is not None for kind in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ AVERAGE = Moment("ema", None)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """A row of the table of optimizers; its update rule is the one of the same name in ``optimizer.algorithms``."""
+    """A row of the table of optimizers; ``Feature.optimizers`` has the rows of features."""
 
     name: str
     """The value of --optimizer."""
@@ -182,8 +182,11 @@ class OptimizerKind:
     scalar_optimizer: str | None = None
     """Setting that names the optimizer of embeddings, output layer, norms and biases, for an optimizer that updates
     only hidden matrices, each as a whole; None: this optimizer updates all parameters, element by element."""
-    has_matrix_state: bool = False
-    """Whether the owner of a matrix has state for the whole matrix: on its device, in float32 or float64."""
+    rule: str | None = None
+    """Hook: its update rule, a class derived from ``optimizer.rule.Algorithm``; None if a program registers it."""
+    matrix_elements: Callable[[AlgorithmConfig, tuple[int, ...], int, bool], int] | None = None
+    """Elements of state of a whole matrix that its owner has on its device, in float32 or float64, from the settings,
+    the rows of each matrix that is stored in it, its columns, and whether these are queries, keys and values."""
     hidden_lr_power: int = -1
     """With --use-mup, the learning rate of hidden matrices is multiplied by (width / base width) to this power (Yang et
     al. 2022, table 8)."""
@@ -211,77 +214,51 @@ class OptimizerKind:
         return width**self.hidden_lr_power, width**self.hidden_eps_power
 
 
-OPTIMIZERS: dict[str, OptimizerKind] = {}
-"""All optimizers by name."""
-
-
-def add_optimizer(kind: OptimizerKind) -> None:
-    """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
-    if kind.name in OPTIMIZERS:
-        raise ConfigError(f"optimizer {kind.name!r} is already registered; choose another name")
-    OPTIMIZERS[kind.name] = kind
-
-
-add_optimizer(
+_CORE = (
     OptimizerKind(
         name="adam",
+        rule="megatron_core.optimizer.algorithms:AdamW",
         all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
         settings=("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction"),
         hidden_eps_power=-1,
-    )
-)
-add_optimizer(
+    ),
     OptimizerKind(
         name="sgd",
+        rule="megatron_core.optimizer.algorithms:SGD",
         all_moments=(Moment("momentum_buffer", absent_at_zero="sgd_momentum"),),
         settings=("sgd_momentum",),
         hidden_lr_power=0,
         other_lr_power=1,
-    )
-)
-add_optimizer(OptimizerKind(name="lion", all_moments=(Moment("exp_avg"),), settings=("lion_beta1", "lion_beta2")))
-_MUON = OptimizerKind(
-    name="muon",
-    all_moments=(Moment("momentum_buffer"),),
-    settings=(
-        *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_heads", "muon_split_gate_up"),
-        *("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps"),
-        *("muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
     ),
-    scalar_optimizer="muon_scalar_optimizer",
-    hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
-)
-add_optimizer(_MUON)
-add_optimizer(
-    replace(
-        _MUON,
-        name="adaptive_muon",
-        settings=(*_MUON.settings, "adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps"),
-        has_matrix_state=True,
-    )
-)
-add_optimizer(
     OptimizerKind(
-        name="soap",
-        all_moments=(),
-        settings=(
-            *("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction", "soap_shampoo_beta"),
-            *("soap_precondition_frequency", "soap_max_precondition_dim", "soap_split_qkv", "soap_split_gate_up"),
-            "soap_scalar_optimizer",
-        ),
-        scalar_optimizer="soap_scalar_optimizer",
-        has_matrix_state=True,
-        hidden_eps_power=-1,
-    )
-)
-add_optimizer(
+        name="lion",
+        rule="megatron_core.optimizer.algorithms:Lion",
+        all_moments=(Moment("exp_avg"),),
+        settings=("lion_beta1", "lion_beta2"),
+    ),
     OptimizerKind(
         name="lamb",
+        rule="megatron_core.optimizer.lamb:LAMB",
         all_moments=(Moment("exp_avg", None), Moment("exp_avg_sq", None)),
         settings=("adam_beta1", "adam_beta2", "adam_eps", "lamb_max_coeff", "lamb_min_coeff", "lamb_bias_correction"),
         hidden_lr_power=0,  # the size of updates is in proportion to the weights
-    )
+    ),
 )
+OPTIMIZERS = {row.name: row for row in _CORE}
+"""The optimizers of the core, and those that programs have registered, by name."""
+
+
+def optimizer_kinds() -> dict[str, OptimizerKind]:
+    """All optimizers by name: those of the core, of features, and of programs."""
+    added = {kind.name: kind for feature in features() for kind in feature.optimizers}
+    return {row.name: row for row in _CORE} | added | OPTIMIZERS
+
+
+def add_optimizer(kind: OptimizerKind) -> None:
+    """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
+    if kind.name in optimizer_kinds():
+        raise ConfigError(f"optimizer {kind.name!r} is already registered; choose another name")
+    OPTIMIZERS[kind.name] = kind
 
 
 VARIANTS = {
@@ -296,9 +273,9 @@ VARIANTS = {
 
 def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the optimizer is registered, and the settings of LAMB."""
-    if config.optimizer not in OPTIMIZERS:
+    if config.optimizer not in (kinds := optimizer_kinds()):
         variant = VARIANTS.get(config.optimizer.lower())
-        legal = f"it is {variant}" if variant else f"legal: {', '.join(OPTIMIZERS)} (adam is AdamW)"
+        legal = f"it is {variant}" if variant else f"legal: {', '.join(kinds)} (adam is AdamW)"
         yield f"optimizer={config.optimizer} is unknown; {legal}"
     if config.optimizer == "lamb" and config.lamb_min_coeff > config.lamb_max_coeff:
         yield (

@@ -67,10 +67,6 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     names = data.validation_set_names
     if names and (len(set(names)) < len(names) or len(names) != len(data.valid_data_path or names)):
         yield f"validation_set_names={shown(names)} must be different, one for each file of --valid-data-path"
-    if data.full_validation and data.dpo:
-        yield "full_validation=True cannot be used with dpo=True, whose last batch would be cut; use --eval-iters"
-    if data.choices_data_path and data.tokenizer is None:
-        yield f"choices_data_path={shown(data.choices_data_path)} has texts, and tokenizer_type=None; give a tokenizer"
 
 
 def _number(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Rules for low-rank adapters, preferences and distillation."""
+"""Rules for low-rank adapters."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -25,31 +25,11 @@ REFUSED = {
 """Settings that cannot be used with adapters, with the reason and the remedy."""
 
 
-REFUSED_WITH_PREFERENCES = {
-    "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
-    "mtp_num_layers": "losses of multi-token prediction are means over tokens; remove --mtp-num-layers",
-    "zero3_param_cpu_offload": "the reference stays on the device; remove it, or add --lora-rank",
-    "zero3_param_offload_dir": "the reference stays on the device; remove it, or add --lora-rank",
-}
-"""Settings that cannot be used with preferences without adapters, with the reason and the remedy."""
-
-REFUSED_WITH_TEACHER = {
-    "dpo": "preferences have a reference of their own; remove one of them",
-    "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
-    "output_z_loss_coeff": "its loss does not compute log Z; remove --output-z-loss-coeff",
-    "zero3_param_cpu_offload": "the teacher stays on the device; remove it",
-    "zero3_param_offload_dir": "the teacher stays on the device; remove it",
-}
-"""Settings that cannot be used with a teacher, with the reason and the remedy."""
-
-
 def tuning_problems(config: RunConfig) -> Iterator[str]:
     """Settings that adapters do not support, and contradictory names of layers."""
     tuning, model = config.tuning, config.model
     if (folder := tuning.pretrained_checkpoint) is not None and config.checkpoint.load_hf is not None:
         yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
-    yield from _preference_problems(config)
-    yield from _distillation_problems(config)
     if tuning.lora_rank is None:
         return
     flat = config.flat()
@@ -72,72 +52,6 @@ def tuning_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"lora_dropout={tuning.lora_dropout:g} cannot be used with mla_up_proj in recompute_modules; remove "
             "mla_up_proj"
-        )
-
-
-def _preference_problems(config: RunConfig) -> Iterator[str]:
-    if not config.data.dpo:
-        return
-    if (size := config.training.micro_batch_size) % 2:
-        yield f"micro_batch_size={size} would separate pairs of answers, with dpo=True; use an even number"
-    if config.model.num_experts is not None and (config.model.balancing_loss or config.model.router_z_loss):
-        yield (
-            "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
-            "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
-        )
-    if config.model.output_z_loss_coeff:
-        yield (
-            f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
-            "have; remove it"
-        )
-    if config.model.trains_indexers:
-        yield (
-            f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff:g} adds a mean over tokens, which dpo=True "
-            "does not have; use 0"
-        )
-    if (interval := config.resilience.replay_interval) is not None:
-        yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
-    if (mode := config.resilience.rerun_mode) != "disabled":
-        yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
-    if config.tuning.lora_rank is not None:
-        return
-    flat = config.flat()
-    for name, reason in REFUSED_WITH_PREFERENCES.items():
-        if flat[name]:
-            yield f"{name}={flat[name]} cannot be used with dpo=True: {reason}"
-    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
-        yield (
-            "fp8_recipe=delayed cannot be used with dpo=True and lora_rank=None: the reference has no amax histories; "
-            "use another --fp8-recipe"
-        )
-    if config.checkpoint.load_hf is None and config.tuning.pretrained_checkpoint is None:
-        yield (
-            "load_hf=None and pretrained_checkpoint=None: dpo=True without adapters needs the weights of its "
-            "reference, also when it resumes; give one of them"
-        )
-    if config.checkpoint.finetune:
-        yield (
-            f"finetune=True starts dpo=True from load={config.checkpoint.load}, and its reference would have other "
-            "weights; give that folder as --pretrained-checkpoint, without --finetune and --load"
-        )
-
-
-def _distillation_problems(config: RunConfig) -> Iterator[str]:
-    if (folder := config.tuning.kd_teacher) is None:
-        return
-    flat = config.flat()
-    for name, reason in REFUSED_WITH_TEACHER.items():
-        if flat[name]:
-            yield f"{name}={flat[name]} cannot be used with kd_teacher={folder}: {reason}"
-    if config.model.fuses_output_layer_with_loss:
-        yield (
-            f"cross_entropy_fusion_impl=linear stores no logits, which kd_teacher={folder} compares; use "
-            "--cross-entropy-fusion-impl native"
-        )
-    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
-        yield (
-            f"fp8_recipe=delayed cannot be used with kd_teacher={folder}: the teacher has no amax histories; use "
-            "another --fp8-recipe"
         )
 
 

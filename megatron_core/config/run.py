@@ -114,6 +114,10 @@ class RunConfig:
         """The settings of the feature whose section is ``kind``."""
         return next((section for section in self.features if isinstance(section, kind)), kind())
 
+    def optional(self, name: str) -> Any:
+        """The value of a feature's setting ``name``; None if this package does not have the feature."""
+        return next((getattr(section, name) for section in self.features if hasattr(section, name)), None)
+
     def sections(self) -> dict[str, Any]:
         """The sections by name: those of the core, then those of the features."""
         return {name: getattr(self, name) for name in core_sections()} | {

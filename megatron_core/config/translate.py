@@ -14,12 +14,15 @@ from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, compact
 from megatron_core.config.hybrid import STAGE, read_pattern
 from megatron_core.config.trainer_flags import SAME_MEANING
 from megatron_core.errors import ConfigError, shortened
+from megatron_core.feature import shorthands
 
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
 
-COMMAND_LINE = {"config": str, "model_preset": str, "depth": int, "export_kd_cfg": str}
-"""The flags of every command line that name the source of settings, and their types."""
+
+def command_line() -> dict[str, type]:
+    """The flags of every command line that name the source of settings, and their types."""
+    return {"config": str, "model_preset": str, "depth": int} | dict.fromkeys(shorthands(), str)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from megatron_core.config.setting import ALWAYS, Condition, Resume, given, secti
 LORA = given("lora_rank", "N")
 TUNES = Condition(
     "--lora-rank N, --dpo or --dsa-indexer-loss-coeff",
-    lambda run: run.tuning.lora_rank is not None or run.data.dpo or run.model.trains_indexers,
+    lambda run: run.tuning.lora_rank is not None or run.optional("dpo") or run.model.trains_indexers,
 )
 WHOLE = "all"
 """The only part of a matrix that is not divided."""
@@ -83,8 +83,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.TENSORS)
 class TuningConfig:
-    """Low-rank adapters (LoRA): y = W x + s B A x with W frozen, for fine-tuning with little memory; preferences; and
-    distillation."""
+    """Low-rank adapters (LoRA): y = W x + s B A x with W frozen, for fine-tuning with little memory."""
 
     lora_rank: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, aliases="lora_r lora_dim")
     """Train low-rank adapters of this rank; all other weights are frozen and not saved (docs/fine_tune.md)."""
@@ -105,24 +104,6 @@ class TuningConfig:
     pretrained_checkpoint: str | None = setting(None, r.FOLDER, needs=TUNES, resume=Resume.FREE)
     """Folder of checkpoints with the frozen weights of --lora-rank, of which --load then holds adapters, or with the
     initial weights of --dpo, which are also its reference, or of a model that gets indexers. (Or: --load-hf.)"""
-
-    dpo_beta: float = setting(0.1, r.POSITIVE, needs=given("dpo"), resume=Resume.REPORTED)
-    """Factor of the log-probability ratios in the loss of --dpo."""
-    dpo_label_smoothing: float = setting(0.0, r.from_0(0.5), needs=given("dpo"), resume=Resume.REPORTED)
-    """Assumed share of pairs whose answers are swapped, below 0.5."""
-
-    kd_teacher: str | None = setting(
-        None, r.FOLDER, when=ALWAYS, resume=Resume.REPORTED, aliases="export_kd_teacher_load"
-    )
-    """Learn the distribution of tokens of a frozen teacher: folder of --save, of Megatron-LM or of Hugging Face,
-    with a model of any size and the same vocabulary (docs/fine_tune.md)."""
-    kd_weight: float = setting(1.0, r.UP_TO_1, needs=given("kd_teacher", "FOLDER"), resume=Resume.REPORTED)
-    """Weight w of the teacher in the loss (1 - w) cross entropy + w T^2 KL(teacher || student)."""
-    # The gradient is proportional to T if T is small. If it is large, T^2 KL is the rounding error of float32.
-    kd_temperature: float = setting(
-        1.0, r.between(0.01, 100), needs=given("kd_teacher", "FOLDER"), resume=Resume.REPORTED
-    )
-    """Temperature T, by which the logits of teacher and student are divided."""
 
     @property
     def lora_scale(self) -> float:

@@ -7,17 +7,14 @@ from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
 from megatron_core.config.rules_fp8 import fp8_problems
-from megatron_core.config.rules_heterogeneous import heterogeneous_problems
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_outer import outer_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
 from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
-from megatron_core.config.rules_sparse_attention import sparse_attention_problems
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     average_problems,
@@ -48,14 +45,11 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from model_problems(config)
     yield from recurrent_problems(config)
     yield from hybrid_problems(config)
-    yield from heterogeneous_problems(config, world_size)
-    yield from sparse_attention_problems(config)
     yield from moe_problems(config)
     yield from recompute_problems(config)
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
     yield from sharding_problems(config, world_size)
-    yield from outer_problems(config, world_size)
     yield from context_problems(config)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)

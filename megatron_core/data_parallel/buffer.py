@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.awaited_parameter import Arrival
-from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
-from megatron_core.data_parallel.memory import Initialise, materialise
-from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.memory import BucketMemory
+from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
     Done,
@@ -38,12 +37,11 @@ class Bucket:
     size and aligned to 16 bytes. This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the whole bucket. From
     stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
     ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
-    objects remain; their storage is resized. ``away`` is the placement of the shard of stage 3 in host memory or on
-    disk. With ``exact_sums`` gradients are summed in float64, and ``round_sum`` rounds the sum once.
+    objects remain; their storage is resized. With ``exact_sums`` gradients are summed in float64, and ``round_sum``
+    rounds the sum once.
 
     The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
-    copies of the model (hybrid sharding). Parameters on the meta device get memory on ``device``, initialised by
-    ``initialise``.
+    copies of the model (hybrid sharding). ``stage`` and ``unit`` number the pipeline stage and its unit.
     """
 
     def __init__(
@@ -51,25 +49,19 @@ class Bucket:
         named: list[tuple[str, nn.Parameter]],
         layout: BucketLayout,
         kind: BucketKind,
-        stage: int,
-        dp_group: Group,
-        zero_stage: int,
+        settings: DataParallelSettings,
+        memory: BucketMemory,
         *,
-        device: torch.device | None = None,
-        unit: int = 0,
-        instances: Group | None = None,
-        initialise: Initialise | None = None,
-        away: Placement | None = None,
-        exact_sums: bool = False,
+        stage: int,
+        unit: int,
+        dp_group: Group,
+        instances: Group,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.kind, self.stage, self.unit = kind, stage, unit
-        self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
-        self.away = away
-        # The only rank of a group keeps its gradients whole, and its weights too unless they are away.
+        self.dp_group, self.instances, self.is_sharded = dp_group, instances, settings.zero_stage > 0
         first = self.parameters[0]
-        self.splits_grads = zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
-        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or away is not None)
+        device = memory.device or first.device
         # Flat buffers for weights and gradients; parameters become views of them.
         padded = layout.padded
         part = padded // dp_group.size()
@@ -77,32 +69,38 @@ class Bucket:
             slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
         )
         final_dtype = torch.promote_types(first.dtype, torch.float32)
-        grad_dtype = torch.float64 if exact_sums else final_dtype
-        self.weights = torch.zeros(padded, dtype=first.dtype, device=device or first.device)
+        grad_dtype = torch.float64 if settings.exact_sums else final_dtype
+        self.weights = torch.zeros(padded, dtype=first.dtype, device=device)
+        self.placement = memory.placement_of(self.weights)
+        """Placement of the shard of stage 3."""
+        # The only rank of a group keeps its gradients whole, and its weights too unless they are offloaded.
+        self.splits_grads = settings.zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
+        self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
         make = torch.empty if self.splits_grads else torch.zeros
-        self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device or first.device)
+        self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)
         self.offsets, self.end, self.used = layout.offsets, layout.end, layout.used
-        for (name, parameter), at in zip(named, self.offsets, strict=True):
-            self._adopt(name, parameter, at, initialise)
+        for (name, parameter), offset in zip(named, self.offsets, strict=True):
+            span = slice(offset, offset + parameter.numel())
+            memory.adopt(name, parameter, self.weights[span].view_as(parameter))
+            if parameter.requires_grad:
+                parameter.main_grad = self.grads[span].view_as(parameter)
         # From stages 2 and 3 on, keep only shards.
         self._weight_shard: Tensor | None = None
         if self.splits_weights:
-            own = self.weights[self.shard]
-            self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
+            self._weight_shard = self.placement.tensor("weights", part, first.dtype).copy_(self.weights[self.shard])
             self.freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
             self.freed.release()
-            if away is not None:
-                away.evict()
+            self.placement.evict()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
             release(self.grads)
         self._final_shard: Tensor | None = None
-        if exact_sums and first.requires_grad:
+        if settings.exact_sums and first.requires_grad:
             self._final_shard = self.grads.new_empty(self.sum_shard.shape, dtype=final_dtype)
         # Options and state of the communication.
-        self.wire_dtype = grad_dtype
+        self.wire_dtype = settings.wire_dtype or grad_dtype
         """Dtype in which gradients are sent and summed over the ranks."""
-        self.sums_wide = False
+        self.sums_wide = settings.sums_wide
         """Whether gradients sent in ``wire_dtype`` are summed in the dtype of ``grads``; only for shards."""
         self.compressor: Compressor | None = None
         self.model_group: Group = LocalGroup()
@@ -118,18 +116,8 @@ class Bucket:
         self._has_sum = False
         self.gathering: Handle | Arriving | Arrival = Done()
         self._fetched: tuple[Tensor, Transfer] | None = None
-        """This rank's weights in transfer from ``away``, until they have been gathered."""
+        """This rank's weights in transfer from ``placement``, until they have been gathered."""
         self.reduced = False
-
-    def _adopt(self, name: str, parameter: nn.Parameter, at: int, initialise: Initialise | None) -> None:
-        view = self.weights[at : at + parameter.numel()].view_as(parameter)
-        if parameter.is_meta and not view.is_meta:
-            materialise(parameter, view, name, initialise)
-        else:
-            view.copy_(parameter.data)
-            parameter.data = view
-        if parameter.requires_grad:
-            parameter.main_grad = self.grads[at : at + parameter.numel()].view_as(parameter)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The name of one of the bucket's parameters."""
@@ -309,8 +297,8 @@ class Bucket:
 
     def prefetch_weights(self) -> None:
         """Start to read a shard that is on disk, or to copy a shard in host memory to the device."""
-        if self.away is not None and self._fetched is None:
-            self._fetched = self.away.fetch(self.weight_shard, self.weights.device)
+        if self.placement.is_offloaded and self._fetched is None:
+            self._fetched = self.placement.fetch(self.weight_shard, self.weights.device)
 
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""

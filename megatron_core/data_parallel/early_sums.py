@@ -1,19 +1,25 @@
-"""Sums of gradients that start in the last backward of a step, before all gradients are complete."""
+"""Sums of gradients: of partial ones over model axes, and those that start before all gradients are complete."""
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.unit_sync import UnitSync
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.meter import COMPRESSED, METER
+from megatron_core.parallel.sharding import Split, spec_of
 
 
 class EarlySums:
     """Starts the sums of buckets as soon as their gradients are complete; a part of ``DataParallel``."""
 
     buckets: list[Bucket]
-    overlap_grad_reduce: bool
+    settings: DataParallelSettings
+    groups: ParallelGroups
     _sync: Mapping[int, UnitSync]
     on_final: Callable[[Bucket], object] | None = None
     """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
@@ -22,7 +28,7 @@ class EarlySums:
 
     def enable_grad_sync(self, stage: int) -> None:
         """Announce that the next backward of ``stage`` is its last in this step."""
-        early = [b for b in self._early(stage) if self.overlap_grad_reduce or self._needs_no_sum(b)]
+        early = [b for b in self._early(stage) if self.settings.overlap_grad_reduce or self._needs_no_sum(b)]
         self._waiting.update({bucket: set(bucket.parameters) for bucket in early})
         if stage in self._sync:
             self._sync[stage].on_reduced = self._announce
@@ -32,7 +38,7 @@ class EarlySums:
 
         It is for a last backward that is split, because its parameters finish in no known order.
         """
-        if self.overlap_grad_reduce:
+        if self.settings.overlap_grad_reduce:
             for bucket in self._early(stage):
                 if not bucket.reduced:
                     self._start_early(bucket)
@@ -69,6 +75,13 @@ class EarlySums:
         if self._needs_no_sum(bucket):
             self._announce(bucket)
 
+    def _start_reduce(self, bucket: Bucket) -> None:
+        """Start a bucket's reduction after the sums that must precede it."""
+        if bucket.splits_grads:
+            bucket.open_grads()
+        (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
+        start_sum(bucket)
+
     def _needs_no_sum(self, bucket: Bucket) -> bool:
         """Whether a bucket's gradients are final after the last backward, and something waits for them."""
         return self.on_final is not None and bucket.dp_group.size() == 1
@@ -85,3 +98,46 @@ def start_sum(bucket: Bucket) -> None:
     is_rounded = bucket.wire_dtype != bucket.grads.dtype
     with METER.labelled(COMPRESSED if is_rounded else None):
         bucket.start_reduce()
+
+
+def complete_gradients(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum a bucket's partial gradients over the axes of its kind."""
+    _sum_over_model_axes(bucket, bucket.grads, groups)
+    complete_shared(bucket, groups)
+
+
+def complete_shard(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum element by element over the model axes on the shard alone: ranks with the same bucket shard it equally."""
+    _sum_over_model_axes(bucket, bucket.sum_shard, groups)
+
+
+def complete_shared(bucket: Bucket, groups: ParallelGroups) -> None:
+    """Sum the ranges that several ranks hold at different offsets; requires whole gradients."""
+    for parameter in bucket.parameters:
+        for split in spec_of(parameter).splits:
+            if split.axis in bucket.kind.shared_axes and split.shared:
+                _sum_shared_ranges(parameter, split, groups.group(split.axis))
+
+
+def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGroups) -> None:
+    for axis in bucket.kind.partial_axes:
+        all_reduce_(grads, groups.group(axis))
+    if bucket.kind.tied:
+        all_reduce_(grads, groups.tied(bucket.kind.tied))
+
+
+def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:
+    """Sum the ranges of the gradient that several ranks of ``group`` hold (keys and values) over these ranks."""
+    spec, grad, extent, start_of = spec_of(parameter), parameter.main_grad, 0, {}
+    for start, stop in spec.all_shared_ranges(split):
+        start_of[start, stop], extent = extent, extent + stop - start
+    total = grad.new_zeros((*grad.shape[: split.dim], extent, *grad.shape[split.dim + 1 :]))
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (first, last), whole in spec.shared_ranges(split):
+        size = last - first
+        pairs.append((grad.narrow(split.dim, first, size), total.narrow(split.dim, start_of[whole], size)))
+    for own, sum_ in pairs:
+        sum_.copy_(own)
+    all_reduce_(total, group)
+    for own, sum_ in pairs:
+        own.copy_(sum_)

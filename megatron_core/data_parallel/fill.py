@@ -1,61 +1,35 @@
-"""Division of a stage's parameters into units and buckets."""
+"""Division of a stage into units and buckets, whose parameters are gathered, freed and reduced together."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron_core.data_parallel.bucket_kind import BucketKind
-from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, WholeInShards, matrix_work
-from megatron_core.data_parallel.buffer import Bucket, Initialise
-from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.bucket_layout import BucketLayout, Packer, matrix_work
+from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.memory import BucketMemory
+from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import replicated, spec_of
-
-SHARD_MULTIPLE = 8
-"""A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
-
-
-def in_order(kind: BucketKind, shards: int) -> Rule:
-    """Return the default rule: parameters in order, shards aligned to 16 bytes."""
-    return InOrder(1, shards * SHARD_MULTIPLE)
-
-
-def whole_matrices(kind: BucketKind, shards: int) -> Rule:
-    """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
-    return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
-
-
-def whole_parameters(kind: BucketKind, shards: int) -> Rule:
-    """Return the rule for filling buckets such that no shard cuts a parameter."""
-    return WholeInShards(shards, 1, SHARD_MULTIPLE)
 
 
 def make_buckets(
     units: Iterable[Sequence[tuple[str, nn.Parameter]]],
     stage: int,
     groups: ParallelGroups,
+    settings: DataParallelSettings,
+    memory: BucketMemory,
     *,
-    bucket_size: int,
-    zero_stage: int,
-    device: torch.device | None = None,
-    initialise: Initialise | None = None,
-    away: Callable[[], Placement] | None = None,
-    rule_of: Callable[[BucketKind, int], Rule] = in_order,
-    join: Callable[[BucketKind], BucketKind] | None = None,
     frozen: bool = False,
-    exact_sums: bool = False,
 ) -> list[Bucket]:
-    """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
+    """Fill buckets with parameters of the same kind, the last registered first.
 
     Backward finishes the last layers first, so the first buckets are complete first. ``units`` are the named parameters
-    of the stage's units (embedding, each layer, head). From ``zero_stage`` 2 on a unit is reduced, gathered and freed
-    as a whole, so no bucket contains parameters of two units. ``rule_of(kind, shards)`` returns the rule that fills
-    buckets; by default parameters are placed in order. Kinds with equal ``join(kind)`` share buckets. A tied
-    parameter, and from stage 1 on one marked ``shared_embedding``, gets a bucket of its own. With ``frozen``,
-    return buckets of the matrices that are not trained.
+    of the stage's units (embedding, each layer, head). From ZeRO stage 2 on a unit is reduced, gathered and freed as a
+    whole, so no bucket contains parameters of two units. A tied parameter, and from stage 1 on one marked
+    ``shared_embedding``, gets a bucket of its own. With ``frozen``, return buckets of the matrices that are not
+    trained.
     """
     # Open packers by kind, and the ranks that share each kind.
     packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
@@ -69,15 +43,12 @@ def make_buckets(
                 named,
                 layout,
                 kind,
-                stage,
-                dp_group,
-                zero_stage,
-                device=device,
+                settings,
+                memory,
+                stage=stage,
                 unit=unit,
+                dp_group=dp_group,
                 instances=instances,
-                initialise=initialise,
-                away=away() if away is not None else None,
-                exact_sums=exact_sums,
             )
         )
 
@@ -94,16 +65,16 @@ def make_buckets(
             kind = BucketKind.of(parameter, groups)
             if frozen and not kind.matrix:  # vectors are small, and steps may change them (expert bias)
                 continue
-            kind = kind if join is None else join(kind)
+            kind = kind if settings.join is None else settings.join(kind)
             if kind not in packers:
                 axes = "-".join(kind.replica_axes)
                 ranks[kind] = groups.shard_group(axes), groups.instance_group(axes)
-                packers[kind] = Packer(rule_of(kind, ranks[kind][0].size()), bucket_size)
-            alone = bool(kind.tied) or (zero_stage > 0 and getattr(parameter, "shared_embedding", False))
+                packers[kind] = Packer(settings.rule_of(kind, ranks[kind][0].size()), settings.bucket_size)
+            alone = bool(kind.tied) or (settings.zero_stage > 0 and getattr(parameter, "shared_embedding", False))
             cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
             for full in packers[kind].add((name, parameter), parameter.numel(), cost, alone=alone):
                 make(kind, number, *full)
-        if zero_stage >= 2:
+        if settings.zero_stage >= 2:
             close_all(number)
     close_all(number)
     return buckets
@@ -152,3 +123,45 @@ def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Return the parameters by global name if the model has global names, else by local name."""
     named = getattr(module, "named_global_parameters", module.named_parameters)
     return named()
+
+
+class Announced(Protocol):
+    """The handle of an announcement, such as ``agreement.Announcement``."""
+
+    def wait(self) -> None:
+        """Wait until all ranks have announced the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Modules that are gathered, freed and reduced together."""
+
+    number: int
+    own: Sequence[Bucket]
+    """Buckets with the unit's parameters; they are reduced after the unit's backward."""
+    reads: Sequence[Bucket]
+    """Buckets whose weights the unit's forward and backward read: its own, and those with tied weights of another
+    unit.
+    """
+
+
+def buckets_of_unit(
+    number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
+) -> tuple[list[Bucket], list[Bucket]]:
+    """Return a unit's own buckets, and all buckets that contain parameters of its modules."""
+    own = [bucket for bucket in buckets if bucket.unit == number]
+    read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
+    return own, list(dict.fromkeys(own + read))
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a module's output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from tensors_in(list(output.values()))
+    elif isinstance(output, Iterable) and not isinstance(output, str):
+        for each in output:
+            yield from tensors_in(each)
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from tensors_in(list(vars(output).values()))

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.announcements import Announcement
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.data_parallel.units import Unit, UnitOptions, buckets_of_unit, tensors_in
+from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, tensors_in
+from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import outside_of_graphs
 from megatron_core.parallel.handles import Done
-
-Announced = Announcement | Done
 
 
 class UnitSync:
@@ -40,7 +38,7 @@ class UnitSync:
         modules: Sequence[Sequence[nn.Module]],
         buckets: Sequence[Bucket],
         bucket_of: Mapping[nn.Parameter, Bucket],
-        options: UnitOptions,
+        settings: DataParallelSettings,
         reduce: Callable[[Bucket], None],
         announce: Callable[[str, Sequence[Bucket], str, Sequence[int]], Announced],
         *,
@@ -49,7 +47,7 @@ class UnitSync:
         """``has_rest``: unit 0 consists of all parameters outside ``modules``. It stays whole while any unit is active,
         and its gradients are reduced at the end of the backward.
         """
-        self.options, self._start_reduce, self._announce = options, reduce, announce
+        self.settings, self._start_reduce, self._announce = settings, reduce, announce
         rest = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
         self._rest = Unit(0, rest, rest) if has_rest else None
         self.units = [] if self._rest is None else [self._rest]
@@ -177,12 +175,12 @@ class UnitSync:
         ``reduces``: whether a whole backward sums gradients; all ranks have the same number of such backwards.
         """
         self._kind = kind
-        if kind == "B" or (kind == "W" and self.options.ranks_may_differ):
+        if kind == "B" or (kind == "W" and self.settings.ranks_may_differ):
             self._unreduced = list(self.order) if reduces else []
             self._is_first_sum = True
             self._left.clear()
         elif kind == "I":  # only the rank itself knows which gradients I computes: they wait for W
-            self._unreduced = [] if self.options.ranks_may_differ else None
+            self._unreduced = [] if self.settings.ranks_may_differ else None
         self._inside.clear()  # the last forward may have failed
 
     def end(self) -> None:
@@ -206,7 +204,7 @@ class UnitSync:
 
     def _enter_backward(self, unit: Unit, around: tuple[Unit, ...]) -> None:
         # Autograd enables gradients in a backward with create_graph=True.
-        if self._splits_weights and torch.is_grad_enabled() and not self.options.keep_after_forward:
+        if self._splits_weights and torch.is_grad_enabled() and not self.settings.keep_after_forward:
             raise ConfigError(
                 "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
                 "zero3_keep_after_forward=True, or zero_stage=2"
@@ -269,7 +267,7 @@ class UnitSync:
         for bucket in buckets:
             self._start_reduce(bucket)
             self._reducing.append(bucket)
-        if not self.options.overlap_grad_reduce:
+        if not self.settings.overlap_grad_reduce:
             self.finish_reduce()
 
     def finish_reduce(self) -> None:
@@ -305,9 +303,9 @@ class UnitSync:
         if not self._splits_weights:
             return
         now = self._active()
-        overlaps = self.options.overlap_param_gather
+        overlaps = self.settings.overlap_param_gather
         following = self._ahead(1) if overlaps else []
-        if not self.options.keep_after_forward:
+        if not self.settings.keep_after_forward:
             self._release_all_but(now + following)
         self._gather(now)
         self._gather(following)
@@ -341,7 +339,7 @@ class UnitSync:
 
         The parameters outside of all units are whole in all backwards.
         """
-        if self._rest in (None, unit) or self._backward is not None or self.options.keep_after_forward:
+        if self._rest in (None, unit) or self._backward is not None or self.settings.keep_after_forward:
             return
         used = [bucket for each, count in self._inside.items() if count > 0 for bucket in each.reads] + self._pinned
         for bucket in unit.own:

@@ -7,28 +7,22 @@ on the assignment of shards to ranks.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_core.data_parallel.agreement import Agreement
+from megatron_core.data_parallel.agreement import Agreement, Announcement
 from megatron_core.data_parallel.awaited_parameter import await_reads
-from megatron_core.data_parallel.bucket_kind import BucketKind
-from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, Compressor
-from megatron_core.data_parallel.completion import complete_gradients, complete_shard, complete_shared
-from megatron_core.data_parallel.early_sums import EarlySums, start_sum
-from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, name_units, units_of
-from megatron_core.data_parallel.first_use import wait_before_forward
-from megatron_core.data_parallel.memory import Initialise, materialise
-from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.early_sums import EarlySums, complete_shard
+from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of, name_units, units_of
+from megatron_core.data_parallel.memory import BucketMemory
+from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.split_parameter import release
-from megatron_core.data_parallel.unit_sync import Announced, UnitSync
-from megatron_core.data_parallel.units import UnitOptions
+from megatron_core.data_parallel.unit_sync import UnitSync
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.compiled import runs_graphs
+from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
 from megatron_core.parallel.groups import LocalGroup, ParallelGroups
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.sharding import spec_of
@@ -39,29 +33,18 @@ from megatron_core.tensor_parallel.linear import number_weights
 class DataParallel(EarlySums):
     """Keeps the gradients of ``stages`` in flat buckets and reduces them.
 
-    Losses must already be normalised by the whole global batch: gradients are summed, never averaged. ``zero_stage``
-    (Rajbhandari et al. 2020, section 5):
+    Losses must already be normalised by the whole global batch: gradients are summed, never averaged. At ZeRO stage
+    (Rajbhandari et al. 2020, section 5)
 
-    - 0: every rank gets the sum of all gradients.
-    - 1: each rank gets the sum of its shard, once per step.
-    - 2: a unit's gradients are reduced after each of its backwards, and only the shard is kept.
-    - 3: also only a shard of the weights is kept, frozen matrices included; a unit's weights are gathered for its
+    - 0 every rank gets the sum of all gradients.
+    - 1 each rank gets the sum of its shard, once per step.
+    - 2 a unit's gradients are reduced after each of its backwards, and only the shard is kept.
+    - 3 also only a shard of the weights is kept, frozen matrices included; a unit's weights are gathered for its
       forward and backward.
 
-    With ``overlap_grad_reduce`` a bucket's sum starts as soon as the last micro-batch's backward (from stage 2 on: each
-    micro-batch's backward) has finished with its parameters; buckets with partial gradients wait for
-    ``finish_grad_sync``. With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, and
-    at stage 3 the next unit is gathered in the meantime; a parameter may be read only after the forward of a module of
-    its unit has begun. ``wire_dtype`` is the dtype in which gradients are sent and summed (default: their own dtype);
-    with ``sums_wide`` shards are still summed in their own dtype. ``compressor`` sums gradients lossily, once per step;
-    its messages overlap as other sums do: when a bucket starts, every earlier bucket continues with its next message.
-    ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step. ``weights_away`` returns the
-    placement of a bucket's weight shard at stage 3 in host memory or on disk. ``rule_of`` returns the rule that fills
-    buckets (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time,
-    initialised by ``initialise``. With ``exact_sums`` gradients are sums in float64 of addends from ``ops.exact_sum``.
-    ``units`` are the modules of each stage's units (default: ``modules_of``); all other
-    parameters then form a unit that stays in memory from the beginning to the end of a forward or backward. With
-    ``ranks_may_differ`` ranks may run different modules: see ``Agreement``.
+    With ``overlap_param_gather`` a parameter may be read only after the forward of a module of its unit has begun.
+    ``compressor`` sums gradients lossily, once per step. ``units`` are the modules of each stage's units (default:
+    ``modules_of``); all other parameters then form a unit that is in memory during a whole forward or backward.
     """
 
     is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
@@ -71,50 +54,26 @@ class DataParallel(EarlySums):
         self,
         stages: Mapping[int, nn.Module],
         groups: ParallelGroups,
+        settings: DataParallelSettings | None = None,
         *,
-        zero_stage: int = 0,
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
-        keep_after_forward: bool = False,
-        bucket_size: int = 40_000_000,
-        device: torch.device | None = None,
-        wire_dtype: torch.dtype | None = None,
-        sums_wide: bool = False,
+        memory: BucketMemory | None = None,
         compressor: Compressor | None = None,
-        initialise: Initialise | None = None,
-        weights_away: Callable[[], Placement] | None = None,
-        rule_of: Callable[[BucketKind, int], Rule] = in_order,
-        join: Callable[[BucketKind], BucketKind] | None = None,
         units: Mapping[int, list[list[nn.Module]]] | None = None,
-        exact_sums: bool = False,
-        ranks_may_differ: bool = False,
     ) -> None:
-        self.groups, self.zero_stage, self.exact_sums = groups, zero_stage, exact_sums
+        self.settings = settings = settings or DataParallelSettings()
+        self.groups = groups
+        self.compressor = compressor
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
-        self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
+        self.memory = memory = memory or BucketMemory()
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []
         """Buckets of frozen matrices at stage 3, without gradients or optimizer state."""
-        is_meta = device is not None and device.type == "meta"
-        # Make the buckets of each stage.
         for stage, module in stages.items():
-            make = partial(
-                make_buckets,
-                units_of(module, groups, self._units[stage], has_rest=self._has_rest),
-                stage,
-                groups,
-                bucket_size=bucket_size,
-                zero_stage=zero_stage,
-                device=device,
-                initialise=initialise,
-                away=None if is_meta else weights_away,
-                rule_of=rule_of,
-                join=join,
-                exact_sums=exact_sums,
-            )
-            self.buckets += make()
-            self.frozen_buckets += make(frozen=True) if zero_stage == 3 else []
+            named = units_of(module, groups, self._units[stage], has_rest=self._has_rest)
+            self.buckets += make_buckets(named, stage, groups, settings, memory)
+            if settings.zero_stage == 3:
+                self.frozen_buckets += make_buckets(named, stage, groups, settings, memory, frozen=True)
         # Frozen parameters outside of buckets.
         self._bucket_of = {p: bucket for bucket in self.all_buckets for p in bucket.parameters}
         self.frozen = [
@@ -122,41 +81,56 @@ class DataParallel(EarlySums):
         ]
         """Frozen parameters that are whole on every rank: below stage 3 all of them, at stage 3 only vectors."""
         for name, parameter in self.frozen:
-            if parameter.is_meta and device is not None and device.type != "meta":
-                materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
-        self.compressor = compressor
+            if parameter.is_meta and memory.device is not None:
+                memory.adopt(name, parameter, torch.zeros_like(parameter, device=memory.device))
         for bucket in self.buckets:
-            bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
-            bucket.sums_wide = sums_wide
+            bucket.compressor = compressor
             bucket.model_group = groups.group("etp" if "edp" in bucket.kind.replica_axes else "tp")
         # Ranks without parameters also need a device, for collectives over all ranks.
-        self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
+        self.device = memory.device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
         self._waiting = {}
         self._micro_batches: dict[int, int] = {}
         """Micro-batch of the last backward of each stage, which has summed gradients at stages 2 and 3."""
-        self._agreement = self._agree(stages) if ranks_may_differ else None
+        self._agreement = self._agree(stages) if settings.ranks_may_differ else None
         self._hooks: list[RemovableHandle] = []
         self._sync: dict[int, UnitSync] = {}
-        self._attach(
-            stages, UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward, ranks_may_differ)
-        )
+        self._attach(stages)
 
     def _agree(self, stages: Mapping[int, nn.Module]) -> Agreement | None:
         sums = self.groups.shard_group("dp-cp")
-        if isinstance(sums, LocalGroup) or sums.size() == 1 or not (self.zero_stage >= 2 or self.overlap_grad_reduce):
+        sums_early = self.settings.zero_stage >= 2 or self.settings.overlap_grad_reduce
+        if isinstance(sums, LocalGroup) or sums.size() == 1 or not sums_early:
             return None  # all sums run at the end of a step, in one order
-        named = {(stage, number): name for stage in stages for number, name in self._named_units(stage, stages)}
-        return Agreement(self.groups.make_control_group(), sums, named, self.zero_stage)
+        several = len(self.groups.ranks("pp")) > 1
+        named: dict[tuple[int, int], str] = {}
+        for stage, module in stages.items():
+            for number, name in name_units(module, self._units[stage], has_rest=self._has_rest):
+                named[stage, number] = f"{name} of stage {stage}" if several else name
+        return Agreement(self.groups.make_control_group(), sums, named, self.settings.zero_stage)
 
-    def _attach(self, stages: Mapping[int, nn.Module], options: UnitOptions) -> None:
+    def _attach(self, stages: Mapping[int, nn.Module]) -> None:
         """Register the hooks for gathering, accumulation and reduction."""
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
-            self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
-        self._hook_parameters()
+            for stage, module in stages.items():
+                self._sync[stage] = UnitSync(
+                    module,
+                    self._units[stage],
+                    [bucket for bucket in self.all_buckets if bucket.stage == stage],
+                    self._bucket_of,
+                    self.settings,
+                    self._start_reduce,
+                    self._announce_collective,
+                    has_rest=self._has_rest,
+                )
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
+                if bucket.splits_grads:
+                    parameter.open_grad = self._opener(bucket)
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        for stage in stages if self.overlap_param_gather and self.zero_stage < 3 else ():
+        for stage in stages if self.settings.overlap_param_gather and self.settings.zero_stage < 3 else ():
             rest = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
             self._hooks += wait_before_forward(
                 stages[stage],
@@ -165,18 +139,6 @@ class DataParallel(EarlySums):
                 self.finish_param_sync,
                 at_root=rest if self._has_rest else [],
             )
-
-    def _named_units(self, stage: int, stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str]]:
-        of_stage = f" of stage {stage}" if len(self.groups.ranks("pp")) > 1 else ""
-        for number, name in name_units(stages[stage], self._units[stage], has_rest=self._has_rest):
-            yield number, name + of_stage
-
-    def _hook_parameters(self) -> None:
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
-                if bucket.splits_grads:
-                    parameter.open_grad = self._opener(bucket)
 
     @property
     def all_buckets(self) -> list[Bucket]:
@@ -238,12 +200,12 @@ class DataParallel(EarlySums):
         late = self._late_buckets()
         # Ranks with common tied weights sum them in one order, whatever other weights they have.
         tied = sorted((bucket for bucket in self.buckets if bucket.kind.tied), key=lambda bucket: bucket.names)
-        in_order = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
-        for bucket in in_order:
+        ordered = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
+        for bucket in ordered:
             once = bucket.compresses or not bucket.splits_grads
             if not bucket.reduced if once else bucket in late:
                 self._start_reduce(bucket)
-        for bucket in in_order:
+        for bucket in ordered:
             bucket.finish_reduce()
             if bucket in late and self._takes_late(bucket) and self._agreement is not None:
                 self._agreement.add_late(bucket)
@@ -275,9 +237,9 @@ class DataParallel(EarlySums):
         for bucket in self.buckets:
             if not bucket.splits_weights:
                 bucket.start_gather()
-                if self.overlap_param_gather:
+                if self.settings.overlap_param_gather:
                     bucket.gathering = await_reads(bucket.parameters, bucket.gathering, bucket.finish_gather)
-        if not self.overlap_param_gather:
+        if not self.settings.overlap_param_gather:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
@@ -290,13 +252,13 @@ class DataParallel(EarlySums):
         shards = {"weights": sum(parameter.nbytes for _, parameter in self.frozen), "gradients": 0}
         units: dict[tuple[int, int], int] = {}
         for bucket in self.all_buckets:
-            in_memory = bucket.weight_shard.nbytes * (bucket.away is None)
+            in_memory = bucket.weight_shard.nbytes * (not bucket.placement.is_offloaded)
             shards["weights"] += in_memory if bucket.splits_weights else bucket.weights.nbytes
             shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
             at = bucket.stage, bucket.unit
             units[at] = units.get(at, 0) + bucket.weights.nbytes * bucket.splits_weights
             units[at] += bucket.grads.nbytes * bucket.splits_grads
-        at_once = 2 if self.overlap_grad_reduce or self.overlap_param_gather else 1
+        at_once = 2 if self.settings.overlap_grad_reduce or self.settings.overlap_param_gather else 1
         pairs = [sum(list(units.values())[i : i + at_once]) for i in range(len(units))]
         return shards | ({"units whole": max(pairs)} if max(pairs, default=0) else {})
 
@@ -340,31 +302,10 @@ class DataParallel(EarlySums):
         axes = [(pair, "-".join(spec_of(pair[1]).replica_axes)) for pair in self.frozen]
         return [pair for pair, names in axes if self.groups.group(names).rank() == 0]
 
-    def _unit_sync(self, stage: int, module: nn.Module, options: UnitOptions) -> UnitSync:
-        own = [bucket for bucket in self.all_buckets if bucket.stage == stage]
-        units = self._units[stage]
-        return UnitSync(
-            module,
-            units,
-            own,
-            self._bucket_of,
-            options,
-            self._start_reduce,
-            self._announce_collective,
-            has_rest=self._has_rest,
-        )
-
     def _announce_collective(
         self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]
-    ) -> Announced:
+    ) -> Done | Announcement:
         return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose, detail)
-
-    def _start_reduce(self, bucket: Bucket) -> None:
-        """Start a bucket's reduction after the sums that must precede it."""
-        if bucket.splits_grads:
-            bucket.open_grads()
-        (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
-        start_sum(bucket)
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:
@@ -377,7 +318,7 @@ class DataParallel(EarlySums):
         def accumulate(parameter: nn.Parameter) -> None:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
-                if self.exact_sums:
+                if self.settings.exact_sums:
                     raise LayoutError(
                         f"layout_invariant=True: the gradient of {bucket.name_of(parameter)} is not an exact sum; "
                         "remove --layout-invariant, or compute it with the functions of parallel.invariance"
@@ -395,3 +336,35 @@ class DataParallel(EarlySums):
                 self._reduce_ready(bucket.stage)
 
         return accumulate
+
+
+def wait_before_forward(
+    root: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    bucket_of: Mapping[nn.Parameter, Bucket],
+    finish_all: Callable[[], None],
+    *,
+    at_root: Sequence[Bucket],
+) -> Iterator[RemovableHandle]:
+    """Wait for a unit's weights when any of its modules is called first: the other modules may never be called.
+
+    ``at_root`` are buckets that the root's forward waits for. ``state_dict()`` waits for all, by ``finish_all()``.
+    """
+    for module in root.modules():
+        yield module.register_state_dict_pre_hook(lambda *_: finish_all())
+    if at_root:
+        yield root.register_forward_pre_hook(_waiter(at_root), prepend=True)
+    for modules in units:
+        read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
+        for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
+            if module in modules or next(module.parameters(recurse=False), None) is not None:
+                wait = _waiter(list(dict.fromkeys(read)))
+                yield module.register_forward_pre_hook(wait, prepend=True)
+
+
+def _waiter(buckets: Sequence[Bucket]) -> Callable[[nn.Module, object], None]:
+    def wait(module: nn.Module, args: object) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    return wait

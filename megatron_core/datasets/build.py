@@ -12,7 +12,6 @@ from megatron_core.config import DataConfig, RunConfig, TrainingConfig
 from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset, parse_blend
-from megatron_core.datasets.choices import ChoiceDataset
 from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_idx_path
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
@@ -55,8 +54,6 @@ class Splits:
     notes: tuple[str, ...] = ()
     named: Mapping[str, Dataset] = field(default_factory=dict)
     """Validation sets that are evaluated alone, by name; `valid` is then None."""
-    choices: Mapping[str, ChoiceDataset] = field(default_factory=dict)
-    """Multiple-choice questions, by name."""
 
     def map(self, change: Callable[[Dataset], Dataset]) -> "Splits":
         """The splits with ``change`` of each data set of tokens in its place."""

@@ -1,24 +1,46 @@
-"""Optional features, one folder each. This list is the only place that names them."""
+"""Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
+from megatron_core import cpu_ranks, reports, resilience
+from megatron_core.features.averages import AVERAGES
+from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
+from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.layer_sizes import LAYER_SIZES
+from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
+from megatron_core.features.multi_token import MULTI_TOKEN
+from megatron_core.features.offload import OFFLOAD
+from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.qk_clip import QK_CLIP
+from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 
 FEATURES = (
+    AVERAGES,
+    COMPILATION,
     COMPRESSION,
     CONVERSATIONS,
     CUDA_GRAPHS,
+    DISTILLATION,
     FILL_IN_THE_MIDDLE,
+    LAYER_SIZES,
+    MATRIX_OPTIMIZERS,
     MEGATRON_ORDER,
+    MULTI_TOKEN,
+    OUTER_STEPS,
+    OFFLOAD,
     PREFERENCES,
     QK_CLIP,
+    QUESTIONS,
     RECURRENT,
     SPARSE_ATTENTION,
+    *cpu_ranks.FEATURES,
+    *reports.FEATURES,
+    *resilience.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.inference.blocks import BlockPool
 from megatron_core.inference.generator import Generator, Message
@@ -17,6 +16,7 @@ from megatron_core.inference.memory import cache_blocks
 from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Losses, choose, fault_of, log_probabilities
 from megatron_core.inference.scheduler import Scheduler, Segment, Text
+from megatron_core.inference.settings import InferenceConfig
 
 
 @dataclass(frozen=True)

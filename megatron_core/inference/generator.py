@@ -22,6 +22,7 @@ from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
+from megatron_core.models.gpt.model import HeadOptions
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
@@ -32,6 +33,7 @@ from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.transformer.context import ForwardState
 
 Message = tuple[Tensor, MessageHandle]
 """A message under way; its tensor must neither change nor be freed."""
@@ -140,7 +142,9 @@ class Generator:
         """
         positions = cache.begin(spans)
         row = torch.tensor([ids], device=self.device)
-        logit_positions = None if logit_rows is None else torch.tensor([logit_rows], device=self.device)
+        head = HeadOptions()
+        if logit_rows is not None:
+            head = HeadOptions(logit_positions=torch.tensor([logit_rows], device=self.device))
         own, hidden, logits, sent = self._p2p.index, None, None, []
         for stage, rank in enumerate(self._stage_to_rank):
             if rank != own:
@@ -148,7 +152,7 @@ class Generator:
             if stage and self._stage_to_rank[stage - 1] != rank:
                 hidden = self._receive(len(ids), self._stage_to_rank[stage - 1])
             output = self.stages[stage](
-                row, hidden_states=hidden, cache=cache, position_ids=positions, logit_positions=logit_positions
+                row, positions, hidden_states=hidden, state=ForwardState(cache=cache), head=head
             )
             if stage == self.num_stages - 1:
                 logits = output[0]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
 from megatron_core.inference.generator import Generator
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.monitor.device import total_memory_bytes
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD

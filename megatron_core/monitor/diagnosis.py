@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_core.planner.explain import flag_of
@@ -53,7 +53,3 @@ class Diagnosis:
             lines.append(f"{number}. {finding.cause}: {finding.share:.1%} of the time. {finding.evidence}")
             lines += [f"   - {change}" for change in finding.changes]
         return "\n".join(lines)
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)

@@ -277,17 +277,6 @@ def small_micro_batch(summary: Summary) -> Iterator[Finding]:
     yield Finding("small micro-batches", lost, evidence, (change,))
 
 
-def unfused(summary: Summary) -> Iterator[Finding]:
-    """Norms, activations, softmax and loss run as separate PyTorch operations."""
-    backend = _setting(summary, "kernel_backend", "auto")
-    if backend != "reference":
-        return
-    share = 0.2 * summary.compute_share
-    evidence = f"kernel_backend={backend}: operations between matrix products read and write memory repeatedly"
-    change = flags("use fused operations", share, kernel_backend="auto")
-    yield Finding("unfused operations", share, evidence, (change,))
-
-
 def recomputation(summary: Summary) -> Iterator[Finding]:
     """Full recomputation repeats the forward, which adds a third of forward and backward (Korthikanti et al. 2022)."""
     if _setting(summary, "recompute_granularity", None) != "full":
@@ -377,7 +366,7 @@ def compute_bound(summary: Summary) -> Finding:
 
 RULES: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
     slow_rank, imbalanced_stage, pipeline_bubble, exposed_communication, slow_link, waiting_phases, small_micro_batch,
-    unfused, recomputation, memory_pressure, unequal_experts, lost_time,
+    recomputation, memory_pressure, unequal_experts, lost_time,
 )  # fmt: skip
 """Every rule yields the causes that it finds."""
 

@@ -34,10 +34,10 @@ class StepEvent:
     """Number of gradient elements equal to 0, if requested."""
     elapsed_ms: float
     """Wall-clock milliseconds of this step."""
-    tokens_per_second: float
-    """Tokens of this step / its time, over all ranks."""
-    model_flops_per_second: float
-    """Mean model FLOP/s of a rank."""
+    tokens_per_second: float = 0.0
+    """Tokens of this step / its time, over all ranks; 0 if unknown."""
+    model_flops_per_second: float = 0.0
+    """Mean model FLOP/s of a rank; 0 if unknown."""
     memory_bytes: int = 0
     """Peak memory of the reporting rank."""
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)

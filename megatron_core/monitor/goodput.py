@@ -19,18 +19,14 @@ class Goodput:
         self._at = 0.0
         self._useful: list[tuple[int, int, float]] = []
         """First step, last step and useful seconds of each range of steps."""
-        self._total_useful = 0.0
+        self.useful = 0.0
+        """Useful seconds."""
         self._fresh = self._complete = False
 
     @property
     def seconds(self) -> float:
         """Seconds since the first start."""
         return 0.0 if self._began is None else self._at - self._began
-
-    @property
-    def useful(self) -> float:
-        """Useful seconds."""
-        return self._total_useful
 
     @property
     def share(self) -> float:
@@ -58,7 +54,7 @@ class Goodput:
         while self._useful and self._useful[-1][1] > iteration:
             first, last, seconds = self._useful.pop()
             kept = max(iteration - first + 1, 0) / max(last - first + 1, 1)
-            self._total_useful -= seconds * (1 - kept)
+            self.useful -= seconds * (1 - kept)
             self.lost["repeated"] += seconds * (1 - kept)
             if kept:
                 self._useful.append((first, iteration, seconds * kept))
@@ -75,5 +71,5 @@ class Goodput:
         skipped = seconds * record.get("skipped", 0) / steps
         self.lost["skipped"] += skipped
         self._useful.append((record["first"], record["last"], seconds - skipped))
-        self._total_useful += seconds - skipped
+        self.useful += seconds - skipped
         self._at, self._complete = max(self._at, record["at"]), record.get("complete", False)

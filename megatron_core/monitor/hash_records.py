@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError, shortened
-from megatron_core.monitor.jsonl import METRICS, LineFile, as_json, from_json
-from megatron_core.monitor.lenient import warn_unwritable
+from megatron_core.monitor.jsonl import METRICS, LineFile, as_json, from_json, parsed_lines
 from megatron_core.schema import any_real, items, mapping, maybe, real, text, whole, wrong
 
 VERSION = 1
@@ -133,18 +132,12 @@ class HashWriter:
         """``about``: further fields of the header."""
         first = json.dumps({"kind": "start", "version": VERSION, **about})
         self._file = LineFile(path, "record_hashes", METRICS, first=first, prints_note=False)
-        self._has_warned = False
 
     def write(self, record: HashRecord, **times: float) -> None:
         """Append a record with the processor time of the step and of its hashes."""
         values = {name: value for name, value in asdict(record).items() if value not in (None, {}, ())}
         line = json.dumps(as_json({"kind": "hashes", **values, **times}), allow_nan=False)
-        try:
-            self._file.write(line)
-        except OSError as error:
-            if not self._has_warned:
-                warn_unwritable("record_hashes", error)
-            self._has_warned = True
+        self._file.try_write(line, "record_hashes")
 
     def close(self) -> None:
         """Close the file."""
@@ -196,13 +189,7 @@ def _records(path: Path) -> Iterator[HashRecord]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; give the records of a run") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # cut off in the middle of a write
-        if not isinstance(record, dict):
-            continue
+    for number, record in parsed_lines(lines):
         if record.get("kind") == "start" and record.get("version") != VERSION:
             version = shortened(str(record.get("version")), 40)
             raise DataError(f"{path} has records of version {version}; this program reads version {VERSION}")

@@ -7,7 +7,7 @@ JSON has no NaN and no infinity. The value of such a field is ``null``, and ``"n
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.monitor.record_schema import wrong_metrics
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
 
@@ -63,6 +64,7 @@ class LineFile:
         Errors: ``ConfigError`` for a file of another kind, or one that cannot be written.
         """
         self._path, self._first, self._prints_note = Path(path), first, prints_note
+        self._has_warned = False
         named = f"{setting}={str(path)!r}"
         try:
             refuse_other_file(named, path, kind)
@@ -82,6 +84,15 @@ class LineFile:
             self._file.close()
             self._file = self._open()
         self._append(line)
+
+    def try_write(self, line: str, setting: str) -> None:
+        """As ``write``; the first error is a warning that names ``setting``, because training continues without it."""
+        try:
+            self.write(line)
+        except OSError as error:
+            if not self._has_warned:
+                warn_unwritable(setting, error)
+            self._has_warned = True
 
     def close(self) -> None:
         """Close the file."""
@@ -140,12 +151,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", error)
         raise DataError(f"metrics file {path} cannot be read: {reason}; give a run's metrics.jsonl") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # cut off in the middle of a write
-        if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
+    for number, record in parsed_lines(lines):
+        if record.get("kind") in ("step", "validation"):
             try:
                 record = from_json(record)
                 names = wrong_metrics(record)
@@ -155,6 +162,17 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
                 raise DataError(f"{path}, line {number} is not a record of a run: missing or out of range: {shown}")
             yield record
+
+
+def parsed_lines(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects in lines of JSON with the numbers of their lines; a line that a kill has cut off is left out."""
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield number, record
 
 
 def as_json(record: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from typing import Any
 
 from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
-from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.monitor.record_schema import checked_line
 from megatron_core.output_file import refuse_url
 from megatron_core.parallel.meter import StepTimes
@@ -40,7 +39,6 @@ class RankWriter:
         """``metrics``: the run's metrics file. ``about``: further fields of the header."""
         first = json.dumps({"kind": "start", "version": VERSION, "rank": rank, **about})
         self._file = LineFile(rank_file(metrics, rank), "metrics_file", METRICS, first=first, prints_note=False)
-        self._has_warned = False
 
     def write(
         self,
@@ -59,12 +57,7 @@ class RankWriter:
             "traffic": {name: {k: _short(v) for k, v in asdict(t).items()} for name, t in times.traffic.items()},
             "memory": dict(memory), "skipped": skipped, **({"complete": True} if complete else {}),
         }  # fmt: skip
-        try:
-            self._file.write(json.dumps(record))
-        except OSError as error:
-            if not self._has_warned:
-                warn_unwritable("record_times", error)
-            self._has_warned = True
+        self._file.try_write(json.dumps(record), "record_times")
         return record
 
     def close(self) -> None:

@@ -38,17 +38,10 @@ class MetricsCallback(TrainerCallback):
             found = build_sinks(self._config, start_iteration=state.global_step, settings=args.to_sanitized_dict())
             self._sinks = [LenientSink(sink) for sink in found if not isinstance(sink, ConsoleSink)]
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any) -> None:
         """Write the step of a log with a loss."""
-        steps = state.global_step - self._last
-        if logs is None or "loss" not in logs or not steps:
+        steps, logs = state.global_step - self._last, inputs.get("logs") or {}
+        if "loss" not in logs or not steps:
             return
         now = time.perf_counter()
         seconds, self._began, self._last = (now - self._began) / steps, now, state.global_step
@@ -64,25 +57,16 @@ class MetricsCallback(TrainerCallback):
             global_batch_size=samples,
             grad_norm=None if norm is None else float(norm),
             elapsed_ms=1000.0 * seconds,
-            tokens_per_second=0.0,
-            model_flops_per_second=0.0,
             memory_bytes=peak_memory_bytes(),
             breakdown={"samples per second": samples / seconds},
         )
         for sink in self._sinks:
             sink.on_step(event)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any) -> None:
         """Write an evaluation; with several evaluation sets, one for each."""
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        for name, loss in (metrics or {}).items():
+        for name, loss in (inputs.get("metrics") or {}).items():
             if name.startswith("eval_") and name.endswith("loss"):
                 split = name.removeprefix("eval_").removesuffix("loss").strip("_") or "validation"
                 event = ValidationEvent(

@@ -1,29 +1,19 @@
-"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on slices, Muon and AdaMuon on matrices.
+"""Update rules of the core's optimizers, which work on any slice of a shard; features and programs add others.
 
-``lamb`` has LAMB, ``soap`` SOAP, and ``rule`` the base classes.
-
-To add an optimizer, add a row to ``config.optimizers`` and a class here, or call ``register_optimizer`` outside of this
-package.
+``rule`` has the base classes. The rows of the table, in ``config.optimizers``, name the rules.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain, cycle, islice, repeat
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
 from megatron_core.errors import ConfigError
+from megatron_core.feature import load_hook
 from megatron_core.ops import Backend, adamw_
-from megatron_core.optimizer.fused import joined, separated
-from megatron_core.optimizer.lamb import LAMB
-from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, MatrixAlgorithm, Rates, ShardSlice, write_copy
-from megatron_core.optimizer.soap import SOAP
+from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, Rates, ShardSlice, write_copy
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.sharding import Fused
 
 
 class AdamW(Algorithm):
@@ -85,188 +75,16 @@ class Lion(Algorithm):
             write_copy(part)
 
 
-Coefficients = tuple[float, float, float]
-
-COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
-    "simple": ((3.4445, -4.7750, 2.0315),),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
-    ),
-}
-"""a, b, c of each iteration ``a x + b x x^T x + c (x x^T)^2 x``. simple: Jordan et al. 2024; quintic:
-leloykun.github.io/ponder/muon-opt-coeffs; polar_express: Amsel et al. 2025 (arXiv 2505.16932), with its safety factor.
-After the last coefficients, polar_express repeats them; the other types start again with the first."""
-
-
-class Muon(MatrixAlgorithm):
-    """m = mu m + g; u = m, with Nesterov g + mu m; w = (1 - lr wd) w - lr scale orthogonal(u).
-
-    Muon updates hidden matrices; another optimizer updates the other parameters. ``newton_schulz`` orthogonalizes each
-    matrix as a whole (each expert separately). Of a fused matrix it orthogonalizes the queries, keys and values (and
-    gates) of all heads separately with ``muon_split_qkv``, those of each head with ``muon_split_heads``, and gate and
-    up projection with ``muon_split_gate_up``. The scale is ``muon_extra_scale_factor`` times sqrt(max(rows, columns))
-    (spectral), sqrt(rows / columns) (unit_rms_norm) or sqrt(max(1, rows / columns)) (shape_scaling) of the
-    orthogonalized matrix. Megatron-LM's m is a mean, (1 - mu) times this m, so the directions are equal.
-
-    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration, Liu et al. 2025 (arXiv
-    2502.16982), section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are from Megatron-LM
-    and Emerging-Optimizers.
-    """
-
-    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
-        """Add the gradient to the momentum; see ``MatrixAlgorithm``."""
-        momentum = part.state["momentum_buffer"]
-        grad = part.grad.mul_(rates.factor).to(momentum.dtype)
-        momentum.mul_(self.config.muon_momentum).add_(grad)
-        nesterov = self.config.muon_nesterov
-        return grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
-
-    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
-        """Decay the weights and subtract the update; see ``MatrixAlgorithm``."""
-        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
-        write_copy(part)
-
-    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
-        """Return the update of a matrix with this ``direction``; see ``MatrixAlgorithm``."""
-        return self.orthogonalized(direction, fused)
-
-    def orthogonalized(self, direction: Tensor, fused: Fused | None) -> Tensor:
-        """Return the scaled orthogonal matrix, or those of the matrices of a fused one."""
-        has_heads = fused is not None and fused.head_size > 0
-        if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
-            return self._of_part(direction)
-        parts = []
-        for each in separated(direction, fused):
-            if has_heads and self.config.muon_split_heads:
-                parts.append(self._of_part(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
-            else:
-                parts.append(self._of_part(each))
-        return joined(parts, fused)
-
-    def _of_part(self, matrix: Tensor) -> Tensor:
-        return self._scaled(self._orthogonal(matrix))
-
-    def _orthogonal(self, matrix: Tensor) -> Tensor:
-        config = self.config
-        with _float32_products(config.muon_fp32_matmul_prec):
-            return newton_schulz(
-                matrix,
-                config.muon_num_ns_steps,
-                config.muon_coefficient_type,
-                in_bf16=config.muon_fp32_matmul_prec == "medium",
-            )
-
-    def _scaled(self, matrix: Tensor) -> Tensor:
-        """Multiply ``matrix`` in place by the scale of its shape, and return it."""
-        rows, columns = matrix.shape[-2:]
-        scale = {
-            "spectral": max(rows, columns),
-            "unit_rms_norm": rows / columns,
-            "shape_scaling": max(1.0, rows / columns),
-        }[self.config.muon_scale_mode] ** 0.5
-        return matrix.mul_(scale * self.config.muon_extra_scale_factor)
-
-
-class AdaMuon(Muon):
-    """Muon whose orthogonal matrix O is divided by the root of a running mean of its squares, before it is scaled.
-
-    adamuon: v = b v + (1 - b) O^2;  U = O / (sqrt(v) + eps)
-    normuon: v = b v + (1 - b) mean(O^2);  U = O / sqrt(max(v, eps));  U = U |O| / |U|
-    w = (1 - lr wd) w - lr scale U, with b = ``adaptive_muon_beta2`` and eps = ``adaptive_muon_eps``
-
-    The mean is over the columns of a matrix with at least as many rows as columns, otherwise over the rows; |.| is the
-    Frobenius norm. O of a fused matrix consists of the orthogonal matrices of its parts; v, norms and scale are those
-    of the fused matrix, and of each expert. The owner of a matrix has v.
-
-    Source: Si et al. 2025 (arXiv 2507.11005) for adamuon, Li et al. 2025 (arXiv 2510.05491) for normuon, in the form of
-    ``AdaptiveMuon`` in Emerging-Optimizers 0.3.
-    """
-
-    def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
-        """Return second moments of zeros, ``[..., rows, 1]`` or ``[..., 1, columns]`` for normuon."""
-        like = matrix if self._is_elementwise else matrix.narrow(_averaged(matrix), 0, 1)
-        return {"moment2_buffer": torch.zeros_like(like, memory_format=torch.contiguous_format)}
-
-    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
-        """Return the update of a matrix with this ``direction``; see ``MatrixAlgorithm``."""
-        orthogonal, moment = self.orthogonalized(direction, fused), state["moment2_buffer"]
-        squares = orthogonal.square()
-        if self._is_elementwise:
-            moment.lerp_(squares, 1.0 - self.config.adaptive_muon_beta2)
-            return self._scaled(orthogonal.div_(moment.sqrt().add_(self.config.adaptive_muon_eps)))
-        moment.lerp_(squares.mean(_averaged(squares), keepdim=True), 1.0 - self.config.adaptive_muon_beta2)
-        update = orthogonal * moment.clamp_min(self.config.adaptive_muon_eps).rsqrt_()
-        before, after = (matrix.square().sum((-2, -1), keepdim=True).sqrt_() for matrix in (orthogonal, update))
-        return self._scaled(update.mul_(before.div_(after.clamp_min_(self.config.adaptive_muon_eps))))
-
-    @property
-    def _is_elementwise(self) -> bool:
-        return self.config.adaptive_muon_moment2_method == "adamuon"
-
-    def _of_part(self, matrix: Tensor) -> Tensor:
-        return self._orthogonal(matrix)
-
-
-def _averaged(matrix: Tensor) -> int:
-    """The dimension over which NorMuon averages squares: the shorter one."""
-    return -1 if matrix.shape[-2] >= matrix.shape[-1] else -2
-
-
-def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, in_bf16: bool = False) -> Tensor:
-    """Return ``matrix`` ``[..., r, c]`` with singular values close to 1 (0.7 to 1.3 after 5 steps).
-
-    The iteration uses the dtype of ``matrix``; with ``in_bf16``, bfloat16 for a float32 matrix.
-    """
-    sets = COEFFICIENTS[coefficients]
-    endless = chain(sets, repeat(sets[-1])) if coefficients == "polar_express" else cycle(sets)
-    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
-    x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
-    x = normalize(x, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]
-    x = x.bfloat16() if in_bf16 and x.dtype == torch.float32 else x
-    for a, b, c in islice(endless, steps):
-        gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if matrix.shape[-2] > matrix.shape[-1] else x).to(matrix.dtype).contiguous()
-
-
-@contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
-    """Allow TF32 products of float32 matrices if ``precision`` is ``high``."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]
 """Constructor of an update rule: a subclass of ``Algorithm``, or a function that returns an instance of one."""
 
-UPDATE_RULES: dict[str, UpdateRule] = {
-    "adam": AdamW,
-    "sgd": SGD,
-    "lion": Lion,
-    "muon": Muon,
-    "adaptive_muon": AdaMuon,
-    "soap": SOAP,
-    "lamb": LAMB,
-}
-"""The update rule of each optimizer, by the names in ``config.optimizers.OPTIMIZERS``."""
+_REGISTERED: dict[str, UpdateRule] = {}
+"""Update rules that programs have registered, by the names of their rows."""
+
+
+def update_rule(kind: OptimizerKind) -> UpdateRule:
+    """The update rule of a row of the table of optimizers."""
+    return _REGISTERED[kind.name] if kind.rule is None else load_hook(kind.rule)
 
 
 def register_optimizer(kind: OptimizerKind, rule: UpdateRule) -> None:
@@ -276,4 +94,4 @@ def register_optimizer(kind: OptimizerKind, rule: UpdateRule) -> None:
     (``functools.partial``). Errors: ``ConfigError`` if the name is taken.
     """
     add_optimizer(kind)
-    UPDATE_RULES[kind.name] = rule
+    _REGISTERED[kind.name] = rule

@@ -32,7 +32,7 @@ class GradientNorm:
         self.everywhere = [(bucket, bucket.owned_ranges(every_copy=True)) for bucket in buckets]
         self.compressor, self.device, self.backend = data_parallel.compressor, data_parallel.device, backend
         self.group = groups.group(WORLD)
-        self.exact = data_parallel.exact_sums
+        self.exact = data_parallel.settings.exact_sums
 
     def compute(self) -> Tensor:
         """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is.

@@ -9,7 +9,6 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.sharding import Fused
 
 NEVER_CORRECTED = 10**9
 """A step at which the bias correction 1 - beta^step is 1 for every beta that a float32 can hold below 1."""
@@ -81,39 +80,6 @@ class BucketAlgorithm(Algorithm):
 
         ``runs``: slices of the shard with their rates. A collective call of all ranks that share the bucket's tensors.
         """
-        raise NotImplementedError
-
-
-class MatrixAlgorithm(Algorithm):
-    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``.
-
-    ``direction`` and ``apply`` see slices of shards; ``transform`` is called once for each matrix, by one rank.
-    """
-
-    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
-        """Update the state of ``part``, without its weights, and return the flat direction of its matrices.
-
-        The result may be a tensor of the state.
-        """
-        raise NotImplementedError
-
-    def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
-        """Return the initial state that the owner of ``matrix`` keeps, of its dtype and on its device, by name.
-
-        The state of a stack of matrices has the dims of the stack, then two of its own. ``matrix`` has no values.
-        """
-        return {}
-
-    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
-        """Return the update of a whole matrix, or of each matrix of a stack ``[..., rows, columns]``.
-
-        ``fused`` describes the matrices that are stored as one; ``state``, of ``new_state``, is updated in place. The
-        result depends only on the arguments, so that it does not depend on the layout.
-        """
-        raise NotImplementedError
-
-    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
-        """Update the weights of ``part``, which has no state, and its ``copy``, with its slice of the results."""
         raise NotImplementedError
 
 

@@ -1,19 +1,20 @@
-"""The optimizer's state for a shard of a bucket."""
+"""The optimizer's state for a shard of a bucket, and update rules for all shards of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_core.checkpoint import TensorBox
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel.memory import Placement
 from megatron_core.optimizer.rounding import CHUNK
-from megatron_core.optimizer.rule import Algorithm, MatrixAlgorithm, ShardSlice
+from megatron_core.optimizer.rule import Algorithm, Rates, ShardSlice
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,8 @@ class Shard:
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether the update reads the gradient on another device; matrices are updated on the device."""
-        return self.main.device != self.bucket.grads.device and not isinstance(self.algorithm, MatrixAlgorithm)
+        """Whether the update reads the gradient on another device; joint rules run on the device."""
+        return self.main.device != self.bucket.grads.device and not isinstance(self.algorithm, JointAlgorithm)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +87,7 @@ class Shard:
     @property
     def needs_transfer(self) -> bool:
         """Whether the state is on disk, or the weights are on disk or in host memory."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
+        return self.placement.is_mapped or self.bucket.placement.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
@@ -97,7 +98,7 @@ class Shard:
     def main_placement(self) -> Placement:
         """The placement of ``main``."""
         is_own = self.main.data_ptr() == self.bucket.weight_shard.data_ptr()
-        return (self.bucket.away or Placement(self.main.device)) if is_own else self.placement
+        return self.bucket.placement if is_own else self.placement
 
     @property
     def whole(self) -> ShardSlice:
@@ -109,3 +110,46 @@ class Shard:
         copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_on_other_device else None
         state = {name: tensor[at] for name, tensor in self.state.items()}
         return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The update of a slice of a shard."""
+
+    shard: Shard
+    at: slice
+    rates: Rates
+
+
+class ShardUpdates:
+    """Updates shards one after the other, where they are; derived classes also transfer their tensors."""
+
+    def send(self, shard: Shard) -> None:
+        """Start to send the gradient of ``shard`` to the device of its state; it is final."""
+
+    def settle(self) -> None:
+        """Wait for all gradients in transfer, and discard them: their step is skipped, or they change."""
+
+    def run(self, jobs: Sequence[Job], update: Callable[[Job, ShardSlice], None]) -> None:
+        """Call ``update`` for each job with the tensors of its slice."""
+        for job in jobs:
+            update(job, job.shard.part(job.at))
+
+
+class JointAlgorithm(Algorithm):
+    """An update rule that updates all its shards, of hidden matrices, together, with messages between ranks."""
+
+    def attach(self, shards: Sequence[Shard], seed: int) -> None:
+        """Receive this rank's shards with this rule, before the first step. ``seed``: seed of stochastic rounding."""
+        raise NotImplementedError
+
+    def update_shards(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
+        """Update all shards, each with the rates of its bucket; call ``meanwhile`` during the first messages.
+
+        A collective call of all ranks of the pipeline stage.
+        """
+        raise NotImplementedError
+
+    def joint_state(self) -> Iterator[TensorBox]:
+        """Yield state that no other rank has, as boxes of global tensors ``KIND.NAME``."""
+        raise NotImplementedError

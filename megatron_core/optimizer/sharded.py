@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +14,15 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.bucket_kind import BucketKind
-from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import UPDATE_RULES
+from megatron_core.optimizer.algorithms import update_rule
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.matrix_updates import MatrixUpdates
-from megatron_core.optimizer.pipeline import Job, UpdatePipeline
 from megatron_core.optimizer.rounding import update_rounded
-from megatron_core.optimizer.rule import Algorithm, BucketAlgorithm, MatrixAlgorithm, Rates, ShardSlice
-from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
+from megatron_core.optimizer.shard import Job, JointAlgorithm, Shard, ShardUpdates
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
@@ -37,7 +32,7 @@ class Optimizer:
     """Update this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
 
     16-bit weights have float32 main weights; wider weights are updated directly. The state is on the device of the
-    weights, in host memory, or on disk (see ``_placements``).
+    weights, or where the ``memory`` of ``data_parallel`` places it.
     """
 
     updates_on_host = True
@@ -65,17 +60,21 @@ class Optimizer:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
-        algorithms = _algorithms(self.compressor, config, backend, groups)
+        algorithms = {kind.name: update_rule(kind)(config, backend, groups) for kind in config.kinds}
+        if self.compressor is not None:
+            algorithms = {name: self.compressor.update_rule(rule, groups) for name, rule in algorithms.items()}
         # Allocate the state here, so that a checkpoint can be loaded before the first step.
         self.shards = []
-        placements = _placements(data_parallel.buckets, config, groups.rank)
+        placements = data_parallel.memory.state_placements(data_parallel.buckets)
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
             kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
             self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
         if self.compressor is not None:
             self.compressor.attach(self.shards, lambda: self.loss_scale.scale)
-        of_matrices = [shard for shard in self.shards if isinstance(shard.algorithm, MatrixAlgorithm)]
-        self._matrices = MatrixUpdates(of_matrices, groups, seed)
+        self._joint = next((rule for rule in algorithms.values() if isinstance(rule, JointAlgorithm)), None)
+        """The rule of hidden matrices, if it updates them together."""
+        if self._joint is not None:
+            self._joint.attach([shard for shard in self.shards if shard.algorithm is self._joint], seed)
         self.start_averages()
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
@@ -83,10 +82,10 @@ class Optimizer:
         self.after_update: list[Callable[[], None]] = []
         """Called after the shards are updated, and before the weights of other ranks are gathered."""
         self._runs = self._runs_by_group()
-        self._pipeline = UpdatePipeline()
+        self._updates: ShardUpdates = (data_parallel.memory.updates or ShardUpdates)()
         sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
         if sending and self.updates_on_host:
-            data_parallel.on_final = lambda bucket: self._pipeline.send(sending[bucket]) if bucket in sending else None
+            data_parallel.on_final = lambda bucket: self._updates.send(sending[bucket]) if bucket in sending else None
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
@@ -116,7 +115,7 @@ class Optimizer:
         if skip or not finite:
             if self.compressor is not None:
                 self.compressor.discard()
-            self._pipeline.settle()
+            self._updates.settle()
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
@@ -125,7 +124,7 @@ class Optimizer:
         if self.compressor is not None:
             self.compressor.commit(factor, self.config.clip_grad_value)
         if self.config.clip_grad_value > 0.0:
-            self._pipeline.settle()
+            self._updates.settle()
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
@@ -156,7 +155,7 @@ class Optimizer:
         by_bucket = [shard for shard in self.shards if isinstance(shard.algorithm, BucketAlgorithm)]
         scaled: dict[Shard, list[tuple[slice, Rates]]] = {shard: [] for shard in by_bucket}
         by_element: list[tuple[list[tuple[Shard, slice]], Rates]] = []
-        of_matrices: dict[Bucket, Rates] = {}
+        jointly: dict[Bucket, Rates] = {}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -168,8 +167,8 @@ class Optimizer:
                 by_width = self.width != 1.0 and not (group.embedding and decoupled_lr is not None)
                 scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
                 rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
-            if isinstance(runs[0][0].algorithm, MatrixAlgorithm):
-                of_matrices.update({shard.bucket: rates for shard, _ in runs})
+            if runs[0][0].algorithm is self._joint:
+                jointly.update({shard.bucket: rates for shard, _ in runs})
             else:
                 by_element.append((runs, rates))
             for shard, at in runs:
@@ -188,9 +187,12 @@ class Optimizer:
                     for at in shard.chunks(run)
                 ]
             order = {shard: number for number, shard in enumerate(self.shards)}
-            self._pipeline.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
+            self._updates.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 
-        self._matrices.step(of_matrices, update_by_element)
+        if self._joint is None:
+            update_by_element()
+        else:
+            self._joint.update_shards(jointly, meanwhile=update_by_element)
         # Ranks with common tied weights sum their norms in one order.
         for shard, spans in sorted(scaled.items(), key=lambda each: each[0].bucket.names):
             assert isinstance(shard.algorithm, BucketAlgorithm)
@@ -246,14 +248,14 @@ class Optimizer:
         """Yield each bucket with its flat state.
 
         The state consists of the optimizer's moments (``exp_avg`` and ``exp_avg_sq`` for AdamW) and, for 16-bit
-        weights, ``main``. ``matrix_state`` has the state that is not of a shard.
+        weights, ``main``. ``joint_state`` has the state that is not of a shard.
         """
         for shard in self.shards:
             yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
 
-    def matrix_state(self) -> Iterator[TensorBox]:
-        """Yield the state of whole matrices that only this rank has, as boxes of global tensors ``KIND.NAME``."""
-        return self._matrices.pieces()
+    def joint_state(self) -> Iterator[TensorBox]:
+        """Yield state that only this rank has, of a rule that updates shards together; see ``JointAlgorithm``."""
+        return iter(()) if self._joint is None else self._joint.joint_state()
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the step count for AdamW's bias correction and the warm-up of compression."""
@@ -262,19 +264,9 @@ class Optimizer:
             self.compressor.step = steps
 
 
-def _algorithms(
-    compressor: Compressor | None, config: OptimizerConfig, backend: Backend, groups: ParallelGroups
-) -> dict[str, Algorithm]:
-    """Return the update rule of each optimizer of the run, or the compressor's rule instead of it."""
-    rules = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
-    if compressor is None:
-        return rules
-    return {name: compressor.update_rule(rule, groups) for name, rule in rules.items()}
-
-
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, group) for maximal runs of one group in a shard; a shard of whole matrices is one run."""
-    if isinstance(shard.algorithm, MatrixAlgorithm):
+    """Yield (start, stop, group) for maximal runs of one group in a shard; a shard with a joint rule is one run."""
+    if isinstance(shard.algorithm, JointAlgorithm):
         groups = {group_of[id(parameter)] for parameter in shard.bucket.parameters}
         if len(groups) > 1:
             raise ConfigError(
@@ -291,21 +283,6 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
         run = (at if run is None else run[0], at + stop - start, group)
     if run is not None:
         yield run
-
-
-def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
-    """Yield the placement of each bucket's state; the first buckets are offloaded, up to the configured fraction."""
-    total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
-    wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
-    for bucket in buckets:
-        if away >= wanted:
-            yield Placement(bucket.weights.device)
-            continue
-        away += bucket.weight_shard.numel()
-        if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
-            yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
-        else:
-            yield Placement(bucket.weights.device, host=True)
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.checkpoint import Box, TensorBox, pieces_of
-from megatron_core.config.optimizers import OPTIMIZERS, OptimizerKind
+from megatron_core.config.optimizers import OptimizerKind, optimizer_kinds
 from megatron_core.data_parallel import Bucket
 from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import register_optimizer
@@ -33,7 +33,7 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def register_class(optimizer: torch.optim.Optimizer) -> str:
     """Add the optimizer's class to the table of optimizers; return its name there."""
     name = f"torch {type(optimizer).__name__}"
-    if name not in OPTIMIZERS:
+    if name not in optimizer_kinds():
         register_optimizer(OptimizerKind(name=name, all_moments=()), Algorithm)
     return name
 

@@ -124,27 +124,21 @@ def _difference(channel: str, ranks: Sequence[int], found: Mapping[int, Mapping[
     here = {rank: found[rank] for rank in ranks if rank in found}
     calls: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, content in here.items():
-        for call in map(Call.of, _of_channel(content["calls"], channel)):
+        for call in (Call.of(stored) for stored in content["calls"] if stored["channel"] == channel):
             calls[call.number][rank] = call
     counts = {rank: content["counts"].get(channel, 0) for rank, content in here.items()}
     for number, made in sorted(calls.items()):
-        kinds = {str(call) for call in made.values()}
+        kinds: dict[str, list[int]] = defaultdict(list)
+        for rank, call in made.items():
+            kinds[str(call)].append(rank)
         behind = [rank for rank, count in counts.items() if count < number]
         if len(kinds) == 1 and not behind:
             continue
-        each = " but ".join(f"{kind} by {_ranks_of(made, kind)}" for kind in sorted(kinds))
+        each = " but ".join(f"{kind} by {_named(by)}" for kind, by in sorted(kinds.items()))
         missing = f", and not by {_named(behind)}, which made {min(counts[r] for r in behind)} calls" if behind else ""
         when = min(call.seconds for call in made.values())
         return when, f"call {number} over ranks {list(ranks)} was {each}{missing}"
     return None
-
-
-def _of_channel(calls: Iterable[Mapping[str, Any]], channel: str) -> list[Mapping[str, Any]]:
-    return [call for call in calls if call["channel"] == channel]
-
-
-def _ranks_of(made: Mapping[int, Call], kind: str) -> str:
-    return _named([rank for rank, call in made.items() if str(call) == kind])
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -24,8 +24,8 @@ from megatron_core.errors import LayoutError, RestartNeeded, visible
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.groups import SHARED_MEMORY
-from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.time_limit import within
+from megatron_core.parallel.transports import transport
 from megatron_core.parallel.watchdog import Watchdog
 from megatron_core.parallel.world import STORE_SECONDS, World
 from megatron_core.terminal import discard
@@ -146,16 +146,21 @@ def _first_process_is_python() -> bool:
 
 def join(backend: str, device_type: str, **settings: Any) -> None:
     """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included."""
-    shared_memory.register()
+    shared_memory = transport(SHARED_MEMORY)
+    if shared_memory is not None:
+        shared_memory.register()
     if backend == "nccl" and device_type != "cuda":
         if settings["rank"] == 0:
             print("note: distributed_backend=nccl needs GPUs; using auto on the CPU", file=sys.stderr)
         backend = "auto"
-    chosen = backend if backend != "auto" else "nccl" if device_type == "cuda" else SHARED_MEMORY
+    chosen = backend
+    if backend == "auto":
+        for_cpu = "gloo" if shared_memory is None else SHARED_MEMORY
+        chosen = "nccl" if device_type == "cuda" else for_cpu
     if chosen == SHARED_MEMORY and device_type == "cuda":
         raise LayoutError("distributed_backend='shm' runs on CPU ranks only; use auto or nccl")
     dist.init_process_group(chosen, **settings)
-    reason = shared_memory.unavailable_reason() if backend == SHARED_MEMORY else None
+    reason = None if shared_memory is None or backend != SHARED_MEMORY else shared_memory.unavailable_reason()
     if reason is not None:
         raise LayoutError(f"distributed_backend='shm': {reason}; use gloo, or auto, which then falls back to gloo")
 

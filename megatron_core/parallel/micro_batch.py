@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -115,30 +115,38 @@ def _ahead(x: Tensor, by: int) -> Tensor:
     return torch.cat([x[:, by:], x.new_zeros(x.shape[0], min(by, x.shape[1]))], dim=1)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class SequenceDetails:
+    """Properties of ``b`` sequences with ``n`` tokens on this rank; None stands for the usual case."""
+
+    positions: Tensor | None = None
+    """``[n]`` int64, positions of the local tokens in their whole sequences; None: this rank's part of 0, 1, 2, ..."""
+    sample_index: Tensor | None = None
+    """``[b]`` int64, the global number of each sequence; dropout masks depend on it."""
+    document_lengths: Sequence[Sequence[int]] | None = None
+    """Lengths of the documents in each whole sequence; attention does not cross document boundaries. None: one document
+    each. They stay on the host, because attention needs them as Python integers and reading them would synchronize."""
+    loss_mask: Tensor | None = None
+    """``[b, n]``, 1 where a token counts in the loss and in auxiliary losses, else 0; None: all tokens count."""
+    later: LaterTokens | None = None
+    """Targets of multi-token prediction; None without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(SequenceDetails):
     """One rank's part of a micro-batch: ``b`` sequences with ``n`` local tokens each."""
 
     tokens: Tensor
     """``[b, n]`` int64."""
     labels: Tensor
     """``[b, n]`` int64, the next token of each token."""
-    loss_mask: Tensor
-    """``[b, n]``, 1 where a token's loss counts, else 0."""
-    positions: Tensor
-    """``[n]`` int64, positions of the local tokens in their whole sequences."""
-    sample_index: Tensor
-    """``[b]`` int64, the global number of each sequence; dropout masks depend on it."""
+    loss_mask: Tensor = field()
+    positions: Tensor = field()
+    sample_index: Tensor = field()
     residual_length: int
     """Length of the residual sequence."""
     position_ids: Tensor | None = None
     """``[b, n]`` int64, positions for embeddings and rotary angles; None: ``positions`` for every sequence."""
-    document_lengths: tuple[tuple[int, ...], ...] | None = None
-    """Lengths of the documents in each whole sequence; attention does not cross document boundaries. None: one document
-    each. They stay on the host, because attention needs them as Python integers and reading them would synchronize."""
-
-    later: LaterTokens | None = None
-    """Targets of multi-token prediction; None without it."""
     source: Tensor | None = None
     """``[b]`` int64, the data set of each sequence; None without a blend."""
 

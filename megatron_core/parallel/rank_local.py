@@ -1,6 +1,6 @@
 """State that belongs to a rank: one value for each process, or one for each simulated rank of a process.
 
-A process of a job is one rank. A simulated world (``parallel.simulated``) runs many ranks in one process, each in its
+A process of a job is one rank. A simulated world (``cpu_ranks.simulated``) runs many ranks in one process, each in its
 own threads, so all ranks would share a module-level variable. ``RankLocal`` stores such state: every rank has its own
 value. Threads inherit the rank only by ``in_this_rank``; all other threads find the process's value.
 """

@@ -12,12 +12,13 @@ the differences of words are below 2^32. NaN is a bit pattern like any other, an
 accidents; it is not meant against forgery.
 """
 
+import ctypes
 from collections.abc import Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from megatron_core.parallel.boxes import Box
 
@@ -25,6 +26,7 @@ CHUNK = 2**18
 """Words converted to 64 bits at a time: 2 MiB. Of 2^14 to 2^22, 2^16 to 2^19 are equally fast on a CPU."""
 _TABLE = 2**16
 """Factors that are kept; those of larger indices are computed on each use."""
+_ROW = 4096
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -105,3 +107,25 @@ def combined(hashes: Iterable[tuple[str, str]]) -> str:
     """One hash of the pairs (name, hash of the tensor), independent of their order."""
     lines = sorted(f"{name} {value}" for name, value in hashes)
     return xxh3_64_hexdigest("\n".join(lines).encode())
+
+
+def bit_hash(x: Tensor) -> Tensor:
+    """A 64-bit hash of the bits of a contiguous tensor, as an int64 scalar on its device."""
+    data = x.detach().reshape(-1).view(torch.uint8)
+    if data.device.type == "cpu":
+        # data.numpy() would make the storage fixed in size, and ZeRO 3 frees storages by resizing them.
+        size = data.numel()
+        digest = xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
+        return torch.tensor(digest - (digest >> 63 << 64), dtype=torch.int64)
+    return hash_on_device(data)
+
+
+def hash_on_device(data: Tensor) -> Tensor:
+    """The hash of bytes ``[n]`` without a copy to the host; its values differ from those on a CPU."""
+    whole = data.numel() // _ROW * _ROW
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    for part, width in ((data[:whole], _ROW), (data[whole:], data.numel() - whole)):
+        if width:
+            shape = (part.numel() // width, width)
+            total = total * 3 + box_sum(part.view(shape), Box((0, 0), shape), shape)
+    return total

@@ -81,7 +81,7 @@ class Pipeline:
         self.layers = layer_times.split(config, self.plan.num_stages)
         self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size, layer_times.kinds)
         self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
-        if config.data.dpo:  # the reference has a forward of its own
+        if config.optional("dpo"):  # the reference has a forward of its own
             self.passes = [Passes.sum([each, Passes(each.forward, {}, {})]) for each in self.passes]
 
     def variant(self, config: RunConfig) -> Pipeline:
@@ -154,9 +154,10 @@ class Pipeline:
                 frozen = Parameters(parameters.frozen, parameters.frozen_experts)
                 gather = self._sharded(parameters + frozen, clock.bytes)
                 backward = gather
-                if self.config.data.dpo and self.config.tuning.lora_rank is None:  # the frozen copy has no backward
+                if self.config.optional("dpo") and self.config.tuning.lora_rank is None:
+                    # The frozen copy has no backward.
                     backward = self._sharded(parameters, clock.bytes)
-                elif self.config.data.dpo:
+                elif self.config.optional("dpo"):
                     gather *= 2
                 forward = clock.exposed(gather, f) if parallel.overlap_param_gather else gather
             if parallel.dp_zero_stage >= 2:

@@ -36,7 +36,7 @@ NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_
 
 def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
     """Powers of two whose product with ``copies`` divides the batch; with ``--dpo`` from 2, for pairs of answers."""
-    batch, powers = config.training.global_batch_size or 1, range(1 if config.data.dpo else 0, 10)
+    batch, powers = config.training.global_batch_size or 1, range(1 if config.optional("dpo") else 0, 10)
     return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
 
 

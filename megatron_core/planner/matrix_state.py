@@ -1,11 +1,11 @@
-"""State of optimizers that keep some for whole matrices (SOAP, AdaMuon), from the shapes of a model's matrices."""
+"""State of optimizers that keep some for whole matrices, from the shapes of a model's matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.linear_layers import linear_layers
 from megatron_core.config.tuning import PARTS, WHOLE
 
@@ -27,29 +27,19 @@ class Matrices(NamedTuple):
 def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool) -> int:
     """Elements of the state of the hidden matrices in ``layers`` over all ranks, 0 for most optimizers.
 
-    ``has_mtp``: also those of the multi-token prediction layers. SOAP: two moments of each matrix, and a factor and a
-    basis of each of its dimensions up to ``soap_max_precondition_dim``. AdaMuon: a second moment of each element, or of
-    the longer dimension (normuon).
+    ``has_mtp``: also those of the multi-token prediction layers.
     """
-    if not config.optimizer.has_matrix_state:
+    elements = config.optimizer.kind_of(hidden=True).matrix_elements
+    if elements is None:
         return 0
     model = config.model
     found = [matrix for layer in layers for matrix in _matrices(config, layer)]
     for _ in range(model.mtp_built_layers * has_mtp):
         if config.tuning.lora_rank is None:
             found += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
-    return sum(_elements(matrix, config.optimizer) for matrix in found)
-
-
-def _elements(matrix: Matrices, optimizer: OptimizerConfig) -> int:
-    pieces, columns, copies, has_heads = matrix
-    if optimizer.optimizer == "adaptive_muon":
-        is_elementwise = optimizer.adaptive_muon_moment2_method == "adamuon"
-        return copies * (sum(pieces) * columns if is_elementwise else max(sum(pieces), columns))
-    is_split = optimizer.soap_split_qkv if has_heads else optimizer.soap_split_gate_up
-    most = optimizer.soap_max_precondition_dim
-    sides = [size for rows in (pieces if is_split else (sum(pieces),)) for size in (rows, columns)]
-    return copies * (2 * sum(pieces) * columns + sum(2 * size**2 for size in sides if size <= most))
+    return sum(
+        matrix.copies * elements(config.optimizer, matrix.pieces, matrix.columns, matrix.has_heads) for matrix in found
+    )
 
 
 def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:

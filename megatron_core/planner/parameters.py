@@ -152,7 +152,7 @@ def rank_units(
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
     if config.tuning.lora_rank is None and not config.model.dsa_indexer_warmup:
         # The reference of preferences is a frozen copy of each unit.
-        return [[unit + unit.freeze() for unit in units] for units in ranks] if config.data.dpo else ranks
+        return [[unit + unit.freeze() for unit in units] for units in ranks] if config.optional("dpo") else ranks
     # Adapters or indexers are trained, everything else is frozen.
     trained = adapter_parameters if config.tuning.lora_rank is not None else _indexer_parameters
     added = each_layer(kinds, lambda layer: trained(config, layer))

@@ -111,7 +111,7 @@ class Search:
         """
         if self.devices < 1:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
-        if (teacher := self.config.tuning.kd_teacher) is not None:
+        if (teacher := self.config.optional("kd_teacher")) is not None:
             raise ConfigError(
                 f"kd_teacher={teacher}: the planner does not know the teacher's model; remove --kd-teacher, and "
                 "keep memory for the teacher's weights"
@@ -360,7 +360,7 @@ class Search:
 
     def _with(self, settings: Settings) -> RunConfig:
         """Return the configuration with ``settings``, and with neutral values of all other layout settings."""
-        smallest = {"micro_batch_size": 2} if self.config.data.dpo else {}
+        smallest = {"micro_batch_size": 2} if self.config.optional("dpo") else {}
         return with_settings(self.config, NEUTRAL | smallest | settings, self._sections)
 
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:

@@ -232,7 +232,7 @@ def exact_grad_of(parameter: nn.Parameter) -> Tensor:
     total = main_grad_of(parameter)
     if total is None or total.dtype != torch.float64:
         raise LayoutError(
-            "layout_invariant=True adds gradients in float64: wrap the model in DataParallel(exact_sums=True)"
+            "layout_invariant=True adds float64 gradients: pass DataParallelSettings(exact_sums=True) to DataParallel"
         )
     return total
 

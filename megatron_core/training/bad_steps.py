@@ -16,7 +16,6 @@ from megatron_core.config import CheckpointConfig
 from megatron_core.errors import MegatronError
 from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.outer_state import load_with_groups
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
@@ -99,7 +98,8 @@ class BadSteps(Callback):
         A skipped step does not change the weights, so the current weights are those of its forward pass.
         """
         run, settings = self.run, self.run.config.checkpoint
-        if settings.save is None or self._kept >= self._settings.save_bad_steps or run.outer is not None:
+        has_groups = run.groups.outer.size() > 1  # each has weights of its own
+        if settings.save is None or self._kept >= self._settings.save_bad_steps or has_groups:
             return ""
         self._kept += 1
         size, state = result.size, run.state
@@ -139,7 +139,7 @@ class BadSteps(Callback):
         reader, _ = open_checkpoint(config, run.world.device)
         assert reader is not None, "it was found above"
         self._clear()
-        run.state = load_with_groups(config, reader, run.data_parallel, run.optimizer, run.fp8, run.outer)
+        run.state = run.load(config, reader)
         run.state.left_out = sorted({*run.state.left_out, *state.left_out, *bad})
         run.state.rollbacks, run.state.data = state.rollbacks + 1, state.data
         run.bad_steps = []

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from megatron_core.errors import MegatronError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.monitor.events import ValidationEvent
 from megatron_core.parallel.exit_status import RESTART, explained
 from megatron_core.training.driver import StepHooks
@@ -31,9 +33,14 @@ class Callback:
     """
 
     priority: int = 0
-    """Callbacks of higher priority are called first; ``built_in_callbacks`` in ``loop.py`` lists the built-in ones."""
+    """Callbacks of higher priority are called first; ``docs/extend.md`` lists those of the library."""
     run: Run
     """The run: its configuration, model, optimizer, data and counters; set before ``before_run``."""
+
+    def __init__(self, run: Run | None = None) -> None:
+        """``run``: of a callback that is constructed with it."""
+        if run is not None:
+            self.run = run
 
     def before_run(self) -> None:
         """Called once, after the checkpoint is loaded and before the first step."""
@@ -106,14 +113,11 @@ class Callbacks:
         """Call ``method`` of all callbacks; return the results."""
         return [self._call(callback, method, *arguments) for callback in self._begun]
 
-    def _discard(self, method: str) -> None:
-        self.call(method)
-
     @property
     def step_hooks(self) -> StepHooks:
         """The methods that the driver calls within a step."""
         return StepHooks(
-            before_update=lambda: self._discard("before_update"),
+            before_update=partial(self.call, "before_update"),
             is_bad=lambda loss, grad_norm: any(self.call("is_bad", loss, grad_norm)),
         )
 
@@ -140,6 +144,11 @@ class Callbacks:
             what = f"failed after iteration {self._run.state.iteration}: {type(error).__name__}: {error}"
             print(f"{self._run.world.prefix} callback {where} {what}".lstrip(), file=sys.stderr, flush=True)
             raise
+
+
+def feature_callbacks(run: Run) -> list[Callback]:
+    """Construct the callbacks of the features that ``run`` uses."""
+    return [load_hook(hook)(run) for feature in used_features(run.config) for hook in feature.callbacks]
 
 
 def _checked(callback: object) -> Callback:

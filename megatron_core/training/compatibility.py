@@ -23,6 +23,7 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
+from megatron_core.feature import features
 from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.peft import CONFIG as ADAPTER
@@ -86,14 +87,11 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
         )
 
 
-def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if a run of preferences without adapters resumes from another training in ``folder``,
-    whose weights are not those of the reference."""
-    if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
-        raise CheckpointError(
-            f"dpo=True, but the checkpoint {folder} is of a run without it, so the reference would have "
-            "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
-        )
+def check_features(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` if features cannot resume a run with the stored settings."""
+    for feature in features():
+        for problem in () if feature.resume_problems is None else feature.resume_problems(stored, config, folder):
+            raise CheckpointError(problem)
 
 
 def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
@@ -109,21 +107,6 @@ def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path)
         raise CheckpointError(
             f"{given}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
             "weights; to begin this stage with its weights and new optimizer state, add --finetune"
-        )
-
-
-def check_same_groups(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if the checkpoint in ``folder`` has the state of another number of outer groups.
-
-    Without groups in the checkpoint, any number can start from it.
-    """
-    steps, groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
-    now = config.outer.outer_groups if config.outer.outer_steps else 0
-    if steps and groups != now and not config.checkpoint.no_load_optim:
-        given = f"outer_groups={now}" if now else "outer_steps=0"
-        raise CheckpointError(
-            f"{given}, but the checkpoint {folder} has the state of {groups} groups; give --outer-steps {steps} "
-            f"--outer-groups {groups}, or start with its global weights and new optimizer state by --no-load-optim"
         )
 
 

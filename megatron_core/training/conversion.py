@@ -45,7 +45,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.adapter_export import MergedReader
-from megatron_core.training.averages import AveragedReader
+from megatron_core.training.averaged_reader import AveragedReader
 from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
 from megatron_core.training.megatron_state import state_at
 

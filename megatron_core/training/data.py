@@ -3,15 +3,12 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import MockDataset, Splits, build_datasets
-from megatron_core.datasets.base import short_names
-from megatron_core.datasets.choices import ChoiceDataset
 from megatron_core.datasets.parts import DataPart, DataRequest, data_parts, file_reader
 from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.datasets.whole_round import WholeRound
@@ -48,7 +45,7 @@ def make_splits(
     splits = provider(config, tokenizer) if provider is not None else _build(parts, request)
     for part in parts:
         splits = part.change(splits, request)
-    return for_evaluation(splits, config, tokenizer)
+    return for_evaluation(splits, config)
 
 
 def _build(parts: Sequence[DataPart], request: DataRequest) -> Splits:
@@ -65,17 +62,9 @@ def _build(parts: Sequence[DataPart], request: DataRequest) -> Splits:
     return build_datasets(data, seed=seed, tokenizer=request.tokenizer)
 
 
-def for_evaluation(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:
-    """Add multiple-choice questions, and with ``full_validation`` restrict the evaluated data sets to one round."""
-    data = config.data
-    if data.choices_data_path:
-        assert tokenizer is not None, "the configuration's rules ask for one"
-        names = short_names([str(Path(path).with_suffix("")) for path in data.choices_data_path])
-        files = zip(names, data.choices_data_path, strict=True)
-        splits = replace(
-            splits, choices={name: ChoiceDataset(path, tokenizer, data.seq_length) for name, path in files}
-        )
-    if not data.full_validation:
+def for_evaluation(splits: Splits, config: RunConfig) -> Splits:
+    """With ``full_validation``, restrict the evaluated data sets to one round."""
+    if not config.data.full_validation:
         return splits
     # Training is not restricted: its order has no end.
     return replace(replace(splits, train=None).map(WholeRound), train=splits.train)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class StepHooks:
     """Context manager around forward and backward; it receives the executor's listener and yields the one to use."""
     statistics: Callable[[], Tensor] | None = None
     """Returns this rank's terms of additional sums over all ranks; called after gradient reduction, before clipping."""
-    before_update: Callable[[], None] = lambda: None
+    before_update: Callable[[], object] = lambda: None
     """Called after gradients are summed over all ranks and before they are clipped."""
     is_bad: Callable[[float, float], bool] = lambda loss, norm: False
     """Whether to skip a step with this loss and gradient norm; the result must be equal on all ranks."""
@@ -144,35 +145,41 @@ def take_step(
     finish_gradients(data, model.fp8)
     hooks.before_update()
     METER.switch("optimizer")
-    # Sum all reported values over all ranks, and copy them to the host with the gradient norm.
+    # Sum all reported values over all ranks, and copy them to the host with the gradient norm: every other copy would
+    # wait for the device once more.
     auxiliary = work.auxiliary or AuxiliaryLosses((), 0)
-    terms = work.terms
-    added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
-    load = auxiliary.expert_load(terms.device)
-    own = torch.stack([sum_of(model, losses), torch.full_like(terms, float(stop))])
-    further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
-    report = torch.cat([own, added, further, load.flatten()])
+    device = work.terms.device
+    load = auxiliary.expert_load(device)
+    values = {
+        "loss": sum_of(model, losses).view(1),
+        "stop": work.terms.new_full((1,), float(stop)),
+        "auxiliary": auxiliary.totals(device, owns_loss=model.split.owns_loss),
+        "statistics": work.terms.new_zeros(0) if hooks.statistics is None else hooks.statistics(),
+        "load": load.flatten(),
+    }
+    report = torch.cat(list(values.values()))
     all_reduce_(report, model.groups.group(WORLD))
-    by_group = read_reports(torch.cat([report, divisor.view(1)]), model, alone=alone)
-    own_norm = by_group[model.groups.outer.rank() % len(by_group)][0]
-    groups = [(row[1] / row[-1], row[0]) for row in by_group]
-    loss, norm = (_mean(each) for each in zip(*groups, strict=True))
-    sums = [sum(each) for each in zip(*by_group, strict=True)]
-    first, at = 3 + len(added), 3 + len(added) + len(further)
-    added_means = [auxiliary.means(row[3:first]) for row in by_group]
+    rows = read_reports(torch.cat([report, divisor.view(1)]), model, alone=alone)
+    lengths = {"norm": 1, **{name: len(value) for name, value in values.items()}, "divisor": 1}
+    by_group = [_by_name(row, lengths) for row in rows]
+    totals = _by_name([sum(column) for column in zip(*rows, strict=True)], lengths)
+    groups = [(group["loss"][0] / group["divisor"][0], group["norm"][0]) for group in by_group]
+    loss, norm = (_mean(column) for column in zip(*groups, strict=True))
+    means = [auxiliary.means(group["auxiliary"]) for group in by_group]
     # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
+    own_norm = groups[model.groups.outer.rank() % len(groups)][1]
     skipped = update_weights(optimizer, [data], own_norm, rates.lr, rates.decoupled_lr, rates.weight_decay, skip=skip)
     METER.switch("other")
     return StepOutcome(
-        loss,
-        norm,
-        skipped,
-        sums[2] > 0.0 and not alone,
-        {name: _mean([means[name] for means in added_means]) for name in added_means[0]},
-        [each / len(by_group) for each in sums[first:at]],
-        dict(zip(auxiliary.expert_layers, _in_rows(sums[at:-1], load.shape[1]), strict=True)),
-        groups if len(by_group) > 1 else (),
+        loss=loss,
+        grad_norm=norm,
+        skipped=skipped,
+        stop=totals["stop"][0] > 0.0 and not alone,
+        auxiliary_losses={name: _mean([group[name] for group in means]) for name in means[0]},
+        statistics=[value / len(groups) for value in totals["statistics"]],
+        expert_load=dict(zip(auxiliary.expert_layers, _in_rows(totals["load"], load.shape[1]), strict=True)),
+        groups=groups if len(groups) > 1 else (),
     )
 
 
@@ -193,7 +200,7 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, exact = work.plan.num_stages - 1, model.data_parallel.exact_sums
+    last, exact = work.plan.num_stages - 1, model.data_parallel.settings.exact_sums
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = work.forward(stage, micro, hidden)
@@ -291,10 +298,16 @@ def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(losses)).sum(dtype=torch.float64)
 
 
+def _by_name(row: Sequence[float], lengths: Mapping[str, int]) -> dict[str, list[float]]:
+    """Split ``row`` into parts with these names and lengths."""
+    remaining = iter(row)
+    return {name: list(islice(remaining, length)) for name, length in lengths.items()}
+
+
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
 def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
     """Round ``numbers`` to integers and split them into rows of ``length``."""
-    return [[round(number) for number in numbers[at : at + length]] for at in range(0, len(numbers), length)]
+    return [[round(number) for number in numbers[start : start + length]] for start in range(0, len(numbers), length)]

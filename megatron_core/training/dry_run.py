@@ -35,7 +35,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.vocabulary import ASSUMED_VOCABULARY, vocabulary_or_assumed
 from megatron_core.training.plans import Plans
-from megatron_core.training.setup import data_parallel_of, outer_of
+from megatron_core.training.setup import data_parallel_of
 
 META = torch.device("meta")
 
@@ -114,13 +114,12 @@ class RankEstimate:
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
         world = self.groups.grid.world_size * self.groups.outer.size()
-        outer = outer_of(self.config, data_parallel, optimizer, self.groups, self.groups.outer.rank())
         formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)
         return {
             **data_parallel.resident_bytes(),
             "optimizer": sum(shard.nbytes for shard in optimizer.shards if not shard.placement.is_offloaded)
-            + sum(piece.memory.nbytes for piece in optimizer.matrix_state())
-            + (0 if outer is None else outer.nbytes),
+            + sum(piece.memory.nbytes for piece in optimizer.joint_state())
+            + _bytes_of_groups(self.config, optimizer),
             "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
             **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},
         }
@@ -136,11 +135,22 @@ class RankEstimate:
         return peak_activations(self.plan)[self.groups.index("pp")]
 
 
+def _bytes_of_groups(config: RunConfig, optimizer: Optimizer) -> int:
+    """Bytes of the global weights of groups of replicas and their momentum, which the replicas of a group divide."""
+    total = 0
+    for shard in optimizer.shards if config.outer.outer_steps else ():
+        bucket, group = shard.bucket, shard.bucket.dp_group
+        part = bucket.weights.numel() // group.size()
+        span = slice(group.rank() * part, (group.rank() + 1) * part)
+        total += sum(2 * (stop - start) * shard.main.element_size() for _, _, start, stop, _ in bucket.pieces(span))
+    return total
+
+
 def warnings(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each missing input of a training run (data files, tokenizer files, checkpoint), and for a
     teacher."""
     data = config.data
-    if (teacher := config.tuning.kd_teacher) is not None:
+    if (teacher := config.optional("kd_teacher")) is not None:
         yield f"the bytes are without the weights of kd_teacher={teacher}"
     if data.vocab_size is None:
         try:

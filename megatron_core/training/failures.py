@@ -27,9 +27,6 @@ class Heartbeat(Callback):
 
     priority = 800
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
     def before_step(self) -> None:
         """Report the start of the next step."""
         if self.run.world.watchdog is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
 from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader
 from megatron_core.config import OptimizerConfig, RunConfig
@@ -29,10 +31,47 @@ from megatron_core.training.state import (
     fp8_pieces,
     held_pieces,
     held_weights,
+    open_checkpoint,
     optimizer_pieces,
     saved_pieces,
     weight_pieces,
 )
+
+
+def load_intact(
+    config: RunConfig, reader: Reader | None, device: torch.device, load: Callable[[Reader | None], TrainState]
+) -> TrainState:
+    """``load(reader)``; if the files that it reads are damaged, of an older checkpoint in the same folder.
+
+    Errors: ``CheckpointError`` on all ranks if none is intact, or if the older one would change settings of this run,
+    whose model exists already.
+    """
+    damaged = dict[Path, str]()
+    while True:
+        try:
+            return load(reader)
+        except DamagedCheckpoint as error:
+            if error.folder in damaged:
+                raise
+            damaged[error.folder] = str(error)
+            reader = _open_older(config, error, device, damaged)
+
+
+def _open_older(
+    config: RunConfig, error: DamagedCheckpoint, device: torch.device, damaged: Mapping[Path, str]
+) -> CheckpointReader:
+    """Open the newest checkpoint that is not among the ``damaged`` ones, for a model built with ``config``."""
+    reader, changed = open_checkpoint(config, device, hash_later=True, damaged=damaged)
+    if not isinstance(reader, CheckpointReader):
+        raise CheckpointError(f"{error}; load={config.checkpoint.load!r} holds no other checkpoint")
+    before = config.flat()
+    names = [name for name, value in changed.flat().items() if before[name] != value]
+    if names:
+        raise CheckpointError(
+            f"{error}; the older checkpoint {reader.folder} has other settings than this one, from which the settings "
+            f"of this run were taken: {listed(names)}; to load it, give --ckpt-step {reader.manifest.iteration}"
+        )
+    return reader
 
 
 def load_state(

@@ -1,27 +1,20 @@
 """The training loop: steps, evaluations and checkpoints; everything else is a callback."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
-from megatron_core.training.averages import averaged_weights
 from megatron_core.training.bad_steps import BadSteps, leave_out_listed
-from megatron_core.training.callbacks import Callback, Callbacks, is_due
-from megatron_core.training.checks import RunChecks
-from megatron_core.training.choices import evaluate_choices
+from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
 from megatron_core.training.failures import FailureLog, Heartbeat
-from megatron_core.training.faults import Faults
-from megatron_core.training.hash_records import HashRecords
-from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.memory_report import MemoryReport, MemorySnapshots
 from megatron_core.training.reports import Fp8Statistics, Measurements, Reports
-from megatron_core.training.rerun import Reruns
 from megatron_core.training.run_files import RunFiles
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
-from megatron_core.training.stop import ElasticEnd, StopRequests
+from megatron_core.training.stop import StopRequests
 
 
 def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
@@ -35,14 +28,9 @@ def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
         StopRequests(run),
         Reports(run, sinks, measurements),  # before BadSteps, whose rollback changes the iteration
         Fp8Statistics(run),
-        LinkChecks(run),  # before BadSteps, which would name only the consequence
-        HashRecords(run),  # before BadSteps, whose rollback changes the weights
         BadSteps(run),
-        RunChecks(run),  # before Measurements, which do not include the comparison before the first step
         measurements,
         MemoryReport(run),
-        Faults(run),  # last before a step and a checkpoint
-        ElasticEnd(run),  # may raise RestartNeeded
     ]
 
 
@@ -52,17 +40,16 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
     ``callbacks`` are called in addition to the built-in callbacks.
     """
     config = run.config
-    called = Callbacks(run, [*built_in_callbacks(run, sinks), *callbacks])
+    called = Callbacks(run, [*built_in_callbacks(run, sinks), *feature_callbacks(run), *callbacks])
     with called.running():
         confirm_layout_change(run, called)
         saved_at = evaluated_at = run.state.iteration
-        reruns = Reruns(run)
         # Steps; only a step with the same result on all ranks reports a stop, so that all ranks stop together.
         while run.state.iteration < run.total_iterations:
             if leave_out_listed(run):
                 continue
             called.call("before_step")
-            result = train_step(run, stop=bool(run.stop_reason), hooks=called.step_hooks, take=reruns.take)
+            result = train_step(run, stop=bool(run.stop_reason), hooks=called.step_hooks)
             called.call("after_step", result)
             if is_due(run.state.iteration, config.training.eval_interval):
                 evaluate_split(run, called, "validation")
@@ -79,13 +66,13 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
         if config.checkpoint.save and saved_at != run.state.iteration and not run.bad_steps:
             save(run, called)
         run.saver.finish()
-        reruns.report()
         report_end(run)
 
 
 def evaluate_only(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
     """Evaluate on the validation and the test data, if present, without training (``skip_train``)."""
-    called = Callbacks(run, [Reports(run, sinks, Measurements(run)), *callbacks])
+    reports = Reports(run, sinks, Measurements(run))
+    called = Callbacks(run, [reports, *feature_callbacks(run), *callbacks])
     with called.running():
         for split in ("validation", "test"):
             evaluate_split(run, called, split)
@@ -106,10 +93,11 @@ def confirm_layout_change(run: Run, called: Callbacks) -> None:
 
 
 def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
-    """Evaluate on each set of ``validation`` or ``test`` data, and with ``validation`` on multiple-choice questions;
-    call ``after_evaluation`` for each. The validation loss of the run is the mean over the sets."""
-    sets, questions = run.splits.of(split), run.splits.choices if split == "validation" else {}
-    if run.config.training.eval_iters == 0 or not (sets or questions):
+    """Evaluate on each set of ``validation`` or ``test`` data, with ``validation`` also as features do
+    (``Evaluation``); call ``after_evaluation`` for each result. The run's validation loss is the mean over the sets."""
+    sets = run.splits.of(split)
+    evaluations = run.evaluations if split == "validation" else ()
+    if run.config.training.eval_iters == 0 or not (sets or evaluations):
         return
     event = partial(
         ValidationEvent,
@@ -118,27 +106,24 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
         consumed_tokens=run.state.consumed_tokens,
     )
     events: list[ValidationEvent] = []
-
-    def measure(suffix: str = "") -> list[float]:
-        found = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
-        events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, found, strict=True))
-        events.extend(
-            event(split=f"questions {name}{suffix}", **vars(evaluate_choices(run, asked)))
-            for name, asked in questions.items()
-        )
-        return found
-
+    losses: list[float] = []
+    # With the weights of the model, or those that a feature evaluates in their place; then with those of features.
+    weights: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
+    for part in run.parts:
+        weights |= part.evaluated_weights()
     with METER.phase("evaluation", whole=True):
         run.optimizer.synchronize()
-        with nullcontext() if run.outer is None else run.outer.global_weights():
-            losses = measure()
-        if run.config.optimizer.ema_decay is not None and not run.config.training.skip_train:
-            with averaged_weights(run):
-                measure(" average")
+        for suffix, context in weights.items():
+            with context():
+                means = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
+                events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, means, strict=True))
+                for evaluation in evaluations:
+                    events.extend(event(split=name + suffix, **values) for name, values in evaluation.results(run))
+            losses = losses or means
     if split == "validation" and losses:
         run.state.validation_loss = sum(losses) / len(losses)
-    for each in events:
-        called.call("after_evaluation", each)
+    for result in events:
+        called.call("after_evaluation", result)
 
 
 def save_when_due(run: Run, called: Callbacks) -> bool:

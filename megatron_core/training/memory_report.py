@@ -51,7 +51,7 @@ def planned_bytes(run: Run) -> float:
             hidden=shard.bucket.kind.is_hidden_matrix,
             added_moments=added_moments(config.parallel),
         )
-        outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
+        outer = 2 * shard.main.element_size() / size if config.outer.outer_steps else 0  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
     weight = number_size(config.training.compute_dtype)
     found += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)
@@ -66,9 +66,9 @@ def planned_bytes(run: Run) -> float:
 def found_bytes(run: Run) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
-    state += [piece.memory for piece in run.optimizer.matrix_state()]
-    outer = 0 if run.outer is None else run.outer.nbytes
-    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + outer}
+    state += [piece.memory for piece in run.optimizer.joint_state()]
+    of_parts = sum(part.nbytes for part in run.parts)
+    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
@@ -282,7 +282,7 @@ def largest_tensors(run: Run) -> list[dict[str, Any]]:
         owned = {"weights": bucket.weights, "gradients": bucket.grads, "gradient shard": bucket.grad_shard} | state
         for kind, tensor in owned.items():
             known.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} of {where}")
-    for piece in run.optimizer.matrix_state():
+    for piece in run.optimizer.joint_state():
         known.setdefault(piece.memory.untyped_storage().data_ptr(), piece.name)
     found: dict[int, Tensor] = {}
     for each in gc.get_objects():

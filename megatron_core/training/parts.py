@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.feature import load_hook, used_features
+from megatron_core.tokenizers import Tokenizer
 
 
 class RunPart:
     """Base class of ``Feature.run_part``; override the methods you need.
 
-    The constructor receives the ``Run``, with its model, optimizer and groups, after a checkpoint has been loaded. All
+    The constructor receives the ``Run``, with its model, optimizer and groups, before a checkpoint is loaded. All
     methods are called on all ranks and may call collectives. ``train_step`` calls them, so that parts, in contrast to
     callbacks, also act in the steps of ``tools/verify_layout.py``.
     """
@@ -27,9 +30,75 @@ class RunPart:
     def before_step(self) -> None:
         """Called before the forward of each step."""
 
+    def after_step(self) -> None:
+        """Called after the update of each step, and after the counters of the run."""
+
+    def evaluated_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Return contexts with the weights of an evaluation, by an addition to the names of its results.
+
+        The context of "" replaces the weights of the model in evaluations; the others are evaluated afterwards.
+        """
+        return {}
+
     def metrics(self) -> Mapping[str, float]:
         """Return values to report with a step, by the name of the metric; called after the update."""
         return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part's state of training on this rank."""
+        return 0
+
+    # State in checkpoints. Its pieces need names of their own, such as "NAME.*".
+
+    def stored_pieces(
+        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+    ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
+        """Return the pieces of this rank in a checkpoint, in place of the pieces without this part: those that change
+        only in updates, and the others."""
+        return updated, others
+
+    def stored_values(self) -> dict[str, Any]:
+        """Return values to store with the tensors; JSON types."""
+        return {}
+
+    def copied_pieces(self, pieces: Iterable[TensorBox]) -> Iterable[TensorBox]:
+        """As ``stored_pieces``, for a copy in host memory before a step, from which this rank may recover."""
+        return pieces
+
+    def copied_values(self) -> dict[str, Any]:
+        """As ``stored_values``, for such a copy."""
+        return self.stored_values()
+
+    def load(self, config: RunConfig, reader: Any) -> bool:
+        """Load the whole state of the run in place of ``load_state``, and return True; or do nothing and return False.
+
+        ``reader``: an open checkpoint or copy; ``config``: the settings for loading it.
+        """
+        return False
+
+    def after_load(self, config: RunConfig, reader: Any) -> None:
+        """Called after ``load_state`` has loaded ``reader``: load the part's own state, or start at these weights."""
+
+
+class Evaluation:
+    """Base class of ``Feature.evaluation``."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+        """Read the data; called before the model is built."""
+
+    def results(self, run: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Evaluate the model of ``run`` with its present weights; yield names and fields of ``ValidationEvent``.
+
+        Called on all ranks whenever the validation data is evaluated.
+        """
+        yield from ()
+
+
+def build_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Evaluation, ...]:
+    """Construct the evaluations of the features that a run uses."""
+    hooks = [feature.evaluation for feature in used_features(config) if feature.evaluation is not None]
+    return tuple(load_hook(hook)(config, tokenizer) for hook in hooks)
 
 
 def build_parts(config: RunConfig, run: Any) -> tuple[RunPart, ...]:

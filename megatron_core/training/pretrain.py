@@ -1,8 +1,8 @@
 """A whole pretraining job on this rank."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.training import OptimizerConfig
-from megatron_core.config.validate import check, largest_world_size
+from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.models.hf import config_of_folder, notes_of_folder
 from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.monitor.build import build_sinks
@@ -24,8 +25,7 @@ from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend, fixed_products
 from megatron_core.ops.fp8_product import unavailable_reason
-from megatron_core.parallel import World, start_world
-from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel import World, start_world, transports
 from megatron_core.tokenizers.companions import template_path
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.compatibility import (
@@ -38,10 +38,8 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.memory_report import describe_memory
-from megatron_core.training.recovery import Recovery, train_with_recovery
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
-from megatron_core.training.state_copies import StateCopies
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -91,28 +89,40 @@ def pretrain(
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
     each layer; ``callbacks`` run at fixed points of the training (``Callback``).
     """
-    if config.resilience.elastic:
-        world.use(largest_world_size(config, world.size))
+    job = Job(datasets_provider, layer_specs, callbacks)
+    starts = [load_hook(feature.start) for feature in used_features(config) if feature.start is not None]
+    start = next(iter(starts), start_once)
+    start(config, world, job)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of ``pretrain`` that are not settings: a run is made from them, and again after a failure."""
+
+    datasets_provider: DatasetsProvider | None = None
+    layer_specs: LayerSpecs = layer_spec
+    callbacks: Sequence[Callback] = ()
+
+    def set_up(self, config: RunConfig, world: World, copy: HostCopy | None = None) -> Run:
+        """Set up a run; ``copy``: state to load in place of a checkpoint."""
+        return set_up(config, world, self.datasets_provider, self.layer_specs, copy)
+
+    def train(self, run: Run, callbacks: Sequence[Callback] = (), *, is_new: bool = True) -> None:
+        """Train or evaluate ``run`` with further ``callbacks``; ``is_new``: it does not continue another in this
+        job, so that it is described."""
+        _train(run, [*self.callbacks, *callbacks], is_new=is_new)
+
+
+def start_once(config: RunConfig, world: World, job: Job) -> None:
+    """Validate, join the ranks, set up and train; a failure ends the job."""
     check(config, world.size)
-
-    def attempt(config: RunConfig, world: World, copy: HostCopy | None, recovery: Recovery) -> None:
-        run = set_up(config, world, datasets_provider, layer_specs, copy)
-        run.stop_reason = recovery.stop_reason
-        try:
-            _train(run, [*callbacks, StateCopies(recovery)], is_new=copy is None)
-        except Exception:
-            recovery.leave(run)
-            raise
-
-    if config.resilience.recover != "none" and world.size > 1 and not config.training.skip_train:
-        return train_with_recovery(config, world, attempt)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
     if world.is_spare:
         return world.wait_for_end()
-    run = set_up(config, world, datasets_provider, layer_specs)
+    run = job.set_up(config, world)
     try:
-        _train(run, callbacks)
+        job.train(run)
     finally:
         run.saver.leave()
 
@@ -157,7 +167,7 @@ def introduce(run: Run) -> None:
     if not run.config.training.skip_train:
         print(describe_memory(run))
     if run.world.size > 1:
-        print(f"collectives: {shared_memory.describe()}")
+        print(f"collectives: {transports.describe()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
@@ -186,7 +196,7 @@ def kernels(run: Run) -> str:
 def missing_validation(run: Run) -> str | None:
     """Why ``eval_iters`` has no data to evaluate on; None if it has, or if a note of the data says so."""
     splits, config = run.splits, run.config
-    if splits.of("validation") or splits.choices or any("valid" in note for note in splits.notes):
+    if splits.of("validation") or run.evaluations or any("valid" in note for note in splits.notes):
         return None
     data = config.data
     asked = f"eval_iters={config.training.eval_iters} evaluates on no validation data"
@@ -206,11 +216,6 @@ def notes(run: Run) -> Iterator[str]:
     fp8 = run.config.training
     if run.fp8 is not None and (reason := unavailable_reason(block_size(fp8), run.world.device)):
         yield f"fp8_recipe={fp8.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: {reason}"
-    if run.config.resilience.elastic and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield (
-            "elastic=True: nodes that join later cannot connect to torchrun's store; start torchrun on all nodes with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )
     if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
     for part in run.parts:
@@ -244,12 +249,6 @@ def notes(run: Run) -> Iterator[str]:
         yield (
             f"ckpt_format={settings.ckpt_format}: checkpoints are written twice, also to "
             f"{run.saver.folder / settings.ckpt_format}{state}"
-        )
-    outer = run.config.outer
-    if run.outer is not None and run.total_iterations % outer.outer_steps:
-        yield (
-            f"outer_steps={outer.outer_steps} does not divide the {run.total_iterations} iterations: steps after the "
-            "last exchange do not reach the global weights"
         )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} has no checkpoint: this run starts from scratch"

@@ -31,7 +31,6 @@ from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_t
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.memory_report import found_bytes
-from megatron_core.training.profile import Profile
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -68,7 +67,6 @@ class Measurements(Callback):
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
-        self.profile = Profile(run)
         METER.start(run.groups, run.world.device)
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
@@ -76,7 +74,6 @@ class Measurements(Callback):
         if not self.settings.record_times:
             return {}
         times, iteration = METER.take(), self.run.state.iteration
-        self.profile.after_step(times)
         self._steps += 1
         self._skipped += result.skipped
         self._stretch.add(times)
@@ -98,7 +95,6 @@ class Measurements(Callback):
     def after_run(self) -> None:
         """Write the record of the time since the last one: the last evaluation and checkpoint."""
         if METER.on:
-            self.profile.finish()
             self._stretch.add(METER.take())
             iteration = self.run.state.iteration
             self._write(iteration, self.memory(), complete=iteration == self.run.total_iterations)
@@ -194,13 +190,9 @@ class Reports(Callback):
 
     def after_step(self, result: StepResult) -> None:
         """Send the event of the step; folders of reports that were deleted are created again before."""
-        self.run.saver.restore_folders()
-        seconds = time.perf_counter() - self._began
-        self.send(result, seconds, self._measurements.of_step(result))
-
-    def send(self, result: StepResult, seconds: float, measured: Mapping[str, Any] | None = None) -> None:
-        """Send the event of a step that took ``seconds``; ``measured``: the result of ``Measurements.of_step``."""
         run, size = self.run, result.size
+        run.saver.restore_folders()
+        seconds = time.perf_counter() - self._began
         flops = size.tokens * flops_per_token(run.config.model, size.sequence_length, run.vocab_size)
         event = StepEvent(
             iteration=run.state.iteration,
@@ -223,7 +215,7 @@ class Reports(Callback):
             params_norm=math.sqrt(result.statistics[0]) if run.config.monitor.log_params_norm else None,
             num_zeros_in_grad=round(result.statistics[1]) if run.config.monitor.log_num_zeros_in_grad else None,
             layout=run.layout,
-            **(measured or {}),
+            **self._measurements.of_step(result),
         )
         for sink in self._sinks:
             sink.on_step(event)

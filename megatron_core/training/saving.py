@@ -1,7 +1,7 @@
 """Writing checkpoints of a run, before the next step or in the background."""
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -42,7 +42,6 @@ from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.models.megatron_lm.writer import write_checkpoint
-from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
@@ -50,7 +49,7 @@ from megatron_core.storage import in_storage, location
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
-from megatron_core.training.outer_state import global_pieces, outer_state, pieces_of_group
+from megatron_core.training.parts import RunPart
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 LEAVE_SECONDS = 60.0
@@ -73,8 +72,8 @@ class CheckpointSaver:
     vocab_size: int = field(kw_only=True)
     tokenizer: Tokenizer | None = field(kw_only=True)
     fp8: AmaxHistories | None = field(default=None, kw_only=True)
-    outer: OuterOptimizer | None = field(default=None, kw_only=True)
-    """The global weights of groups of replicas; checkpoints then contain the weights of each group, too."""
+    parts: Sequence[RunPart] = field(default=(), kw_only=True)
+    """The parts of features, which may have state in checkpoints."""
     further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
     """Returns additional pieces to save."""
 
@@ -253,13 +252,10 @@ class CheckpointSaver:
             replaced=() if temporary else self._replaced,
         )
         optimizer = None if settings.no_save_optim else self.optimizer
-        updated = updated_pieces(self.data, optimizer)
-        others = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
-        if self.outer is not None:
-            group = pieces_of_group(updated, self.optimizer, self.outer.groups.outer.rank())
-            updated = iter(()) if optimizer is None else group
-            first = others if self.outer.groups.outer.rank() == 0 else ()
-            others = chain(first, global_pieces(self.outer, weights_only=optimizer is None))
+        updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
+        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
+        for part in self.parts:
+            updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
         if temporary and self._hosts is not None:
             self._save_copies(save, chain(updated, others), self._hosts)
         elif settings.async_save:
@@ -350,5 +346,4 @@ class CheckpointSaver:
             "vocab_size": self.vocab_size,
             "config": self.config.flat(),
             **compressed,
-            **({} if self.outer is None else outer_state(self.outer)),
-        }
+        } | {name: value for part in self.parts for name, value in part.stored_values().items()}

@@ -1,22 +1,22 @@
 """Setup of a training run from a configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint.host_copy import HostCopy
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
-from megatron_core.data_parallel import DataParallel, Initialise
-from megatron_core.data_parallel.fill import in_order, whole_matrices, whole_parameters
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
+from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
@@ -24,7 +24,6 @@ from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
@@ -34,21 +33,22 @@ from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.training.attempts import Attempts
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
-from megatron_core.training.driver import Trainable, gather_weights
+from megatron_core.training.driver import Trainable
+from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.new_indexers import draw_indexers
-from megatron_core.training.outer_state import load_intact
-from megatron_core.training.parts import RunPart, build_parts
+from megatron_core.training.objective import Objective, build_objective
+from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
-from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import TrainState, open_checkpoint
-from megatron_core.training.teacher import Teacher, build_teacher
+from megatron_core.training.state import Reader, TrainState, open_checkpoint
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
-from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
+
+Part = TypeVar("Part", bound=RunPart)
 
 
 @dataclass(kw_only=True)
@@ -65,35 +65,38 @@ class Run(Trainable):
     """This rank's stages by number."""
     auxiliary_loss_names: tuple[str, ...]
     """Names of the layers' auxiliary losses, equal on all ranks."""
+    layer_specs: LayerSpecs = layer_spec
+    """The function that has chosen the parts of each layer."""
     plans: Plans
     trace: TraceWriter | None
-    schedule: LearningRateSchedule
-    decoupled_schedule: LearningRateSchedule | None
-    """Schedule of word embedding and output layer, if it is separate."""
     splits: Splits
-    state: TrainState
-    loaded: bool
+    evaluations: tuple[Evaluation, ...]
+    """Evaluations of features, in addition to the validation data."""
+    loaded: bool = False
     """Whether a checkpoint was loaded."""
-    outer: OuterOptimizer | None = None
-    """The global weights of groups of replicas, with ``outer_steps``."""
-    reference: Reference | None = None
-    """The frozen model that preferences are compared with, if it is not the model without its adapters."""
-    total_iterations: int
+    state: TrainState = field(default_factory=TrainState)
+    total_iterations: int = field(init=False)
     """Steps of the whole training, including the steps before a resume."""
+    schedule: LearningRateSchedule = field(init=False)
+    decoupled_schedule: LearningRateSchedule | None = field(init=False)
+    """Schedule of word embedding and output layer, if it is separate."""
     bad_steps: list[int] = field(default_factory=list)
     """Iterations of the bad steps since the last good one; no checkpoint is written until a step is good again."""
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    attempts: Attempts = field(default_factory=Attempts)
+    """How steps are computed: once, or repeatedly to find wrong results."""
     parts: tuple[RunPart, ...] = field(init=False)
     """The objects of the features that this run uses."""
-    teacher: Teacher | None = field(init=False)
-    """The frozen model whose distribution of tokens the model learns."""
+    objective: Objective = field(init=False)
+    """The loss."""
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the checkpoint saver, the teacher, and the loader of the training split if there is one."""
+        """Create the parts of features, the checkpoint saver, the loss, and the loader of training data, if any."""
+        self.parts = build_parts(self.config, self)
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -101,13 +104,40 @@ class Run(Trainable):
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             fp8=self.fp8,
-            outer=self.outer,
+            parts=self.parts,
         )
-        self.parts = build_parts(self.config, self)
-        places = self.plans.stage_to_rank
-        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.tokenizer, self.world, places)
+        self.objective = build_objective(self.config, self)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
+
+    def begin(self, checkpoint: Reader | None) -> None:
+        """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
+        config = self.config
+        self.loaded = checkpoint is not None
+        self.state = load_intact(config, checkpoint, self.world.device, partial(self.load, config))
+        self.state.data = compare_data(config, self.state, self.world)
+        done = self.state.iteration, self.state.consumed_samples
+        remaining = config.training.steps_left(self.groups.replicas, *done, config.data.seq_length)
+        self.total_iterations = self.state.iteration + remaining
+        self.schedule = learning_rate_schedule(config, config.optimizer, self.total_iterations)
+        self.decoupled_schedule = None
+        if (decoupled := config.optimizer.decoupled()) is not None:
+            self.decoupled_schedule = learning_rate_schedule(config, decoupled, self.total_iterations)
+
+    def load(self, config: RunConfig, reader: Reader | None) -> TrainState:
+        """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
+        if reader is None:
+            return TrainState()
+        if any(part.load(config, reader) for part in self.parts):
+            return counters(reader)
+        state = load_state(config, reader, self.data_parallel, self.optimizer, self.fp8)
+        for part in self.parts:
+            part.after_load(config, reader)
+        return state
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of a feature, by its class; None if the run does not use the feature."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
@@ -172,32 +202,24 @@ def data_parallel_of(
     compression = compression_of(parallel)
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
     whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    return DataParallel(
-        stages,
-        groups,
+    matrix_rule = whole_matrices if whole else in_order
+    settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
+        bucket_size=parallel.ddp_bucket_size,
+        rule_of=whole_parameters if keeps_parameters_whole else matrix_rule,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         keep_after_forward=parallel.zero3_keep_after_forward,
-        bucket_size=parallel.ddp_bucket_size,
-        device=device,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        compressor=None if compression is None else load_hook(compression.build)(config),
-        initialise=initialise,
-        weights_away=_weights_away(parallel, device, groups.rank),
-        rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
-        units=units,
         exact_sums=parallel.layout_invariant,
         ranks_may_differ=ranks_may_differ,
     )
-
-
-def _weights_away(parallel: ParallelConfig, device: torch.device, rank: int) -> Callable[[], Placement] | None:
-    """Return the function that makes the placement of weight shards outside of the device, if they are offloaded."""
-    if parallel.zero3_param_offload_dir is not None:
-        return partial(DiskPlacement, Path(parallel.zero3_param_offload_dir), rank, "zero3_param_offload_dir")
-    return partial(Placement, device, host=True) if parallel.zero3_param_cpu_offload else None
+    memory = BucketMemory(device, initialise)
+    for hook in (feature.memory for feature in used_features(config) if feature.memory is not None):
+        memory = load_hook(hook)(memory, config, groups.rank)
+    compressor = None if compression is None else load_hook(compression.build)(config)
+    return DataParallel(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
 
 def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:
@@ -226,69 +248,39 @@ def learning_rate_schedule(
     return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
 
 
-def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRateSchedule | None:
-    """The schedule of embeddings and output layer, if it is separate."""
-    decoupled = config.optimizer.decoupled()
-    return None if decoupled is None else learning_rate_schedule(config, decoupled, total_iterations)
-
-
-def outer_of(
-    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups, number: int
-) -> OuterOptimizer | None:
-    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train.
-    ``number``: of this group in the job."""
-    if config.outer.outer_steps == 0 or config.training.skip_train:
-        return None
-    gather = partial(gather_weights, [data])
-    layers, recovers = config.model.num_layers, config.resilience.recover != "none"
-    return OuterOptimizer(config.outer, data, optimizer, groups, layers, gather, keeps_sent=recovers, number=number)
-
-
-def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
-    """The steps of the whole training, with those before ``state``."""
-    done = state.iteration, state.consumed_samples
-    return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
-
-
-def _checked(splits: Splits, config: RunConfig) -> Splits:
-    """Return ``splits``; ConfigError if the run needs others."""
+def _read_data(
+    config: RunConfig,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    provider: DatasetsProvider | None,
+) -> tuple[Splits, tuple[Evaluation, ...]]:
+    """Open the data sets, and the evaluations of features; ``ConfigError`` if there is nothing to train or evaluate."""
+    splits = make_splits(config, groups.replicas, tokenizer, vocab_size, provider)
+    evaluations = build_evaluations(config, tokenizer)
     skip_train = config.training.skip_train
-    if skip_train and not (splits.of("validation") or splits.of("test") or splits.choices):
+    if skip_train and not (splits.of("validation") or splits.of("test") or evaluations):
         raise ConfigError(
             "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
         )
     if splits.train is None and not skip_train:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
-    return splits
-
-
-def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
-    """Point-to-point messages between the stages, with their connections warmed up."""
-    p2p = PipelineP2P(groups)
-    p2p.warm_up(device, plans.stage_to_rank)
-    return p2p
+    return splits, evaluations
 
 
 def _freeze_or_convert(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
-    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
-    convert their layers, if configured. Rank 0 prints which parts of layers stay as they were."""
+    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else convert their
+    layers, if configured. Rank 0 prints which parts of layers stay as they were."""
     if config.training.skip_train:
         for stage in stages.values():
             stage.requires_grad_(False)
         return
-    hooks = {feature.name: feature.convert_layers for feature in used_features(config) if feature.convert_layers}
-    unchanged: dict[str, str] = {}
-    for stage in stages.values():
-        layers = list(stage.decoder.layers)
-        if config.training.compile:
-            packs = config.data.reset_attention_mask
-            backend = config.training.compile_backend
-            unchanged["compile=True"] = compile_layers(layers, backend=backend, packs_documents=packs)
-        for name, hook in hooks.items():
-            unchanged[name] = load_hook(hook)(config, layers, world.device)
-    for name, sentence in unchanged.items():
-        if sentence and world.rank == 0:
-            print(f"{name}: {sentence}", flush=True)
+    for hook in (feature.convert_layers for feature in used_features(config) if feature.convert_layers is not None):
+        convert, unchanged = load_hook(hook), ""
+        for stage in stages.values():
+            unchanged = convert(config, stage.decoder, world.device)
+        if unchanged and world.rank == 0:
+            print(unchanged, flush=True)
 
 
 def set_up(
@@ -316,7 +308,7 @@ def set_up(
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits = _checked(make_splits(config, groups.replicas, tokenizer, vocab_size, datasets_provider), config)
+    splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
     frozen = open_base(config, world.device, resumes=checkpoint is not None)
     deferred, base = parallel.dp_zero_stage == 3, frozen or checkpoint
@@ -332,17 +324,11 @@ def set_up(
     )
     _freeze_or_convert(config, stages, world)
     draw_indexers(base, stages.values(), config)
-    draw = drawing(config, base) if deferred else None
-    data_parallel = data_parallel_of(config, stages, groups, world.device, draw)
+    data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
-    optimizer = _optimizer_of(config, data_parallel, groups)
-    fp8 = _histories_of(config, stages, groups, world.device)
-    # The state of the checkpoint, and the remaining steps.
-    outer = outer_of(config, data_parallel, optimizer, groups, world.group_number(config.outer.num_groups))
-    state = load_intact(config, checkpoint, data_parallel, optimizer, fp8, outer)
-    state.data = compare_data(config, state, world)
-    total = _total_iterations(config, state, groups.replicas)
-    return Run(
+    p2p = PipelineP2P(groups)
+    p2p.warm_up(world.device, plans.stage_to_rank)
+    run = Run(
         config=config,
         world=world,
         groups=groups,
@@ -352,22 +338,20 @@ def set_up(
         layers=layers,
         stages=stages,
         auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
+        layer_specs=layer_specs,
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
-        p2p=_p2p_of(groups, world.device, plans),
+        p2p=p2p,
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
-        optimizer=optimizer,
-        fp8=fp8,
+        optimizer=_optimizer_of(config, data_parallel, groups),
+        fp8=_histories_of(config, stages, groups, world.device),
         # Without the output layer: deferring its weight gradient would keep a gradient of the size of the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
-        schedule=learning_rate_schedule(config, config.optimizer, total),
-        loaded=checkpoint is not None,
-        outer=outer,
-        reference=build_reference(config, groups, vocab_size, world.device, plans.stage_to_rank, layer_specs),
-        decoupled_schedule=_decoupled_schedule(config, total),
-        total_iterations=total,
         splits=splits,
-        state=state,
+        evaluations=evaluations,
     )
+    # The state of the checkpoint, and the remaining steps.
+    run.begin(checkpoint)
+    return run

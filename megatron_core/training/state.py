@@ -26,9 +26,8 @@ from megatron_core.storage import location, real
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
-    check_same_groups,
+    check_features,
     check_same_model,
-    check_same_reference,
     check_same_stage,
     check_state,
     moved_end,
@@ -77,7 +76,7 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[T
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
-    for piece in optimizer.matrix_state():
+    for piece in optimizer.joint_state():
         yield replace(piece, name=f"optimizer.{piece.name}")
 
 
@@ -192,9 +191,8 @@ def open_checkpoint(
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
-        check_same_reference(stored, config, reader.folder)
+        check_features(stored, config, reader.folder)
         check_same_stage(stored, config, reader.folder)
-        check_same_groups(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")

@@ -42,7 +42,7 @@ class StateHashes:
         }
         states = dict.fromkeys(kind for _, tensors in optimizer.tensors() for kind in tensors)
         of_states = {f"{kind}.{name}": at for name, at in place.items() for kind in states}
-        for piece in optimizer.matrix_state():
+        for piece in optimizer.joint_state():
             if piece.owned:
                 of_states[piece.name] = place[piece.name.partition(".")[2]]
         world, device = groups.group(WORLD), data.device
@@ -72,7 +72,7 @@ class StateHashes:
             for kind, flat in tensors.items()
             for piece in _counted(bucket, shard_pieces(bucket, kind, flat))
         )
-        return self._of_optimizer(chain(of_shards, self._optimizer.matrix_state()))
+        return self._of_optimizer(chain(of_shards, self._optimizer.joint_state()))
 
     def _weight_pieces(self) -> Iterator[TensorBox]:
         for bucket in self._data.all_buckets:

@@ -15,15 +15,14 @@ from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.models import GPTModel
-from megatron_core.models.gpt.model import LogitLoss
-from megatron_core.ops.exact_sum import exact_loss_sum
+from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.training.distillation import logit_losses, teacher_hidden_states
+from megatron_core.training.attempts import Attempt
 from megatron_core.training.driver import (
     NO_HOOKS,
     StepHooks,
@@ -36,10 +35,9 @@ from megatron_core.training.driver import (
 )
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
-from megatron_core.training.preferences import count_pairs, log_probs, preference_loss, reference_log_probs
-from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import mtp_loss_names
 from megatron_core.transformer.moe import update_expert_biases
 
@@ -55,13 +53,8 @@ class StepResult(StepOutcome):
     """Norms by layer and losses by source (``StepStatistics``)."""
 
 
-def train_step(
-    run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS, take: Callable[[Compute], Attempt] = once
-) -> StepResult:
-    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step.
-
-    ``take`` computes the step, once or repeatedly (``Reruns.take``).
-    """
+def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
+    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
     # Load the batches, and compute the learning rate of the step.
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
@@ -92,11 +85,12 @@ def train_step(
             if run.trace is not None:
                 called = replace(called, around_plan=around_plan)
             auxiliary = _auxiliary_losses(run, size, mine)
-            forward = forward_step(run, mine, auxiliary, statistics, spoiled=injected_error(run, number, shift))
+            is_spoiled = run.attempts.is_spoiled(number, shift)
+            forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
             work = StepWork(
                 run.plans.training(size.num_microbatches),
                 forward,
-                count_terms(run, mine),
+                run.objective.count_terms(mine),
                 message_lengths(mine),
                 auxiliary,
             )
@@ -105,15 +99,15 @@ def train_step(
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
     # Take the step; then update the experts' biases and the counters.
-    attempt = take(compute)
+    attempt = run.attempts.take(compute)
     outcome = attempt.outcome
     if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
-    if run.outer is not None:
-        run.outer.after_step(run.state.iteration)
+    for part in run.parts:
+        part.after_step()
     breakdown = attempt.statistics()
     for part in run.parts:
         breakdown |= part.metrics()
@@ -170,7 +164,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
         plan = run.plans.evaluation(size.num_microbatches)
         losses = run_plan(run, plan, forward_step(run, batches), lengths=message_lengths(batches))
         totals[0] += sum_of(run, losses)
-        totals[1] += count_terms(run, batches) if losses and run.split.owns_loss else 0.0
+        totals[1] += run.objective.count_terms(batches) if losses and run.split.owns_loss else 0.0
     for stage in run.stages.values():
         stage.train()
     all_reduce_(totals, run.groups.group(WORLD))
@@ -187,16 +181,6 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
     return run.micro_batches(batches)
 
 
-def count_terms(run: Run, batches: list[MicroBatch]) -> Tensor:
-    """Number of terms of the loss in this rank's micro-batches, a float64 scalar: tokens, or pairs of answers."""
-    return count_pairs(run, batches) if run.config.data.dpo else count_tokens(batches)
-
-
-def count_tokens(batches: list[MicroBatch]) -> Tensor:
-    """Number of tokens with unmasked loss in this rank's micro-batches: a float64 scalar."""
-    return torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
-
-
 def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
     """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
     masks = [batch.later.masks for batch in batches if batch.later is not None]
@@ -205,7 +189,7 @@ def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[
     }
 
 
-def message_lengths(batches: list[MicroBatch]) -> dict[int, int]:
+def message_lengths(batches: Sequence[MicroBatch]) -> dict[int, int]:
     """Sequence length of the messages between stages, by micro-batch."""
     return {micro: batch.residual_length for micro, batch in enumerate(batches)}
 
@@ -222,23 +206,17 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, forward_model = len(run.layers) - 1, _trained_step(run, batches, auxiliary, statistics)
-    if run.config.data.dpo:
-        return _preference_step(run, batches, forward_model, statistics)
-    tokens: int | None = None
-    if run.config.parallel.layout_invariant:
-        tokens = run.config.data.seq_length * run.config.training.final_batch_size(run.groups.size("dp"))
+    last = len(run.layers) - 1
+    loss = run.objective.step_loss(batches, statistics)
+    compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-        output = forward_model(stage, micro, hidden)
+        output = compute(stage, micro, hidden)
         if stage < last:
             return output
-        losses = output * batches[micro].loss_mask
         if spoiled and micro == 0:
-            losses = losses * math.nan
-        if statistics is not None:
-            statistics.add_losses(losses, batches[micro])
-        return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
+            output = output * math.nan
+        return loss.sum_losses(micro, output)
 
     return forward
 
@@ -247,24 +225,10 @@ ModelStep = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) -> hidden states, or losses on the last stage."""
 
 
-def _trained_step(
-    run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None, statistics: StepStatistics | None
-) -> ModelStep:
-    """``model_step`` of the trained stages; with a teacher, which runs here, its losses unless the run evaluates."""
-    teacher, evaluates = run.teacher, not all(stage.training for stage in run.stages.values())
-    if teacher is None or evaluates:
-        return model_step(run, run.stages, batches, auxiliary)
-    step = model_step(run, teacher.model.stages, batches, None, before_output_layer=True)
-    hidden = teacher_hidden_states(run, teacher, step, len(batches), message_lengths(batches))
-    report = None if statistics is None else statistics.add_divergence
-    losses = logit_losses(run, teacher, hidden, batches, report)
-    return model_step(run, run.stages, batches, auxiliary, logit_losses=losses)
-
-
 def model_step(
     run: Run,
     stages: Mapping[int, GPTModel],
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
     auxiliary: AuxiliaryLosses | None,
     *,
     logit_losses: Mapping[int, LogitLoss] = MappingProxyType({}),
@@ -282,37 +246,12 @@ def model_step(
         return stages[stage](
             batch.tokens,
             batch.position_ids,
-            positions=batch.positions,
             hidden_states=hidden,
             labels=batch.labels if stage == last else None,
-            sample_index=batch.sample_index,
-            document_lengths=batch.document_lengths,
-            auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
-            loss_mask=batch.loss_mask,
-            later=batch.later,
-            logit_loss=logit_losses.get(micro),
-            before_output_layer=before_output_layer,
+            sequences=batch,
+            state=ForwardState(auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro)),
+            head=HeadOptions(logit_loss=logit_losses.get(micro), is_skipped=before_output_layer),
         )
-
-    return forward
-
-
-def _preference_step(
-    run: Run, batches: list[MicroBatch], forward_model: ModelStep, statistics: StepStatistics | None
-) -> ForwardStep:
-    """As ``forward_step``, for pairs of answers; the reference runs here, before the returned function."""
-    stages = run.stages if run.reference is None else run.reference.stages
-    step, lengths = model_step(run, stages, batches, None), message_lengths(batches)
-    reference = reference_log_probs(run, batches, step, list(stages.values()), lengths)
-    last, tuning = len(run.layers) - 1, run.config.tuning
-    settings = run.groups.group("cp"), tuning.dpo_beta, tuning.dpo_label_smoothing
-
-    def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-        output = forward_model(stage, micro, hidden)
-        if stage < last:
-            return output
-        report = None if statistics is None else statistics.add_margins
-        return preference_loss(log_probs(output, batches[micro]), reference[micro], *settings, report)
 
     return forward
 
@@ -320,7 +259,7 @@ def _preference_step(
 class StepStatistics:
     """This rank's terms of one step's sums: squares and zeros if flags request them, and losses by source of a blend.
 
-    With preferences, also the margins of pairs. The result of ``own`` is summed over all ranks together with the
+    Also the sums of the objective. The result of ``own`` is summed over all ranks together with the
     loss; ``read`` converts the sums to metrics.
     """
 
@@ -331,14 +270,11 @@ class StepStatistics:
         self._layers = run.config.model.num_layers if monitor.log_norms_by_layer else None
         self._sources, self._owns_loss = sources_of(run.splits.train), run.split.owns_loss
         self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
-        resilience = run.config.resilience
-        repeats = resilience.rerun_mode != "disabled" or resilience.replay_interval is not None
-        copies = run.groups.size("dp") if repeats else 0
+        copies = run.groups.size("dp") if run.attempts.by_copy else 0
         self._copies = torch.zeros(copies, dtype=torch.float64, device=run.world.device)
         self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
-        self._margins = torch.zeros(3 * run.config.data.dpo, dtype=torch.float64, device=run.world.device)
-        self._shares = run.groups.size("cp")
-        self._divergence = torch.zeros(2 * (run.teacher is not None), dtype=torch.float64, device=run.world.device)
+        self._objective = run.objective
+        self._terms = torch.zeros(run.objective.num_sums, dtype=torch.float64, device=run.world.device)
 
     def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
@@ -348,27 +284,20 @@ class StepStatistics:
             for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
                 total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
 
-    def add_margins(self, margins: Tensor) -> None:
-        """Add the margins of a micro-batch's pairs, which context-parallel ranks share."""
+    def add_terms(self, terms: Tensor) -> None:
+        """Add a micro-batch's terms of the objective's sums."""
         if self._owns_loss:
-            sums = margins.new_tensor(len(margins)), (margins > 0).sum(), margins.sum()
-            self._margins += torch.stack([each.to(self._margins) for each in sums]) / self._shares
-
-    def add_divergence(self, divergence: Tensor, loss_mask: Tensor) -> None:
-        """Add the divergence of a micro-batch's tokens from the teacher and their mask, each ``[b, n]``."""
-        if self._owns_loss:
-            sums = (divergence * loss_mask).sum(dtype=torch.float64), loss_mask.sum(dtype=torch.float64)
-            self._divergence += torch.stack(sums)
+            self._terms += terms
 
     def own(self) -> Tensor:
         """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
         parts = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
             parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._margins, self._divergence, self._losses.flatten(), self._copies])
+        return torch.cat([*parts, self._terms, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
-        """The sum of the losses of each copy's samples, with ``rerun_mode`` or ``replay_interval``."""
+        """The sum of the losses of each copy's samples, with ``Attempts.by_copy``."""
         return tuple(sums[len(sums) - len(self._copies) :])
 
     def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:
@@ -382,13 +311,9 @@ class StepStatistics:
             for metric, scale in (("grad-norm by layer", loss_scale), ("params-norm by layer", 1.0)):
                 for name in names:
                     yield f"{metric}/{name}", math.sqrt(sums.pop(0)) / scale
-        if len(self._margins):
-            pairs, wins, margin = (sums.pop(0) for _ in self._margins)
-            yield "preference accuracy", wins / max(pairs, 1.0)
-            yield "preference margin", margin / max(pairs, 1.0)
-        if len(self._divergence):
-            divergence, tokens = sums.pop(0), sums.pop(0)
-            yield "kd loss", divergence / max(tokens, 1.0)
+        num_sums = len(self._terms)
+        yield from self._objective.metrics(sums[:num_sums]).items()
+        del sums[:num_sums]
         totals: dict[str, list[float]] = {}
         for at, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])

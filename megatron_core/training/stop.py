@@ -1,12 +1,10 @@
-"""Early stop of a run by a signal or a time limit, with a checkpoint, and the end of an elastic run."""
+"""Early stop of a run by a signal or a time limit, with a checkpoint."""
 
 import signal
 import time
 from types import FrameType
 from typing import Any
 
-from megatron_core.errors import RestartNeeded
-from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
@@ -53,27 +51,3 @@ class StopRequests(Callback):
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-
-class ElasticEnd(Callback):
-    """Ends an elastic run: releases the spare ranks, or restarts the job without the ranks that received SIGTERM."""
-
-    priority = -200
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def after_run(self) -> None:
-        """Release the spare ranks, unless the launchers sent SIGTERM to all ranks: they then end the spare ranks, too.
-
-        Errors: ``RestartNeeded`` on all ranks if only some ranks received SIGTERM: the run continues without them.
-        """
-        run = self.run
-        if not run.config.resilience.elastic:
-            return
-        reasons = gather_from_all_ranks(run.stop_reason, run.world.device)
-        left = [rank for rank, reason in enumerate(reasons) if reason == "SIGTERM"]
-        if run.state.iteration == run.total_iterations or {*reasons} - {""} != {"SIGTERM"}:
-            run.world.release_spares()
-        elif len(left) < len(reasons):
-            raise RestartNeeded(f"SIGTERM reached only rank {listed(left)}; the job restarts with the other ranks")

@@ -34,7 +34,7 @@ def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False)
     If it ``resumes``, only those that are frozen below adapters.
     """
     settings = config.checkpoint
-    starts = not resumes and (config.data.dpo or config.tuning.pretrained_checkpoint is not None)
+    starts = not resumes and (config.optional("dpo") or config.tuning.pretrained_checkpoint is not None)
     if config.tuning.lora_rank is None and not starts:
         return None
     if (folder := config.tuning.pretrained_checkpoint) is not None:

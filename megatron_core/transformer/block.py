@@ -16,8 +16,15 @@ from megatron_core.transformer.joined import JoinedParts, added
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import scaled
 from megatron_core.transformer.norm import norm_of
-from megatron_core.transformer.offload import ActivationOffload
 from megatron_core.transformer.recompute import outputs_dropped, recompute_runs, recomputed
+
+UnitRunner = Callable[[int, Callable[[], Tensor], Sequence[nn.Module]], Tensor]
+"""Calls the forward of consecutive layers, given the number of the first layer in the stage and the layers."""
+
+
+def run_plainly(number: int, forward: Callable[[], Tensor], layers: Sequence[nn.Module]) -> Tensor:
+    """Return ``forward()``; see ``UnitRunner``."""
+    return forward()
 
 
 class Layers(nn.ModuleDict):
@@ -50,14 +57,15 @@ class TransformerBlock(nn.Module):
                 for layer in layers
             }
         )
-        self._offload = ActivationOffload(context.config.cpu_offloading_num_layers)
+        self.run_unit: UnitRunner = run_plainly
+        """Runs layers in training; a feature may replace it, for example to move the tensors that they save."""
         self.final_layernorm = None
         if final_norm:
             size = context.config.hidden_size
             self.final_layernorm = norm_of(context.config)(context, size, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """Run the stage's layers, with the configured recomputation and offloading of activations."""
+        """Run the stage's layers, with the configured recomputation."""
         layers, given = list(self.layers), hidden
         for run, recompute in recompute_runs(self.model_config, len(layers)):
 
@@ -68,7 +76,7 @@ class TransformerBlock(nn.Module):
 
             run_layers = recomputed(forward_run) if recompute and self.training else forward_run
             if self.training:
-                hidden = self._offload.run(run.start, partial(run_layers, hidden), [layers[i] for i in run])
+                hidden = self.run_unit(run.start, partial(run_layers, hidden), [layers[i] for i in run])
             else:
                 hidden = run_layers(hidden)
         if self.final_layernorm is not None:

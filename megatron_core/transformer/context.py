@@ -223,7 +223,19 @@ class RouterReplay:
 
 
 @dataclass(frozen=True)
-class SequenceContext:
+class ForwardState:
+    """Objects that the layers read and write in a forward."""
+
+    cache: KeyValueStore | None = None
+    """Cache of keys and values of earlier positions, in generation."""
+    router_replay: RouterReplay | None = None
+    """Recorder, or replay, of the experts chosen by routers."""
+    auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
+    """Collector of the losses added by layers; None: outside of a training step."""
+
+
+@dataclass(frozen=True)
+class SequenceContext(ForwardState):
     """Positions, mask and identity of the sequences in a micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -251,12 +263,6 @@ class SequenceContext:
 
     1: the token counts in auxiliary losses and statistics; 0: padding.
     """
-    cache: KeyValueStore | None = None
-    """Cache of keys and values of earlier positions, in generation."""
-    router_replay: RouterReplay | None = None
-    """Recorder, or replay, of the experts chosen by routers."""
-    auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
-    """Collector of the losses added by layers; None: outside of a training step."""
     repeat: int = 0
     """Number of earlier applications of the current layer to these sequences (``mtp_use_repeated_layer``)."""
 
@@ -284,7 +290,7 @@ class SequenceContext:
             return self.auxiliary_losses.add(hidden, name, value, number, coefficient, per, partial)
         if torch.is_grad_enabled():
             raise LayoutError(
-                f"layer {layer_number} adds the auxiliary loss {name!r}, which would be lost; pass auxiliary_losses= "
-                "to the model's forward, or run it under torch.no_grad()"
+                f"layer {layer_number} adds the auxiliary loss {name!r}, which would be lost; pass "
+                "ForwardState(auxiliary_losses=...) to the model's forward, or run it under torch.no_grad()"
             )
         return hidden

@@ -14,6 +14,7 @@ from megatron_core.config.together import Scope, replicas, shared_micro_batches
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
+from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.driver import StepHooks
@@ -105,8 +106,9 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
             texts = gather_strings(json.dumps(own), reports, run.world.device)
             _add_step(trace, run.state.iteration - 1, [json.loads(text) for text in texts])
     trace.add_weights(run.data_parallel, run.stages.values())
-    if group_of(run) and run.outer is not None:
-        parts = (each for fragment in run.outer.fragments for each in fragment.parts(fragment.weights))
+    groups = run.part(OuterSteps)
+    if group_of(run) and groups is not None:
+        parts = (each for fragment in groups.outer.fragments for each in fragment.parts(fragment.weights))
         trace.add_global((part.name, part.parameter, part.start, part.stop, values) for part, values in parts)
     return trace
 

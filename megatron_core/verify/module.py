@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.errors import LayoutError
 from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.optimizer.loss_scale import ConstantLossScale
@@ -119,11 +119,13 @@ class _Training:
         data_parallel = DataParallel(
             self.stages,
             groups,
-            zero_stage=config.dp_zero_stage,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-            bucket_size=3000,
-            device=self.device,
+            DataParallelSettings(
+                zero_stage=config.dp_zero_stage,
+                overlap_grad_reduce=config.overlap_grad_reduce,
+                overlap_param_gather=config.overlap_param_gather,
+                bucket_size=3000,
+            ),
+            memory=BucketMemory(self.device),
         )
         p2p = PipelineP2P(groups)
         p2p.warm_up(self.device, stage_to_rank)

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from megatron_core.config.layout import Layout
+from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
 from megatron_core.verify.culprit import Found, Reference, describe, first_step

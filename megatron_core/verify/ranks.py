@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from megatron_core import parallel_state
 from megatron_core.config.layout import Layout
+from megatron_core.cpu_ranks.simulated.divided import consecutive, run_divided
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.launch import join
-from megatron_core.parallel.simulated.divided import consecutive, run_divided
 
 DIVIDED = 64
 """Ranks of a simulated world from which on it is divided over processes."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core.errors import ConfigError
-from megatron_core.transformer import offload
+from megatron_core.features.offload import activations as offload
 from megatron_core.verify.ranks import run_ranks
 from tests.any_model.models import difference, train_with_engine, train_with_torch
 

@@ -260,7 +260,7 @@ DEFECTS: dict[str, tuple[str, str, str, str, str]] = {
         *("backward twice", "stage 0, overlap"),
     ),
     "ranks do not compare what they gather": (
-        *("data_parallel.announcements:Announcement.is_equal", "highest == -lowest", "True"),
+        *("data_parallel.agreement:Announcement.is_equal", "highest == -lowest", "True"),
         *("layer by rank", "stage 3"),
     ),
     "gradients of another engine's loss are divided twice": (

@@ -65,7 +65,7 @@ DEFECTS = {
         ZERO2,
     ),
     "tied weights are gathered by one unit only": (
-        "data_parallel.units:buckets_of_unit",
+        "data_parallel.fill:buckets_of_unit",
         "dict.fromkeys(own + read)",
         "own",
         ZERO3,

@@ -17,7 +17,7 @@ from megatron_core.checkpoint import TensorBox, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel import World
-from megatron_core.training.checks import RunChecks
+from megatron_core.reports.checks import RunChecks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state import optimizer_pieces, weight_pieces
 from megatron_core.training.step import train_step

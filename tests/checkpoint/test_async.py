@@ -17,7 +17,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import writer
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.errors import CheckpointError
-from megatron_core.training.faults import Faults
+from megatron_core.resilience.faults import Faults
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
 from megatron_core.verify.ranks import run_ranks

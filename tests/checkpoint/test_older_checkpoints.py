@@ -63,7 +63,7 @@ def test_a_checkpoint_that_is_found_damaged_again_is_an_error(tmp_path: Path) ->
         return opened(config, device, hash_later=True)
 
     with (
-        mock.patch("megatron_core.training.outer_state.open_checkpoint", forgetful),
+        mock.patch("megatron_core.training.loading.open_checkpoint", forgetful),
         pytest.raises(CheckpointError, match="it is truncated"),
     ):
         start(UNHASHED | {"load": str(tmp_path)})

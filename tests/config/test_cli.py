@@ -369,10 +369,10 @@ def test_a_distillation_of_modelopt(tmp_path, capsys):
     file = tmp_path / "distill.yaml"
     flags = f"--export-kd-teacher-load {tmp_path} --export-kd-cfg {file}"
     file.write_text("logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nkd_loss_scale: 10.0\n")
-    assert (parse(flags).tuning.kd_weight, parse(flags).tuning.kd_temperature) == (1.0, 1.0)
+    assert (parse(flags).value("kd_weight"), parse(flags).value("kd_temperature")) == (1.0, 1.0)
     file.write_text("logit_kl_temperature: 2\n")
-    assert parse(flags).tuning.kd_temperature == 2.0 and "T^2 = 4 times" in capsys.readouterr().err
-    assert parse(f"{flags} --kd-temperature 3").tuning.kd_temperature == 3.0
+    assert parse(flags).value("kd_temperature") == 2.0 and "T^2 = 4 times" in capsys.readouterr().err
+    assert parse(f"{flags} --kd-temperature 3").value("kd_temperature") == 3.0
     for text, said in {
         "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.0]]": "only logits are compared; use []",
         "logit_layers: [head, head]": "only the outputs of output_layer",

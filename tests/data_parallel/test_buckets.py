@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel import Bucket, BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.data_parallel.fill import make_buckets, units_of
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepWork, forward_backward
-from megatron_core.training.step import count_tokens, forward_step, load_batches
+from megatron_core.training.objective import count_tokens
+from megatron_core.training.step import forward_step, load_batches
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -21,7 +22,8 @@ def _chain() -> nn.Module:
 
 def _buckets(module: nn.Module, index: int = 0, bucket_size: int = 1000, zero_stage: int = 1) -> list[Bucket]:
     groups = ParallelGroups(Grid(dp=2), index)  # two copies, without communication: enough to lay out shards
-    return make_buckets(units_of(module, groups), 0, groups, bucket_size=bucket_size, zero_stage=zero_stage)
+    settings = DataParallelSettings(bucket_size=bucket_size, zero_stage=zero_stage)
+    return make_buckets(units_of(module, groups), 0, groups, settings, BucketMemory())
 
 
 def test_parameters_and_gradients_are_views() -> None:

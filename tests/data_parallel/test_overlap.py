@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel import Bucket, DataParallel, DataParallelSettings
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.training.setup import Run
@@ -83,7 +83,7 @@ def _descend(overlap: bool) -> list[np.ndarray]:
     model = Backwards()
     groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
     settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    data = DataParallel({0: model}, groups, zero_stage=1, bucket_size=1, **settings)
+    data = DataParallel({0: model}, groups, DataParallelSettings(zero_stage=1, bucket_size=1, **settings))
     for step in range(3):
         x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + groups.rank))
         data.zero_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel import Bucket, DataParallel, DataParallelSettings
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.setup import Run
@@ -161,7 +161,7 @@ def _frozen_below(stage: int) -> tuple[list[np.ndarray], dict[str, int], list[in
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2], layers[2], layers[3])
     layers[0].requires_grad_(False)
     groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
-    data = DataParallel({0: model}, groups, zero_stage=stage, bucket_size=1)
+    data = DataParallel({0: model}, groups, DataParallelSettings(zero_stage=stage, bucket_size=1))
     whole = []
     for _ in range(3):
         data.zero_grad()
@@ -203,7 +203,7 @@ def test_any_module_with_frozen_parameters(stage: int) -> None:
 @pytest.mark.parametrize(
     ("target", "old", "new"),
     [
-        ("data_parallel.wrapper:DataParallel.__init__", "if zero_stage == 3 else []", "if zero_stage == 4 else []"),
+        ("data_parallel.wrapper:DataParallel.__init__", "if settings.zero_stage == 3:", "if settings.zero_stage == 4:"),
         ("data_parallel.buffer:Bucket.__init__", "* first.requires_grad, dtype", ", dtype"),
         ("data_parallel.buffer:Bucket.release_weights", "if self.splits_weights and", "if self.grads.numel() and"),
         ("data_parallel.buffer:Bucket._gather", "if self.dp_group.size() == 1:", "if not self.grads.numel():"),
@@ -225,7 +225,7 @@ def _chain(matrices: int, groups: ParallelGroups, stage: int) -> tuple[nn.Module
     for matrix in model.parameters():
         nn.init.eye_(matrix)  # random numbers would take seconds
     model[:-1].requires_grad_(False)
-    return model, DataParallel({0: model}, groups, zero_stage=stage)
+    return model, DataParallel({0: model}, groups, DataParallelSettings(zero_stage=stage))
 
 
 def _step_of_chain(model: nn.Module, data: DataParallel) -> None:

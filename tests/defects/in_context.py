@@ -62,7 +62,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients are not summed over the ranks of a sequence",
-        "data_parallel.bucket_kind:BucketKind.of",
+        "data_parallel.settings:BucketKind.of",
         "replica_axes=spec.replica_axes",
         "replica_axes=('dp',)",
         "cp2 p2p",

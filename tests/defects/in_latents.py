@@ -87,7 +87,7 @@ IN_LATENTS = (
     ),
     Defect(
         "the last application of a repeated layer replaces the load of its experts by the others",
-        "transformer.multi_token:MultiTokenPredictionBlock.predict",
+        "features.multi_token.block:MultiTokenPredictionBlock.predict",
         "replace(context, repeat=depth)",
         "context",
         "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1",
@@ -95,7 +95,7 @@ IN_LATENTS = (
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",
-        "transformer.multi_token:MultiTokenPredictionLayer._forward",
+        "features.multi_token.block:MultiTokenPredictionLayer._forward",
         "joined = scatter_to_sequence(joined, self.tp_group)",
         "joined = joined[: joined.shape[0] // self.tp_group.size()]",
         "multi-token prediction, tp2 sp",

@@ -17,7 +17,7 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
-        "data_parallel.completion:_sum_over_model_axes",
+        "data_parallel.early_sums:_sum_over_model_axes",
         "all_reduce_(grads, groups.group(axis))",
         "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
         "tp2 sp",
@@ -62,7 +62,7 @@ IN_LAYERS = (
     ),
     Defect(  # C19
         "gradients of shared keys and values are not summed over their holders",
-        "data_parallel.completion:_sum_shared_ranges",
+        "data_parallel.early_sums:_sum_shared_ranges",
         "all_reduce_(total, group)",
         "pass",
         "1 group, dp2 tp2 zero1",

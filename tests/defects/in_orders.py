@@ -140,7 +140,7 @@ IN_ORDERS = (
     ),
     Defect(
         "losses are summed in float32",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "exact_loss_sum(losses, tokens)",
         "losses.sum().double()",
         "dp2",
@@ -217,9 +217,9 @@ IN_ORDERS = (
     ),
     Defect(
         "losses of later tokens are summed in float32",
-        "models.gpt.model:GPTModel._with_later_losses",
-        "own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens)",
-        "own.sum()",
+        "features.multi_token.block:MultiTokenPredictionBlock.add_losses",
+        "of_depth.sum() if self.invariance is None else exact_loss_sum(of_depth, self.invariance.tokens)",
+        "of_depth.sum()",
         "multi-token prediction, dp2",
     ),
 )

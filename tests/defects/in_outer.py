@@ -7,7 +7,7 @@ from tests.defects.defect import Defect
 IN_OUTER = (
     Defect(
         "outer gradients are added up instead of averaged",
-        "optimizer.outer_messages:Message.wait",
+        "features.outer_steps.messages:Message.wait",
         "total.div_(self._group.size())",
         "total",
         "2 groups",
@@ -15,7 +15,7 @@ IN_OUTER = (
     ),
     Defect(
         "the outer momentum is not Nesterov's",
-        "optimizer.outer:OuterOptimizer._advance",
+        "features.outer_steps.optimizer:OuterOptimizer._advance",
         "fragment.mean.add(fragment.momentum, alpha=momentum)",
         "fragment.momentum.clone()",
         "2 groups",
@@ -39,7 +39,7 @@ IN_OUTER = (
     ),
     Defect(
         "weights after an exchange are not gathered",
-        "optimizer.outer:OuterOptimizer._write",
+        "features.outer_steps.optimizer:OuterOptimizer._write",
         "self._gather()",
         "pass",
         "2 groups of dp2 zero1",
@@ -63,7 +63,7 @@ IN_OUTER = (
     ),
     Defect(
         "an exchange replaces a group's own weights completely",
-        "optimizer.outer:OuterOptimizer._write",
+        "features.outer_steps.optimizer:OuterOptimizer._write",
         "self.config.outer_alpha",
         "0.0",
         "streams, 2 groups",
@@ -71,7 +71,7 @@ IN_OUTER = (
     ),
     Defect(
         "scales of 4-bit numbers are those of a rank's part of a tensor",
-        "optimizer.outer:OuterOptimizer._largest",
+        "features.outer_steps.optimizer:OuterOptimizer._largest",
         "all_reduce_(found[shard], shard.bucket.dp_group, maximum=True)",
         "pass",
         "fp4, 2 groups of dp2",

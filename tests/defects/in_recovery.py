@@ -13,7 +13,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
-from tests.optimizer import test_outer
+from tests.features.outer_steps import test_optimizer as test_outer
 from tests.parallel.recovery import test_rendezvous
 
 
@@ -74,7 +74,7 @@ def apart() -> None:
 
 
 JOINS = partial(as_the_other_group, 3)
-COPY_OF_GROUPS = "training.outer_state:_load_copy"
+COPY_OF_GROUPS = "features.outer_steps.state:load_copy"
 COPIED = "copied = copied_pieces(held, optimizer, outer, reader.state[GROUP])"
 LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
@@ -216,7 +216,7 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "one replica of sharded state is enough",
-        "training.recovery_choice:has_all_parts",
+        "resilience.recovery_choice:has_all_parts",
         "or not is_whole",
         "and is_whole",
         partial(test_rendezvous.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
@@ -252,35 +252,35 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "the other groups wait for the lost one",
-        "training.recovery_choice:with_groups",
+        "resilience.recovery_choice:with_groups",
         "count * config.outer.num_groups // size",
         "config.outer.num_groups",
         without_the_lost_group,
     ),
     RecoveryDefect(
         "the state of a lost group is needed",
-        "training.recovery_choice:_ranks_of_groups",
+        "resilience.recovery_choice:_ranks_of_groups",
         "set(ranks) <= set(alive)",
         "set(ranks) & set(alive)",
         without_the_lost_group,
     ),
     RecoveryDefect(
         "a group that joins starts with the weights of another one",
-        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
         "shard.main.copy_(self._global_weights(shard))",
         "self._global_weights(shard)",
         JOINS,
     ),
     RecoveryDefect(
         "a group that joins sends the outer gradient of another one again",
-        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
         "else torch.zeros_like(fragment.sent)",
         "else fragment.sent",
         JOINS,
     ),
     RecoveryDefect(
         "a group that joins needs a state of its own",
-        "training.recovery_choice:has_all_groups",
+        "resilience.recovery_choice:has_all_groups",
         "set(training) & set(ranks)",
         "set(training)",
         JOINS,

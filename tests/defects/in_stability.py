@@ -71,7 +71,7 @@ IN_STABILITY = (
     ),
     Defect(
         "rounding chooses the basis of the null spaces of SOAP's factors",
-        "optimizer.soap:next_basis",
+        "features.matrix_optimizers.soap:next_basis",
         ".add_(DAMPING)",
         ".add_(0.0)",
         "soap, tp2",
@@ -79,7 +79,7 @@ IN_STABILITY = (
     ),
     Defect(
         "SOAP's variance is that of the gradient before its rotation",
-        "optimizer.soap:SOAP.transform",
+        "features.matrix_optimizers.soap:SOAP.transform",
         "_rotated(grad, left, right).square()",
         "grad.square()",
         "soap, dp2 zero3",
@@ -87,7 +87,7 @@ IN_STABILITY = (
     ),
     Defect(
         "SOAP's update of the values is in the bases of the keys",
-        "optimizer.soap:SOAP.transform",
+        "features.matrix_optimizers.soap:SOAP.transform",
         'state.get(_key(f"{side}_basis", number))',
         'state.get(_key(f"{side}_basis", min(number, 1)))',
         "soap, tp2",
@@ -95,7 +95,7 @@ IN_STABILITY = (
     ),
     Defect(
         "SOAP's bases are updated in other steps",
-        "optimizer.soap:SOAP._update_bases",
+        "features.matrix_optimizers.soap:SOAP._update_bases",
         "rates.step % self.config.soap_precondition_frequency == 0",
         "rates.step % self.config.soap_precondition_frequency == 1",
         "soap, pp2",
@@ -103,7 +103,7 @@ IN_STABILITY = (
     ),
     Defect(
         "SOAP forgets the state of experts after every step",
-        "optimizer.matrix_updates:MatrixUpdates._transformed",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._transformed",
         "self.states[task]",
         "(self.states.pop(task) and vars(self).pop('states') and self.states)[task]",
         "soap, experts, gate and up apart, ep2",
@@ -111,7 +111,7 @@ IN_STABILITY = (
     ),
     Defect(
         "AdaMuon's second moment is of the last step alone",
-        "optimizer.algorithms:AdaMuon.transform",
+        "features.matrix_optimizers.muon:AdaMuon.transform",
         "moment.lerp_(squares, 1.0 - self.config.adaptive_muon_beta2)",
         "moment.copy_(squares)",
         "adamuon, tp2",
@@ -119,7 +119,7 @@ IN_STABILITY = (
     ),
     Defect(
         "NorMuon averages over the longer dimension of a matrix's second moment",
-        "optimizer.algorithms:_averaged",
+        "features.matrix_optimizers.muon:_averaged",
         "-1 if",
         "-2 if",
         "normuon, dp2 zero1, overlap",
@@ -127,7 +127,7 @@ IN_STABILITY = (
     ),
     Defect(
         "NorMuon's norms are those of all experts that a rank updates at once",
-        "optimizer.algorithms:AdaMuon.transform",
+        "features.matrix_optimizers.muon:AdaMuon.transform",
         "matrix.square().sum((-2, -1), keepdim=True)",
         "matrix.square().sum()",
         "normuon, experts, dp2 tp2 ep2 zero1",
@@ -135,7 +135,7 @@ IN_STABILITY = (
     ),
     Defect(
         "NorMuon scales the orthogonal matrices before it measures their norm, and again afterwards",
-        "optimizer.algorithms:AdaMuon._of_part",
+        "features.matrix_optimizers.muon:AdaMuon._of_part",
         "self._orthogonal(matrix)",
         "self._scaled(self._orthogonal(matrix))",
         "normuon, 2 groups, tp2 sp",

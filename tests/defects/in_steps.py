@@ -8,7 +8,7 @@ IN_STEPS = (
     # Pipeline.
     Defect(  # C10
         "tied gradient is not summed over both ends of the pipeline",
-        "data_parallel.completion:_sum_over_model_axes",
+        "data_parallel.early_sums:_sum_over_model_axes",
         "all_reduce_(grads, groups.tied(bucket.kind.tied))",
         "pass",
         "pp2",
@@ -108,7 +108,7 @@ IN_STEPS = (
     # Micro-batches and the loss.
     Defect(
         "last micro-batch is dropped",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "losses.sum()",
         "losses.sum() * (micro < len(batches) - 1)",
         "pp2",
@@ -124,7 +124,7 @@ IN_STEPS = (
     ),
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "losses.sum()",
         "losses.sum() / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",
@@ -313,7 +313,7 @@ IN_STEPS = (
     ),
     Defect(
         "norm weights decay where their gradients are partial",
-        "data_parallel.bucket_kind:BucketKind.of",
+        "data_parallel.settings:BucketKind.of",
         "decay=matrix or getattr",
         "decay=matrix or bool(spec.partial_axes) or getattr",
         "tp2 sp",
@@ -321,7 +321,7 @@ IN_STEPS = (
     ),
     Defect(
         "tied embedding does not decay on a pipeline",
-        "data_parallel.bucket_kind:BucketKind.of",
+        "data_parallel.settings:BucketKind.of",
         "decay=matrix or getattr",
         "decay=(matrix and not spec.tied) or getattr",
         "pp2",

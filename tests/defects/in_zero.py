@@ -78,7 +78,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's owner ranks ignore the other ranks' parts",
-        "optimizer.matrix_updates:MatrixUpdates._receive",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._receive",
         "part.copy_(received[at : at + part.numel()].view(part.shape))",
         "part.zero_()",
         "muon, dp2 tp2 zero1",
@@ -86,7 +86,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's owners take the parts of one rank for those of another",
-        "optimizer.matrix_updates:MatrixUpdates._receive",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._receive",
         "for items in messages.receive:",
         "for items in messages.receive[::-1]:",
         "muon, 1 group, dp2 tp2 zero3",
@@ -94,7 +94,7 @@ IN_ZERO = (
     ),
     Defect(
         "parts of Muon's matrices arrive transposed",
-        "optimizer.matrix_updates:MatrixUpdates._receive",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._receive",
         ".view(part.shape)",
         ".view(part.shape[::-1]).mT",
         "muon, mup, matrices cut, dp2 pp2 zero1",
@@ -102,7 +102,7 @@ IN_ZERO = (
     ),
     Defect(
         "results of Muon's matrices are sent in another order than they are received",
-        "optimizer.matrix_updates:MatrixUpdates._start",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._start",
         "for item in items]",
         "for item in (items if messages is now.gather else items[::-1])]",
         "muon, dp2 tp2 zero1",
@@ -110,7 +110,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's matrices stay where they are held as a whole, without the results of this rank",
-        "optimizer.matrix_updates:MatrixUpdates._start_scatter",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._start_scatter",
         "in now.scatter.kept:",
         "in now.scatter.kept[1:]:",
         "muon, dp2 tp2 zero1",
@@ -118,7 +118,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's update of the keys goes to the values",
-        "optimizer.algorithms:Muon.orthogonalized",
+        "features.matrix_optimizers.muon:Muon.orthogonalized",
         "joined(parts, fused)",
         "joined([*parts[:-2], *parts[:-3:-1]], fused)",
         "muon, dp2 tp2 zero1",
@@ -126,7 +126,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's heads are cut one row late",
-        "optimizer.algorithms:Muon.orthogonalized",
+        "features.matrix_optimizers.muon:Muon.orthogonalized",
         "self._of_part(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)",
         "self._of_part(each.roll(-1, -2).unflatten(-2, (-1, fused.head_size))).flatten(-3, -2).roll(1, -2)",
         "muon by heads, gate and up apart, 2 groups, dp2 tp2 zero2",
@@ -174,7 +174,7 @@ IN_ZERO = (
     ),
     Defect(
         "ranks initialise a bucket of stage 3 by its position, not by name",
-        "data_parallel.buffer:materialise",
+        "data_parallel.memory:materialise",
         "initialise(name, parameter)",
         "initialise(str(parameter.shape), parameter)",
         "dp2 zero3, one micro-batch",

@@ -6,6 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
+from megatron_core.feature import features, load_hook
 from megatron_core.training import Callback
 from megatron_core.training.loop import built_in_callbacks
 from tests.programs import run_ranks_of
@@ -32,7 +33,11 @@ def test_the_order_of_methods_is_that_of_the_docstring() -> None:
     assert "\n".join("    " + line for line in order.splitlines()) in inspect.getdoc(Callback)
 
 
-def test_the_table_lists_the_built_in_callbacks() -> None:
+def test_the_table_lists_all_callbacks() -> None:
+    """Callbacks of every run and of features, with different priorities."""
     rows = re.findall(r"^\| `(\w+)` \| (-?\d+) \|", PAGE, flags=re.M)
-    callbacks = built_in_callbacks(tiny_run(), [])
-    assert rows == [(type(callback).__name__, str(callback.priority)) for callback in callbacks]
+    kinds = [type(callback) for callback in built_in_callbacks(tiny_run(), [])]
+    kinds += [load_hook(hook) for feature in features() for hook in feature.callbacks]
+    kinds.sort(key=lambda kind: -kind.priority)
+    assert rows == [(kind.__name__, str(kind.priority)) for kind in kinds]
+    assert len({kind.priority for kind in kinds}) == len(kinds)

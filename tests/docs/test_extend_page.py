@@ -14,7 +14,6 @@ from megatron_core.config.attention import ATTENTION_KINDS
 from megatron_core.config.optimizers import OPTIMIZERS
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.algorithms import UPDATE_RULES
 from megatron_core.training.step import train_step
 from megatron_core.transformer.layer_spec import ATTENTION_LAYERS
 from tests.runs import tiny_config, tiny_run
@@ -27,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs/extend.md"
     [("An optimizer", {"optimizer": "adagrad"}), ("A kind of attention", {"attention_kind": "output_gate"})],
 )
 def test_registered_classes_train(heading: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in (ATTENTION_KINDS, ATTENTION_LAYERS, OPTIMIZERS, UPDATE_RULES):
+    for table in (ATTENTION_KINDS, ATTENTION_LAYERS, OPTIMIZERS):
         for name in ("adagrad", "output_gate"):
             monkeypatch.setitem(table, name, None)  # so that the entry is removed after the test
             del table[name]

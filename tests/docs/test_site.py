@@ -15,6 +15,9 @@ assert SPEC is not None and SPEC.loader is not None
 hooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(hooks)
 EMPTY = {
+    "resilience",
+    "reports",
+    "cpu_ranks",
     "pipeline_parallel",
     "models",
     "drop_in",

@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.param_layout import BufferKey
 from megatron.core.transformer.module import sharded
 from megatron_core import parallel_state
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.data_parallel.bucket_layout import InOrder, Packer, WholeInShards
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.parallel.current import current
@@ -396,7 +396,9 @@ def summed(wide: bool) -> list[torch.Tensor]:
     found = []
     for stage in (1, 2):
         data = DataParallel(
-            {0: nn.Linear(8, 8, bias=False)}, groups, zero_stage=stage, wire_dtype=torch.bfloat16, sums_wide=wide
+            {0: nn.Linear(8, 8, bias=False)},
+            groups,
+            DataParallelSettings(zero_stage=stage, wire_dtype=torch.bfloat16, sums_wide=wide),
         )
         (bucket,) = data.buckets
         for _ in range(2 if stage == 2 else 1):  # at stage 2 the gradients of several micro-batches are summed

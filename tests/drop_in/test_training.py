@@ -23,9 +23,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.models.gpt import model as own
-from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
+from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails, SequenceSplit
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
 from megatron_core.verify.ranks import run_ranks
 
@@ -235,8 +236,13 @@ def whole_batch(per_token: bool) -> tuple[float, float, dict[str, float]]:
         ids = batch["tokens"]
         given = {"labels": ids[:, 1:], "loss_mask": batch["mask"]}
         later = LaterTokens.of(given, 1, SequenceSplit(), ids.device)
-        collected = {"auxiliary_losses": losses.of_micro_batch(micro), "later": later}
-        found = own.GPTModel.forward(twin, ids[:, :-1], **given, **collected, sample_index=batch["number"])
+        found = own.GPTModel.forward(
+            twin,
+            ids[:, :-1],
+            labels=given["labels"],
+            sequences=SequenceDetails(loss_mask=batch["mask"], sample_index=batch["number"], later=later),
+            state=ForwardState(auxiliary_losses=losses.of_micro_batch(micro)),
+        )
         (found.sum() / tokens).backward()
     squares = sum(float(p.grad.square().sum()) for p in twin.parameters() if p.grad is not None)
     values = losses.means(losses.totals(torch.device("cpu"), owns_loss=True).tolist())

@@ -37,11 +37,11 @@ from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
 from megatron_core.parallel.recovery.memory import GENERATION, MIRRORED, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
+from megatron_core.resilience.link_checks import LinkChecks
+from megatron_core.resilience.recovery_choice import choice_of, with_groups
+from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.callbacks import Callback, Callbacks
-from megatron_core.training.link_checks import LinkChecks
-from megatron_core.training.recovery_choice import choice_of, with_groups
 from megatron_core.training.setup import set_up
-from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ranks import RankFailure, run_simulated
 from tests.checkpoint.runs import SMALL

@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
     assert process.returncode != 0
     report = output[output.index("error: ") :]
     assert "rank 1" in report.splitlines()[0] and "did not join within 6 s" in report.splitlines()[0]
-    assert "rank 1 [pp0 dp1 tp0]: in iteration 3 at megatron_core/training/faults.py" in report
+    assert "rank 1 [pp0 dp1 tp0]: in iteration 3 at megatron_core/resilience/faults.py" in report
     assert "time.sleep" in report
     assert "by rank 0, and not by rank 1" in report
     assert "exitcode  : 75" in report

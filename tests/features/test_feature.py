@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -20,9 +21,11 @@ from megatron_core.config.setting import section, setting
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import Feature, features, register_feature
+from megatron_core.training.callbacks import Callback
+from megatron_core.training.loop import train
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
-from megatron_core.training.step import train_step
+from megatron_core.training.step import StepResult, train_step
 from tests.runs import TINY, tiny_config, tiny_run
 
 PACKAGE = Path(megatron_core.__file__).parent
@@ -52,6 +55,18 @@ class CountSteps(RunPart):
         return {"noise": self.scale * self.steps}
 
 
+class RecordSteps(Callback):
+    """Records the iterations of a run."""
+
+    iterations: ClassVar[list[int]] = []
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def after_step(self, result: StepResult) -> None:
+        self.iterations.append(self.run.state.iteration)
+
+
 def noise_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """The rule of the feature below."""
     if config.section(NoiseConfig).noise_scale < 0:
@@ -64,6 +79,7 @@ NOISE = Feature(
     is_used=lambda config: config.section(NoiseConfig).noise_scale != 0,
     problems=noise_problems,
     run_part=f"{__name__}:CountSteps",
+    callbacks=(f"{__name__}:RecordSteps",),
 )
 
 
@@ -76,7 +92,8 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_feature_is_named_once() -> None:
     assert [feature.name for feature in features() if feature.settings is not None] == [*feature_sections()]
-    assert sorted(feature.name for feature in features()) == NAMES
+    own_folder = [feature.name for feature in features() if (PACKAGE / "features" / feature.name).is_dir()]
+    assert sorted(own_folder) == NAMES
 
 
 def test_settings_of_features_have_names_of_their_own() -> None:
@@ -105,11 +122,30 @@ def test_a_part_sees_every_step_and_reports_metrics() -> None:
 
 
 @pytest.mark.usefixtures("noise")
+def test_callbacks_are_called_in_runs_that_use_the_feature() -> None:
+    RecordSteps.iterations.clear()
+    train(tiny_run(train_iters=2), [])
+    assert RecordSteps.iterations == []
+    train(tiny_run(train_iters=2, noise_scale=0.25), [])
+    assert RecordSteps.iterations == [1, 2]
+
+
+@pytest.mark.usefixtures("noise")
 def test_a_setting_belongs_to_one_feature() -> None:
     with pytest.raises(ConfigError, match="feature 'noise' is already registered"):
         register_feature(NOISE)
     with pytest.raises(ConfigError, match="has the settings noise_scale of feature 'noise'; rename them"):
         register_feature(dataclasses.replace(NOISE, name="other"))
+
+
+def test_only_one_feature_defines_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "_ADDED", {})
+    for name in ("first", "second"):
+        register_feature(
+            Feature(name=name, is_used=lambda config: True, objective="megatron_core.training.objective:Objective")
+        )
+    with pytest.raises(ConfigError, match="the features first, second each replace the loss; use only one of them"):
+        tiny_run()
 
 
 WITHOUT = """

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.inference import engine as engine_module
 from megatron_core.inference.sampling import log_probabilities
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.ops import fixed_products
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.training.setup import Run
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.invariant_attention import InvariantAttention
@@ -99,7 +100,7 @@ def in_training(run: Run, tokens: Sequence[int]) -> list[float]:
     """Log probabilities of all tokens after the first: the negative losses of the model in training."""
     row = torch.zeros(2, LENGTH, dtype=torch.int64)
     row[1, : len(tokens)] = torch.tensor(tokens)
-    losses: Tensor = run.stages[0](row, labels=row.roll(-1, 1), sample_index=torch.arange(2))
+    losses: Tensor = run.stages[0](row, labels=row.roll(-1, 1), sequences=SequenceDetails(sample_index=torch.arange(2)))
     return (-losses[1, : len(tokens) - 1]).tolist()
 
 

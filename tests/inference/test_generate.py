@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_core.config.heterogeneous import write_blocks
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.sampling import candidates, choose, draw
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
 from tests.inference.fuzz import generator_of

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.inference import Engine, Generator, Progress, Request, generate
 from megatron_core.inference.blocks import BlockPool, block_key
+from megatron_core.inference.settings import InferenceConfig
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.inference import fuzz

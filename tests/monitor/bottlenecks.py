@@ -87,7 +87,6 @@ BOTTLENECKS = {
          "moe_ffn_hidden_size": 2048, "num_layers": 2, "global_batch_size": 16},
         "router",
     ),
-    "operations are not fused": Bottleneck("unfused operations", {"kernel_backend": "reference"}, ranks=1),
     "layers are computed again without need": Bottleneck(
         "full recomputation",
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -87,7 +87,6 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
          "model_flops_per_second": 1e13, "product_rate": 1e15},
         "--micro-batch-size 2",
     ),
-    "unfused operations": ({"ranks": [WORK] * 2, "config": {"kernel_backend": "reference"}}, "--kernel-backend auto"),
     "full recomputation": ({"ranks": [WORK] * 2, "config": {"recompute_granularity": "full"}}, "selective"),
     "memory pressure": ({"ranks": [WORK] * 2, "memory": {"peak": 78 * 2**30}}, "selective"),
     "starving expert": (_expert(100, 100, 100, 1) | {"ranks": [WORK] * 2}, "--moe-aux-loss-coeff"),

@@ -11,7 +11,7 @@ from megatron_core.errors import DataError
 from megatron_core.monitor.expert_load import STARVED_STEPS, ExpertLoad, StarvedExperts
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.plot_experts import expert_loads, plot_expert_load
-from megatron_core.training.checks import RunChecks
+from megatron_core.reports.checks import RunChecks
 from megatron_core.training.reports import Measurements, Reports
 from megatron_core.training.step import train_step
 from tests.monitor.examples import step
@@ -38,14 +38,16 @@ def test_a_run_reports_the_load_of_every_layer(tmp_path: Path, capsys: pytest.Ca
     """Every choice of an unmasked token is counted; with all tokens sent to one expert for 20 steps, the others are
     named."""
     experts = {"num_experts": 4, "disable_bias_linear": True, "moe_expert_capacity_factor": 0.5, "train_iters": 99}
+    experts["record_times"] = False
     run = tiny_run(**experts, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     for stage in run.stages.values():
         stage.decoder.layers["1"].mlp.router.expert_bias.data[0] = 100.0
     sink, checks = JsonLinesSink(tmp_path / "metrics.jsonl"), RunChecks(run)
     reports = Reports(run, [sink], Measurements(run))
     for _ in range(STARVED_STEPS):
+        reports.before_step()
         result = train_step(run)
-        reports.send(result, 1.0)
+        reports.after_step(result)
         checks.after_step(result)
     sink.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])

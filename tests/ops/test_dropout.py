@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_dropout_add
 from megatron_core.ops.reference import dropout_scale, dropout_threshold, keep, philox
+from megatron_core.parallel.micro_batch import SequenceDetails
 from tests.ops.checks import (
     ANY,
     AS_BUILT,
@@ -366,7 +367,9 @@ def test_a_model_computes_the_same_with_either_backend(cpu_kernels: None, dropou
     for backend in ("native", "reference"):
         run = tiny_run(fp64=True, hidden_dropout=dropout, attention_dropout=dropout, kernel_backend=backend)
         (model,) = run.stages.values()
-        logits = model(torch.arange(32).reshape(2, 16), sample_index=torch.tensor([5, 2**33]))
+        logits = model(
+            torch.arange(32).reshape(2, 16), sequences=SequenceDetails(sample_index=torch.tensor([5, 2**33]))
+        )
         logits.square().sum().backward()
         gradients = {name: p.main_grad if p.grad is None else p.grad for name, p in model.named_parameters()}
         assert all(gradients[name].abs().sum() > 0 for name in gradients if name.endswith(("proj.bias", "fc2.bias")))

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import DataParallel, placement
+from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
+from megatron_core.features.offload import placement
 from megatron_core.optimizer.algorithms import SGD, Lion
 from megatron_core.optimizer.loss_scale import ConstantLossScale
-from megatron_core.optimizer.pipeline import Job
 from megatron_core.optimizer.rule import Rates, ShardSlice
+from megatron_core.optimizer.shard import Job
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.training.step import train_step
@@ -194,13 +195,13 @@ def _fail(place: str, folder: str) -> str:
         placement.os.pwritev = _refuse
     else:
         shard = run.optimizer.shards[0] if place == "read state" else None
-        held = run.data_parallel.buckets[0].away if shard is None else shard.placement
+        held = run.data_parallel.buckets[0].placement if shard is None else shard.placement
         for file, _ in held._files.values():
             os.ftruncate(file.fileno(), 0)
     shards, rates = run.optimizer.shards, Rates(2, 0.1, 0.0, 1.0)
     jobs = [Job(shard, at, rates) for shard in shards for at in shard.chunks(slice(0, shard.main.numel()))]
     with pytest.raises(ConfigError) as caught:
-        run.optimizer._pipeline.run(jobs, run.optimizer._update_part)
+        run.optimizer._updates.run(jobs, run.optimizer._update_part)
     return str(caught.value)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.checkpoint import CheckpointReader, Save, parameter_pieces, save_checkpoint
 from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import DataParallel
-from megatron_core.monitor.replicas import Replicas
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -25,6 +24,7 @@ from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.initialization import Normal, initialise_by_name
 from megatron_core.parallel.sharding import allocate, replicated, split, split_fused, split_over
+from megatron_core.reports.replicas import Replicas
 from megatron_core.training.state import optimizer_pieces, updated_pieces
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, assemble
@@ -78,8 +78,8 @@ class Training:
         tp, dp, etp, ep, zero_stage = LAYOUTS[layout] if layout else (1, 1, 1, 1, 0)
         self.groups = ParallelGroups(Grid(tp=tp, dp=dp, etp=etp, ep=ep), dist.get_rank())
         self.model, self.record = TinyExperts(self.groups), RankTrace()
-        settings = {"overlap_grad_reduce": True, "bucket_size": 16}
-        self.data = DataParallel({0: self.model}, self.groups, zero_stage=zero_stage, **settings)
+        settings = DataParallelSettings(zero_stage=zero_stage, overlap_grad_reduce=True, bucket_size=16)
+        self.data = DataParallel({0: self.model}, self.groups, settings)
         self.optimizer = Optimizer(self.data, OPTIMIZER, self.groups, ConstantLossScale(1.0))
 
     def train(self, steps: range) -> None:

@@ -36,7 +36,7 @@ def test_formula_counts_the_state(name: str) -> None:
     cases = [soap | {"soap_split_gate_up": split, "soap_split_qkv": split} for split in (False, True)]
     for case in (*cases, *(adaptive | {"adaptive_muon_moment2_method": name} for name in ("adamuon", "normuon"))):
         run = tiny_run(**settings, **case)
-        found = sum(piece.memory.numel() for piece in run.optimizer.matrix_state())
+        found = sum(piece.memory.numel() for piece in run.optimizer.joint_state())
         layers = list(range(run.config.model.num_layers))
         assert found == matrix_state_elements(run.config, layers, has_mtp=True) > 0
 

@@ -10,6 +10,7 @@ import torch
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.models import GPTModel
 from megatron_core.ops.native import unavailable_reason
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.planner import layer_activations, state_by_kind
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.memory import offloaded_activations, stage_activations
@@ -229,7 +230,7 @@ def test_formula_is_what_backward_keeps(settings: dict[str, Any], dtype: dict[st
 
     ids = torch.randint(0, 512, (2, 128))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(ids, labels=ids, sample_index=torch.arange(2))
+        model(ids, labels=ids, sequences=SequenceDetails(sample_index=torch.arange(2)))
     found = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights)
     formula = stage_activations(config, range(3), first=True, last=True, padded_vocab_size=512)
     assert formula == pytest.approx(found, rel=0.1)

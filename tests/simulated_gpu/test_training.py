@@ -190,16 +190,16 @@ ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_laye
 @pytest.mark.parametrize(
     ("place", "old", "new", "settings"),
     [
-        ("optimizer.pipeline:_Loaded.wait", "_wait(self._waits)", "pass", BF16 | OFFLOAD),
+        ("features.offload.pipeline:_Loaded.wait", "_wait(self._waits)", "pass", BF16 | OFFLOAD),
         (
-            "optimizer.pipeline:UpdatePipeline.run",
+            "features.offload.pipeline:UpdatePipeline.run",
             "_wait(behind)\n    self._sent.clear()",
             "self._sent.clear()",
             BF16 | OFFLOAD,
         ),
         (
             "optimizer.sharded:Optimizer.step",
-            "self._pipeline.settle()\n        return True",
+            "self._updates.settle()\n        return True",
             "return True",
             {"fp16": True, "initial_loss_scale": 2.0**40} | OFFLOAD,
         ),
@@ -209,8 +209,8 @@ ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_laye
             "pass",
             ACTIVATIONS,
         ),
-        ("transformer.offload:_Saved.settle", "self._transfer.wait()", "pass", ACTIVATIONS),
-        ("transformer.offload:_Saved.take", "self.settle()", "pass", ACTIVATIONS),
+        ("features.offload.activations:_Saved.settle", "self._transfer.wait()", "pass", ACTIVATIONS),
+        ("features.offload.activations:_Saved.take", "self.settle()", "pass", ACTIVATIONS),
     ],
     ids=["gradients", "weights", "skipped step", "stream", "freed early", "read early"],
 )

@@ -23,12 +23,12 @@ SATELLITES = (
         "any_model",
         "shell",
         "storage",
-        "launcher",
     ),
     *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
-    *("parallel.shared_memory", "parallel.simulated"),
+    *("cpu_ranks", "resilience", "reports"),
 )
-"""Packages outside of the core that are not features."""
+"""Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
+even the command line, which may not import ``parallel``."""
 
 WAITING = {
     "lora": (
@@ -43,37 +43,32 @@ WAITING = {
         "tensor_parallel.invariant_linear tensor_parallel.invariant_kernels transformer.invariant_attention "
         "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
     ),
-    "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
+    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
-    "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
-    "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
-    "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
-    "preferences": "training.preferences training.reference",
-    "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",
-    "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
-    "multi_token": "transformer.multi_token config.multi_token",
-    "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
-    "questions": "datasets.choices training.choices",
-    "averages": "training.averages",
-    "generation": "transformer.paged_attention config.inference",
-    "hub": "training.conversion training.deepspeed_conversion training.megatron_state",
-    "resilience": (
-        "training.recovery training.recovery_choice training.state_copies training.link_checks "
-        "training.faults training.rerun checkpoint.copies checkpoint.host_copy config.resilience"
-    ),
+    "sparse_attention": ("training.new_indexers config.sparse_attention"),
+    "layer_sizes": "config.heterogeneous",
+    "multi_token": "config.multi_token",
+    "generation": "transformer.paged_attention",
+    "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
+    "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
         "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
-        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts monitor.chrome_trace "
-        "monitor.summary monitor.replicas monitor.tensorboard training.hash_records training.profile "
-        "training.dry_run"
+        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
+        "monitor.summary monitor.tensorboard training.dry_run"
     ),
     "megatron_flags": (
         "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
         "config.megatron_model config.shrink config.presets config.depth"
     ),
 }
-"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move."""
+"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
+
+Two modules look optional and belong to the core. ``transformer.flex_attention`` is a fused path of attention which
+``attention_backend=auto`` chooses on a GPU for windows, bounded scores and packed documents, as the kernels of ``ops``.
+``parallel.compiled`` says which modules run hooks and how collectives appear in a graph: collectives, linear layers and
+data parallelism ask it in every run, because a program may compile its own model.
+"""
 
 
 @cache

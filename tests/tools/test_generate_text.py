@@ -20,6 +20,7 @@ from megatron_core.errors import MegatronError
 from megatron_core.inference import Generator
 from megatron_core.inference.generator import GenerationLayout
 from megatron_core.parallel import World
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.setup import set_up
@@ -128,7 +129,9 @@ def test_log_probabilities_of_training(invariant: bool, tmp_path: Path) -> None:
         tokens = tokenizer.tokenize(each["prompt"]) + each["tokens"]
         row = torch.tensor([tokens + [0] * (16 - len(tokens))])
         with torch.no_grad():
-            losses = run.stages[0].eval()(row, labels=row.roll(-1, 1), sample_index=torch.zeros(1, dtype=torch.int64))
+            losses = run.stages[0].eval()(
+                row, labels=row.roll(-1, 1), sequences=SequenceDetails(sample_index=torch.zeros(1, dtype=torch.int64))
+            )
         expected = (-losses[0, len(tokens) - len(each["tokens"]) - 1 : len(tokens) - 1]).tolist()
         assert each["logprobs"] == pytest.approx(expected, abs=1e-5)
         equal.append(each["logprobs"] == expected)

@@ -170,28 +170,28 @@ def test_gradients_leave_in_the_backward_pass(settings: dict[str, Any]) -> None:
     ("place", "old", "new", "settings", "kind"),
     [
         (
-            "transformer.offload:ActivationOffload._begin_backward",
+            "features.offload.activations:ActivationOffload._begin_backward",
             "[unit.before]",
             "[unit]",
             ACTIVATIONS,
             "copy_in",
         ),
         (
-            "transformer.offload:_Saved.__init__",
+            "features.offload.activations:_Saved.__init__",
             ".copy(self._host, self._here)",
             ".copy(self._host, self._here); self._transfer.wait()",
             ACTIVATIONS,
             "copy_out",
         ),
         (
-            "optimizer.pipeline:UpdatePipeline.run",
+            "features.offload.pipeline:UpdatePipeline.run",
             "None if following is None else _Loaded(following, self._sent, spare[(number + 1) % 3])",
             "None",
             ZERO1 | {"optimizer_offload_dir": "state"},
             "read",
         ),
         (
-            "optimizer.pipeline:UpdatePipeline.run",
+            "features.offload.pipeline:UpdatePipeline.run",
             "behind = loaded.store()",
             "_wait(loaded.store())",
             ZERO1 | OVERLAP | OPTIMIZER,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_core.errors import CheckpointError
+from megatron_core.features.offload import activations as offload
 from megatron_core.training.step import train_step
-from megatron_core.transformer import offload
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

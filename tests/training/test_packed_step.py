@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_core.training.driver import StepWork, forward_backward
-from megatron_core.training.step import count_tokens, forward_step
+from megatron_core.training.objective import count_tokens
+from megatron_core.training.step import forward_step
 from megatron_core.verify.gpt import RaggedDataset
 from tests.runs import tiny_run
 

@@ -11,6 +11,7 @@ import torch
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.buffer import all_gather_flat_
 from megatron_core.datasets.loader import Batch
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.transformer import SequenceContext, TransformerLayer
@@ -131,7 +132,7 @@ def _first_batch(run: Run) -> Batch:
 
 
 def _output(run: Run, batch: Batch) -> torch.Tensor:
-    return run.stages[0](batch["tokens"], sample_index=batch["sample_index"])
+    return run.stages[0](batch["tokens"], sequences=SequenceDetails(sample_index=batch["sample_index"]))
 
 
 @pytest.mark.parametrize("groups", [4, 2])

@@ -175,7 +175,7 @@ def test_losses_by_source_are_those_of_the_samples(settings: dict, tmp_path: Pat
     expected: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad():
         for batch in load_batches(run, run.step_after(0)):
-            losses = run.stages[0](batch.tokens, batch.position_ids, positions=batch.positions, labels=batch.labels)
+            losses = run.stages[0](batch.tokens, batch.position_ids, labels=batch.labels, sequences=batch)
             for row, tokens in zip(losses, batch.tokens, strict=True):
                 name = ("books", "code", "web")[min(int(tokens[0]) // 20, 2)]
                 expected[f"lm loss by source/{name}"] += row[tokens != END].tolist()

@@ -89,7 +89,7 @@ def _losses(config: RunConfig, packs: Sequence[Sequence[int]]) -> list[float]:
     run = set_up(config, this_world())
     train = run.splits.train
     assert isinstance(train, ConversationDataset)
-    run.train_loader = run.loader(InOrder(train, packs, 1 + config.data.dpo))
+    run.train_loader = run.loader(InOrder(train, packs, 1 + config.value("dpo")))
     return [train_step(run).loss for _ in range(inputs.STEPS)]
 
 
@@ -108,27 +108,35 @@ def equals_trl(kind: str, layout: str, folder: Path) -> bool:
     return all(ours == pytest.approx(expected, rel=1e-9) for ours in found)
 
 
-STEP = "training.step:_preference_step"
+STEP = "features.preferences.objective:Preferences.step_loss"
 DEFECTS = {
     "the reference is the trained model": (
         ("dpo", "one process"),
-        (STEP, "run.stages if run.reference is None else run.reference.stages", "run.stages"),
+        (STEP, "run.stages if self.frozen is None else self.frozen.stages", "run.stages"),
     ),
     "the adapters stay on in the reference": (
         ("dpo, adapters", "pp2"),
-        ("training.preferences:reference_log_probs", "with without_adapters(stages)", "with without_adapters([])"),
+        (
+            "features.preferences.objective:reference_log_probs",
+            "with without_adapters(stages)",
+            "with without_adapters([])",
+        ),
     ),
     "margins are those of a rank's tokens": (
         ("dpo", "cp2"),
-        ("training.preferences:preference_loss", 'paired(own - reference, group, "sum", "sum")', "own - reference"),
+        (
+            "features.preferences.objective:preference_loss",
+            'paired(own - reference, group, "sum", "sum")',
+            "own - reference",
+        ),
     ),
     "every context-parallel rank counts the whole loss": (
         ("dpo", "cp2"),
-        ("training.preferences:preference_loss", "losses.sum() / group.size()", "losses.sum()"),
+        ("features.preferences.objective:preference_loss", "losses.sum() / group.size()", "losses.sum()"),
     ),
     "every context-parallel rank counts all pairs": (
         ("dpo, adapters", "cp2"),
-        ("training.preferences:count_pairs", 'pairs / run.groups.size("cp")', "pairs"),
+        ("features.preferences.objective:Preferences.count_terms", 'pairs / self.run.groups.size("cp")', "pairs"),
     ),
     "an answer ends at its end-of-turn token": (
         ("dpo", "dp2 zero3"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import core_attention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
@@ -93,7 +94,7 @@ def test_recomputation_gives_the_same_gradients(backend: str, dtype: str) -> Non
         )
         (model,) = run.stages.values()
         tokens = torch.arange(16).reshape(2, 8)
-        model(tokens, sample_index=torch.arange(2)).float().square().sum().backward()
+        model(tokens, sequences=SequenceDetails(sample_index=torch.arange(2))).float().square().sum().backward()
         return [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
 
     plain, again = gradients(), gradients(recompute_granularity="selective")

@@ -14,6 +14,7 @@ from megatron_core.inference import Request, Sampling, generate
 from megatron_core.inference.generator import Generator
 from megatron_core.models import GPTModel
 from megatron_core.ops.reference import bias_dropout_add
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tensor_parallel import KeyedDropout, ModelParallelConfig
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import SequenceContext
@@ -143,7 +144,7 @@ def test_every_layer_receives_float32() -> None:
     seen: list[torch.dtype] = []
     for module in (*model.decoder.layers, model.decoder.final_layernorm, model.output_layer):
         module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
-    model(torch.arange(32).reshape(2, 16), sample_index=torch.arange(2))
+    model(torch.arange(32).reshape(2, 16), sequences=SequenceDetails(sample_index=torch.arange(2)))
     assert seen == [torch.float32] * 3 + [torch.bfloat16]
 
 

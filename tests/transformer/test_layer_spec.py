@@ -12,6 +12,7 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.errors import LayoutError
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.driver import StepHooks
@@ -133,7 +134,7 @@ def test_gradients_are_those_of_the_sum_written_out(
     model = GPTModel(config.model, run.vocab_size, 16, parallel=parallel, layer_specs=gated_layers)
     tokens = sum(batch.loss_mask.sum() for batch in batches)
     for batch in batches:
-        losses = model(batch.tokens, labels=batch.labels, sample_index=batch.sample_index)
+        losses = model(batch.tokens, labels=batch.labels, sequences=SequenceDetails(sample_index=batch.sample_index))
         added.append((losses * batch.loss_mask).sum() / tokens)
     sum(added).backward()
     for name, parameter in model.named_global_parameters():
@@ -153,6 +154,6 @@ def test_a_loss_without_a_collector_is_an_error() -> None:
     model = GPTModel(ModelConfig(), 61, 8, layer_specs=gated_layers)
     tokens, numbers = torch.arange(8)[None], torch.arange(1)
     with pytest.raises(LayoutError, match="layer 1 adds the auxiliary loss 'per token', which would be lost"):
-        model(tokens, sample_index=numbers)
+        model(tokens, sequences=SequenceDetails(sample_index=numbers))
     with torch.no_grad():
-        assert model(tokens, sample_index=numbers).shape == (1, 8, 61)
+        assert model(tokens, sequences=SequenceDetails(sample_index=numbers)).shape == (1, 8, 61)

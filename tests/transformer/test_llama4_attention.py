@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
@@ -107,7 +108,7 @@ def test_chunks_and_temperature_of_packed_documents_are_those_of_each_alone() ->
         torch.nn.init.normal_(parameter, std=0.3)
     ids, lengths = torch.randint(32, (1, 20)), (11, 9)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = model(ids, position_ids=positions, document_lengths=[lengths])
+    packed = model(ids, position_ids=positions, sequences=SequenceDetails(document_lengths=[lengths]))
     alone = torch.cat([model(part) for part in ids.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
     whole = GPTModel(replace(config, attention_chunk_size=None), 32, 20, parallel=model.parallel).eval()

@@ -11,8 +11,9 @@ from megatron_core.errors import DataError
 from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 
 VOCABULARY, LENGTH = 53, 24
@@ -67,7 +68,9 @@ class Passes:
 
     def logits(self, tokens: Tensor, lengths: list[list[int]] | None) -> Tensor:
         """Logits ``[b, s, vocabulary]`` with positions that restart."""
-        return self.model(tokens, RESTARTED, document_lengths=lengths, sample_index=torch.arange(3))
+        return self.model(
+            tokens, RESTARTED, sequences=SequenceDetails(document_lengths=lengths, sample_index=torch.arange(3))
+        )
 
     def gradients(self, logits: Tensor, others: Tensor) -> dict[str, Tensor]:
         """Gradients of a loss over the tokens where ``others`` ``[b, s]`` is True: of all weights and of the
@@ -138,7 +141,10 @@ def test_positions_that_do_not_restart_are_another_model() -> None:
         model = model_of(**settings)
         plain = torch.arange(LENGTH).expand(3, -1)
         gaps = plain * 2 % LENGTH
-        logits = [model(tokens_of(3), ids, document_lengths=LENGTHS) for ids in (None, plain, plain[:1], gaps)]
+        logits = [
+            model(tokens_of(3), ids, sequences=SequenceDetails(document_lengths=LENGTHS))
+            for ids in (None, plain, plain[:1], gaps)
+        ]
         torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-12)
         torch.testing.assert_close(logits[2], logits[0], rtol=0, atol=1e-12)
         assert not torch.allclose(logits[3], logits[0])
@@ -155,7 +161,7 @@ def test_both_paths_and_the_mask_say_the_same(settings: dict) -> None:
         (backend, with_mask, with_lengths): model_of(attention_backend=backend, **settings)(
             tokens_of(4),
             attention_mask=masked if with_mask else None,
-            document_lengths=LENGTHS if with_lengths else None,
+            sequences=SequenceDetails(document_lengths=LENGTHS if with_lengths else None),
         )
         for backend in ("auto", "unfused")
         for with_mask, with_lengths in ((True, True), (True, False), (False, True))
@@ -169,11 +175,13 @@ def test_a_mask_may_hide_more_than_the_lengths() -> None:
     masked = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).repeat(3, 1, 1, 1)
     masked[:, :, 12:, 10] = True
     logits = [
-        model_of(attention_backend=backend, **EXACT)(tokens_of(4), attention_mask=masked, document_lengths=LENGTHS)
+        model_of(attention_backend=backend, **EXACT)(
+            tokens_of(4), attention_mask=masked, sequences=SequenceDetails(document_lengths=LENGTHS)
+        )
         for backend in ("auto", "unfused")
     ]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
-    whole = model_of(**EXACT)(tokens_of(4), document_lengths=LENGTHS)
+    whole = model_of(**EXACT)(tokens_of(4), sequences=SequenceDetails(document_lengths=LENGTHS))
     seen = torch.isclose(logits[0], whole).all(-1)
     assert seen[0, :12].all() and not seen[0, 12:].any() and seen[2, 14:].all()
 
@@ -229,7 +237,7 @@ def test_the_block_mask_is_made_once() -> None:
 )
 def test_lengths_that_do_not_fill_the_sequences(lengths: list[list[int]], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        model_of(**EXACT)(tokens_of(1), document_lengths=lengths)
+        model_of(**EXACT)(tokens_of(1), sequences=SequenceDetails(document_lengths=lengths))
 
 
 @pytest.mark.parametrize("path", ["fused", "fused, rope, groups", "unfused", "unfused, rope, one group"])
@@ -246,11 +254,15 @@ def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
     positions = cache.begin([Span(0, LENGTHS[0][n], tables[n]) for n in order])
     together = dict(
         zip(
-            order, model(row, position_ids=positions, cache=cache)[0].split([LENGTHS[0][n] for n in order]), strict=True
+            order,
+            model(row, position_ids=positions, state=ForwardState(cache=cache))[0].split(
+                [LENGTHS[0][n] for n in order]
+            ),
+            strict=True,
         )
     )
     positions = cache.begin([Span(LENGTHS[0][n], 1, tables[n]) for n in range(3)])
-    following = model(torch.tensor([more]), position_ids=positions, cache=cache)[0]
+    following = model(torch.tensor([more]), position_ids=positions, state=ForwardState(cache=cache))[0]
     for n, ((_, first, end), token, found) in enumerate(zip(PLACES, more, following, strict=False)):
         alone = model(torch.cat([tokens[:, first:end], torch.tensor([[token]])], dim=1))[0]
         torch.testing.assert_close(together[n], alone[:-1], atol=1e-11, rtol=0.0)

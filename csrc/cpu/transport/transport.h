@@ -14,7 +14,7 @@
 #include "common/interface.h"
 
 namespace megatron {
-// Increase it whenever a function or the layout of an arena changes; megatron_core/parallel/shared_memory/host.py
+// Increase it whenever a function or the layout of an arena changes; megatron_core/cpu_ranks/shared_memory/host.py
 // checks it.
 constexpr int64_t kTransport = 1;
 

@@ -10,7 +10,7 @@ from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
 
 # Preferences are lines with two conversations; a package without that feature does not have its setting.
-LINES_WITH_MESSAGES = Condition("--sft or --dpo", lambda run: run.value("sft") or run.flat().get("dpo"))
+LINES_WITH_MESSAGES = Condition("--sft or --dpo", lambda run: run.value("sft") or run.optional("dpo"))
 
 
 @dataclass(frozen=True, kw_only=True)

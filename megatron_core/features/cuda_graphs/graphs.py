@@ -32,7 +32,7 @@ from megatron_core.features.cuda_graphs.settings import GraphConfig
 from megatron_core.parallel.flight_recorder import RECORDER, Note
 from megatron_core.parallel.meter import METER
 from megatron_core.tensor_parallel.linear import main_grad_of
-from megatron_core.transformer.block import TransformerLayer
+from megatron_core.transformer.block import TransformerBlock, TransformerLayer
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
@@ -227,7 +227,7 @@ class GraphedFunction:
         return output
 
 
-def convert_layers(config: RunConfig, layers: Sequence[TransformerLayer], device: torch.device) -> str:
+def convert_layers(config: RunConfig, block: TransformerBlock, device: torch.device) -> str:
     """Capture the layers of a stage; see ``Feature.convert_layers``.
 
     Errors: ``ConfigError`` if the run is not on a GPU.
@@ -238,7 +238,8 @@ def convert_layers(config: RunConfig, layers: Sequence[TransformerLayer], device
             f"cuda_graph_impl={settings.cuda_graph_impl} needs a GPU, and this run is on {device.type}; remove "
             "--cuda-graph-impl"
         )
-    return graph_layers(layers, settings.cuda_graph_modules, settings.cuda_graph_warmup_steps)
+    eager = graph_layers(block.layers, settings.cuda_graph_modules, settings.cuda_graph_warmup_steps)
+    return f"cuda_graphs: {eager}" if eager else ""
 
 
 def graph_layers(layers: Iterable[TransformerLayer], modules: Sequence[str], warmups: int) -> str:

@@ -1,7 +1,7 @@
 """The GPT model, whole or as a pipeline stage."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.models.gpt.embedding import LanguageModelEmbedding
-from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
-from megatron_core.parallel.micro_batch import LaterTokens
+from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
@@ -27,12 +27,9 @@ from megatron_core.tensor_parallel import (
 )
 from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
-from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
-from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay, in_chunks
-from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
+from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, in_chunks
+from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
-from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
-from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
 from megatron_core.transformer.z_loss import with_z_loss
 
@@ -40,6 +37,20 @@ EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 LogitLoss = Callable[[Tensor, Tensor], Tensor]
 """Losses ``[s, b]`` of this rank's columns of the logits ``[s, b, v/tp]`` and of labels ``[s, b]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """The computation of the last stage after its layers."""
+
+    logit_positions: Tensor | None = None
+    """``[b, k]``, indices into the tokens of the logits ``[b, k, vocabulary]`` to compute; None: all."""
+    logit_loss: LogitLoss | None = None
+    """Computes the losses from this rank's columns of the logits, instead of cross entropy."""
+    is_skipped: bool = False
+    """Return the input of the output layer."""
+    only_output_layer: bool = False
+    """``hidden_states`` is such an input: compute only this rank's logits ``[s, b, v/tp]``."""
 
 
 class GPTModel(nn.Module):
@@ -95,10 +106,12 @@ class GPTModel(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
-        self.mtp = None
+        self.mtp: Any = None
         if config.mtp_num_layers and post_process:
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
-            self.mtp = MultiTokenPredictionBlock(context, vocab_size, layer_specs, own_embedding=elsewhere)
+            self.mtp = load_hook(layer_hooks()["multi_token"])(
+                context, vocab_size, layer_specs, own_embedding=elsewhere
+            )
 
         # Tied weights, and initialization.
         self._mark_embedding_and_output()
@@ -177,76 +190,60 @@ class GPTModel(nn.Module):
         *,
         hidden_states: Tensor | None = None,
         labels: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        document_lengths: Sequence[Sequence[int]] | None = None,
-        cache: KeyValueStore | None = None,
-        positions: Tensor | None = None,
-        logit_positions: Tensor | None = None,
-        auxiliary_losses: MicroBatchAuxiliaryLosses | None = None,
-        loss_mask: Tensor | None = None,
-        router_replay: RouterReplay | None = None,
-        later: LaterTokens | None = None,
-        logit_loss: LogitLoss | None = None,
-        before_output_layer: bool = False,
-        final_hidden_states: Tensor | None = None,
+        sequences: SequenceDetails | None = None,
+        state: ForwardState | None = None,
+        head: HeadOptions | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
         Args:
-            input_ids, labels: ``[b, s]``.
-            position_ids: ``[b, s]``, or ``[1, s]`` for all sequences; by default ``positions``.
+            input_ids, labels: ``[b, s]``; with a cache the texts ``[1, s]``, in the order of ``cache.step``.
+            position_ids: ``[b, s]``, or ``[1, s]`` for all sequences; by default ``sequences.positions``.
             hidden_states: output of the previous stage.
-            sample_index: ``[b]``, keys of dropout.
-            document_lengths: lengths of the documents of each whole sequence; no document attends to another.
-            cache: keys and values of the texts in ``input_ids`` ``[1, s]``, in the order of ``cache.step``.
-            positions: ``[s]``, indices of the tokens in their sequences; by default 0, 1, 2, ..., or this rank's part.
-            logit_positions: ``[b, k]``, indices into ``input_ids`` of the logits ``[b, k, vocabulary]`` to compute; by
-                default all.
-            auxiliary_losses: collects the auxiliary losses of the layers for this micro-batch.
-            loss_mask: ``[b, s]``, 0 for tokens that auxiliary losses ignore.
-            router_replay: records the experts of the tokens, or repeats a record.
-            later: labels of multi-token prediction; without them it adds no losses.
-            logit_loss: computes the losses from this rank's columns of the logits, instead of cross entropy.
-            before_output_layer: return the input of the output layer.
-            final_hidden_states: such an input, for which only this rank's logits ``[s, b, v/tp]`` are computed.
+            sequences: positions, documents, numbers and masks of the sequences, such as a ``MicroBatch``.
         """
-        if final_hidden_states is not None:
-            return self._vocab_parallel_logits(final_hidden_states, self._output_weight())
+        sequences, head = sequences or SequenceDetails(), head or HeadOptions()
+        if head.only_output_layer:
+            assert hidden_states is not None, "the input of the output layer"
+            return self._vocab_parallel_logits(hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
+        positions, loss_mask = sequences.positions, sequences.loss_mask
+        whole = len(input_ids), input_ids.shape[1] * self.split.cp_size
         if positions is None:
-            positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
+            positions = self.split.positions(whole[1], input_ids.device)
         position_ids = positions[None] if position_ids is None else position_ids
-        whole, size = (len(input_ids), input_ids.shape[1] * self.split.cp_size), self.model_config.attention_chunk_size
-        documents = None if document_lengths is None else PackedDocuments.of(document_lengths, *whole, input_ids.device)
+        documents = None
+        if sequences.document_lengths is not None:
+            documents = PackedDocuments.of(sequences.document_lengths, *whole, input_ids.device)
+        size, masked = self.model_config.attention_chunk_size, attention_mask is not None
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
             documents=documents,
-            chunks=in_chunks(documents, size, *whole, input_ids.device, masked=attention_mask is not None),
+            chunks=in_chunks(documents, size, *whole, input_ids.device, masked=masked),
             query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
             bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
-            sample_index=sample_index,
+            sample_index=sequences.sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
             token_mask=None if loss_mask is None else self.split.residual(loss_mask.transpose(0, 1)),
-            cache=cache,
-            router_replay=router_replay,
-            auxiliary_losses=auxiliary_losses,
+            **vars(state or ForwardState()),
         )
 
         # Embedding and layers.
         if self.embedding is not None:
             hidden_states = self.embedding(input_ids, self.split.residual(position_ids, dim=1), context)
         hidden_states = self.decoder(hidden_states, context)
-        if self.output_layer is None or before_output_layer:
+        if self.output_layer is None or head.is_skipped:
             return hidden_states
         tied = self._output_weight()
         if labels is not None:
-            return self._all_losses(hidden_states, labels, tied, context, loss_mask, later, logit_loss).transpose(0, 1)
-        if logit_positions is not None:
-            rows = torch.arange(len(logit_positions), device=input_ids.device)
-            hidden_states = hidden_states[logit_positions.t(), rows]
+            losses = self._all_losses(hidden_states, labels, tied, context, sequences, head.logit_loss)
+            return losses.transpose(0, 1)
+        if head.logit_positions is not None:
+            rows = torch.arange(len(head.logit_positions), device=input_ids.device)
+            hidden_states = hidden_states[head.logit_positions.t(), rows]
         return self._logits(self._vocab_parallel_logits(hidden_states, tied)).transpose(0, 1)
 
     def _all_losses(
@@ -255,49 +252,17 @@ class GPTModel(nn.Module):
         labels: Tensor,
         tied: nn.Parameter | None,
         context: SequenceContext,
-        loss_mask: Tensor | None,
-        later: LaterTokens | None,
+        sequences: SequenceDetails,
         logit_loss: LogitLoss | None,
     ) -> Tensor:
         """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
-        config, add_z_loss = self.model_config, None
+        config, add_z_loss, later = self.model_config, None, sequences.later
         if config.output_z_loss_coeff and context.auxiliary_losses is not None:
-            add_z_loss = partial(with_z_loss, config, loss_mask, context, self.parallel)
+            add_z_loss = partial(with_z_loss, config, sequences.loss_mask, context, self.parallel)
         losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
         if self.mtp is not None and self.training and later is not None:
-            losses = self._with_later_losses(losses, hidden, labels, later, tied, context)
-        return losses
-
-    def _with_later_losses(
-        self,
-        losses: Tensor,
-        hidden: Tensor,
-        labels: Tensor,
-        later: LaterTokens,
-        tied: nn.Parameter | None,
-        context: SequenceContext,
-    ) -> Tensor:
-        """Return ``losses`` with the gradients of the losses of multi-token prediction attached to their backward.
-
-        The loss of each depth is a mean over the unmasked tokens of the global batch at that depth.
-        """
-        weight = self._shared_weight()
-        assert self.mtp is not None and weight is not None, "only the last stage computes losses"
-        names, tokens = mtp_loss_names(self.model_config), labels
-        for depth in range(len(names)):
-            hidden = self.mtp.predict(depth, tokens, hidden, weight, context)
-            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
-            own = self._losses(hidden, tokens.transpose(0, 1), tied)
-            own = own.to(wide(own.dtype)) * mask
-            invariance = self.parallel.invariance
-            losses = context.add_auxiliary_loss(
-                losses,
-                names[depth],
-                own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens),
-                layer_number=self.model_config.num_layers + depth,
-                coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
-                per="counted",
-            )
+            losses_of = partial(self._losses, tied=tied)
+            losses = self.mtp.add_losses(losses, hidden, labels, later, self._shared_weight(), context, losses_of)
         return losses
 
     def _losses(

@@ -12,45 +12,15 @@ false alarm is below 3e-14 for each block.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.boxes import Box
-
 CONFIDENCE = 8.0
 """t in the bound on the rounding."""
-_ROW = 4096
 _CHUNK = 2**18
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
-def bit_hash(x: Tensor) -> Tensor:
-    """A 64-bit hash of the bits of a contiguous tensor, as an int64 scalar on its device."""
-    data = x.detach().reshape(-1).view(torch.uint8)
-    if data.device.type == "cpu":
-        # data.numpy() would make the storage fixed in size, and ZeRO 3 frees storages by resizing them.
-        from xxhash import xxh3_64_intdigest  # not at the import of the layers, which need no hashes
-
-        size = data.numel()
-        digest = xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
-        return torch.tensor(digest - (digest >> 63 << 64), dtype=torch.int64)
-    return hash_on_device(data)
-
-
-def hash_on_device(data: Tensor) -> Tensor:
-    """The hash of bytes ``[n]`` without a copy to the host; its values differ from those on a CPU."""
-    from megatron_core.parallel.tensor_hash import box_sum  # imports xxhash
-
-    whole = data.numel() // _ROW * _ROW
-    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for part, width in ((data[:whole], _ROW), (data[whole:], data.numel() - whole)):
-        if width:
-            shape = (part.numel() // width, width)
-            total = total * 3 + box_sum(part.view(shape), Box((0, 0), shape), shape)
-    return total
 
 
 def block_length(dtype: torch.dtype) -> int:

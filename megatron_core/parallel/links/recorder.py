@@ -2,8 +2,8 @@
 
 While ``LINKS.checking`` is set, every collective of ``parallel.collectives`` computes checksums of what this rank sends
 and, once it is complete, of what it received. Nothing more is sent until ``links.compare`` compares the checksums of
-the ranks. Messages between pipeline stages carry their checksum (``links.seal``). Otherwise the cost is one check of a
-flag for each call.
+the ranks. A message between pipeline stages carries its checksum: the bytes of a tensor, followed by hash + number of
+the message, which detects outdated messages. Otherwise the cost is one check of a flag for each call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import bit_hash, block_sums, maxima
+from megatron_core.parallel.links.checksums import block_sums, maxima
 from megatron_core.parallel.links.faults import LinkFaults
-from megatron_core.parallel.links.seal import empty_message, is_intact, payload, sealed
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
+from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.watched import OBSERVATION, Parts, Watched
+
+_WORD = 8
+"""Bytes of a checksum."""
 
 
 @dataclass
@@ -241,3 +244,33 @@ def _hashes(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured, which would repeat the checksums but not the records."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def sealed(x: Tensor, number: int) -> Tensor:
+    """The bytes of a contiguous tensor with its checksum, as uint8."""
+    message = empty_message(x.numel() * x.element_size(), x.device)
+    data, word = _split(message, x.numel() * x.element_size())
+    data.copy_(x.detach().view(-1).view(torch.uint8))
+    word.copy_(bit_hash(data) + number)
+    return message
+
+
+def empty_message(size: int, device: torch.device) -> Tensor:
+    """A buffer for the message of a tensor of ``size`` bytes."""
+    return torch.zeros(-(-size // _WORD) * _WORD + _WORD, dtype=torch.uint8, device=device)
+
+
+def payload(message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor within a message, as a view."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return message[:size].view(dtype).view(shape)
+
+
+def is_intact(message: Tensor, size: int, number: int) -> Tensor:
+    """Whether the checksum of a message fits its ``size`` bytes and its ``number``: a bool on the device."""
+    data, word = _split(message, size)
+    return bit_hash(data) + number == word
+
+
+def _split(message: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return message[:size], message[-_WORD:].view(torch.int64)[0]

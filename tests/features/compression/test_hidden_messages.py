@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.slow_link import SimulatedClock
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.features.compression import powersgd, signs
 from megatron_core.features.compression.powersgd import PowerSGD
 from megatron_core.features.compression.signs import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam, ZeroOnePolicy
@@ -93,8 +93,8 @@ def _hidden(method: str, stage: int, overlap: bool) -> tuple[list[float], list[n
     compressor = METHODS[method]()
     compressor.step = 2
     groups = ParallelGroups(Grid(dp=2), dist.get_rank())
-    settings = {"zero_stage": stage, "overlap_grad_reduce": overlap, "bucket_size": 1}
-    data = DataParallel({0: model}, groups, compressor=compressor, **settings)
+    settings = DataParallelSettings(zero_stage=stage, overlap_grad_reduce=overlap, bucket_size=1)
+    data = DataParallel({0: model}, groups, settings, compressor=compressor)
     if isinstance(compressor, SignSums):
         for bucket in data.buckets:
             shard = torch.ones_like(bucket.weight_shard)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_core.config.compression import compression_of
 from megatron_core.features.compression.signs import OneBitLAMB, SignSums
 from megatron_core.features.compression.updates import ZeroOneAdamUpdate
-from megatron_core.monitor.replicas import Replicas
+from megatron_core.reports.replicas import Replicas
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from megatron_core.config.resilience import LINK_DAMAGES
 from megatron_core.parallel.links.checksums import (
-    bit_hash,
     block_length,
     block_sums,
     differs,
-    hash_on_device,
     maxima,
     maximum_differs,
 )
 from megatron_core.parallel.links.faults import LinkFault, LinkFaults, damage
-from megatron_core.parallel.links.seal import is_intact, payload, sealed
+from megatron_core.parallel.links.recorder import is_intact, payload, sealed
+from megatron_core.parallel.tensor_hash import bit_hash, hash_on_device
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -18,8 +18,8 @@ from megatron_core.errors import CheckpointError, LayoutError, MegatronError
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy, own_address, start_keeper
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import Rendezvous
-from megatron_core.training import state_copies
-from megatron_core.training.state_copies import await_mirror
+from megatron_core.resilience import state_copies
+from megatron_core.resilience.state_copies import await_mirror
 from tests.memory import needs_proc
 
 pytestmark = needs_proc

@@ -9,7 +9,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.memory import Copy
 from megatron_core.parallel.recovery.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
-from megatron_core.training.recovery_choice import (
+from megatron_core.resilience.recovery_choice import (
     choice_of,
     groups_left_out,
     groups_that_join,

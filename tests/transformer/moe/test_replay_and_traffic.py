@@ -11,7 +11,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.models import GPTModel
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.step import train_step
-from megatron_core.transformer.context import RouterReplay
+from megatron_core.transformer.context import ForwardState, RouterReplay
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -28,19 +28,21 @@ def test_another_model_repeats_the_choices_with_its_own_probabilities() -> None:
                                                      "recompute_num_layers": 1}  # fmt: skip
     first, other = _model(1), _model(2, **recompute)
     record, own = RouterReplay(), RouterReplay()
-    first(ids, router_replay=record)
-    other(ids, router_replay=own)
+    first(ids, state=ForwardState(router_replay=record))
+    other(ids, state=ForwardState(router_replay=own))
     assert record.choices.keys() == {0, 1} and record.choices[0].shape == (16, 2, 2)
     assert any(not torch.equal(own.choices[layer], record.choices[layer]) for layer in (0, 1))
     replay = RouterReplay(record.choices)
-    loss = other(ids, labels=ids, router_replay=replay).mean()
+    loss = other(ids, labels=ids, state=ForwardState(router_replay=replay)).mean()
     assert all(torch.equal(replay.choices[layer], record.choices[layer]) for layer in (0, 1))
     loss.backward()
     assert all(layer.mlp.router.weight.grad.abs().max() > 1e-6 for layer in other.decoder.layers.values())
     again = RouterReplay(own.choices)
-    torch.testing.assert_close(other(ids, router_replay=again), other(ids))  # its own choices are not used
+    torch.testing.assert_close(
+        other(ids, state=ForwardState(router_replay=again)), other(ids)
+    )  # its own choices are not used
     with pytest.raises(LayoutError, match=r"layer 0 chooses \[8, 2, 2\].* shape \[16, 2, 2\] was recorded"):
-        other(ids[:, :8], router_replay=RouterReplay(record.choices))
+        other(ids[:, :8], state=ForwardState(router_replay=RouterReplay(record.choices)))
 
 
 def _bytes_sent(settings: dict) -> tuple[int, int]:

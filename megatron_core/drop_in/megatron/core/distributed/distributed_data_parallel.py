@@ -15,9 +15,9 @@ from megatron.core.optimizer.param_layout import FullParamLayout, in_order, whol
 from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.module import MegatronModule, sharded
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core.data_parallel import DataParallel
-from megatron_core.data_parallel.bucket_kind import BucketKind
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.data_parallel.bucket_layout import InOrder, Rule
+from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current
@@ -77,12 +77,14 @@ class DistributedDataParallel(MegatronModule):
         self.data_parallel = DataParallel(
             {0: self.module},
             self._groups,
-            zero_stage=config.zero_stage,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-            bucket_size=self._bucket_size,
-            rule_of=self._rule_of,
-            join=self._join,
+            DataParallelSettings(
+                zero_stage=config.zero_stage,
+                overlap_grad_reduce=config.overlap_grad_reduce,
+                overlap_param_gather=config.overlap_param_gather,
+                bucket_size=self._bucket_size,
+                rule_of=self._rule_of,
+                join=self._join,
+            ),
         )
         self.buckets = self.data_parallel.buckets
         self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from megatron.core.unsupported import Unsupported
-from megatron_core.config import inference as engine
 from megatron_core.errors import ConfigError
+from megatron_core.inference import settings as engine
 
 
 class MambaInferenceStateConfig(Unsupported):

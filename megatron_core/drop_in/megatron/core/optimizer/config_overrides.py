@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
-from megatron_core.config.optimizers import OPTIMIZERS
+from megatron_core.config.optimizers import optimizer_kinds
 from megatron_core.errors import ConfigError
 
 
@@ -63,9 +63,10 @@ def get_mup_config_overrides(
     if mup_width_mult == 1.0:
         return {}
     family = "sgd" if kind == "sgd" else "muon" if "muon" in kind else "adam" if "adam" in kind else kind
-    row = OPTIMIZERS.get(config.muon_scalar_optimizer if family == "muon" else family)
+    kinds = optimizer_kinds()
+    row = kinds.get(config.muon_scalar_optimizer if family == "muon" else family)
     if row is None:
-        raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; legal: {', '.join(OPTIMIZERS)}")
+        raise ConfigError(f"optimizer_type={optimizer_type!r} is unknown; legal: {', '.join(kinds)}")
     overrides: dict[ParamKey, ParamGroupOverride] = {}
     for hidden in (True, False):
         lr, eps = row.width_factors(mup_width_mult, hidden=hidden)

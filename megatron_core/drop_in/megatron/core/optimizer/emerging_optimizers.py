@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.algorithms import COEFFICIENTS, AdaMuon, Muon
+from megatron_core.features.matrix_optimizers.muon import COEFFICIENTS, AdaMuon, Muon
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.collectives import gather_channels, gather_from_sequence
 from megatron_core.parallel.sharding import Fused

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from megatron.core.optimizer.config_overrides import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
-from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel import Bucket, BucketMemory, DataParallelSettings
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.offload.pipeline import OffloadedMemory
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
@@ -31,8 +32,9 @@ class _AllChunks:
 
     buckets: list[Bucket]
     device: torch.device
+    memory: BucketMemory
     compressor: None = None
-    exact_sums: bool = False
+    settings: DataParallelSettings = field(default_factory=DataParallelSettings)
 
 
 def _param_group_override_keys() -> tuple[str, ...]:
@@ -62,7 +64,10 @@ class MegatronOptimizer:
         wrappers = [chunk.data_parallel for chunk in self.model_chunks]
         buckets = [bucket for wrapper in wrappers for bucket in wrapper.buckets]
         dtype = next((bucket.weights.dtype for bucket in buckets), torch.float32)
-        everything: Any = _AllChunks(buckets, wrappers[0].device)
+        memory = BucketMemory()
+        if self._own.offloads_optimizer:
+            memory = OffloadedMemory(memory, self._own, current().rank)
+        everything: Any = _AllChunks(buckets, wrappers[0].device, memory)
         overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         self.param_groups = self._groups(everything, overrides)
         scale = make_loss_scale(self._own, dtype)
@@ -152,7 +157,7 @@ class MegatronOptimizer:
                     replica = 0 if bucket.is_writer else 1
                     flattened = (tuple(parameter.shape), start, stop)
                     yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
-        for piece in self.optimizer.matrix_state():
+        for piece in self.optimizer.joint_state():
             key, shape = f"optimizer.{piece.name}", tuple(piece.memory.shape)
             spans = enumerate(zip(piece.box.start, piece.box.stop, strict=True))
             splits = tuple(Split(dim, f"dim{dim}", (((first, stop),),)) for dim, (first, stop) in spans)

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
+from megatron_core.features.multi_token import block as multi_token
+from megatron_core.features.multi_token.block import MultiTokenPredictionLayer
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.transformer import multi_token
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
-from megatron_core.transformer.multi_token import MultiTokenPredictionLayer
 
 
 @dataclass

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+from megatron_core.features.offload.activations import offload_activations
 from megatron_core.transformer import block
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
@@ -53,6 +54,7 @@ class TransformerBlock(LayerCall, block.TransformerBlock):  # type: ignore[misc]
         block.TransformerBlock.__init__(
             self, context, stage_layers(config, vp_stage), final_norm=norm, layer_specs=specs
         )
+        offload_activations(self)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self._loss_names = auxiliary_loss_names(model, specs)
         adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, "decoder.")

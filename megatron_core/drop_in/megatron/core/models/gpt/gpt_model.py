@@ -29,13 +29,15 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
+from megatron_core.features.offload.activations import offload_activations
 from megatron_core.models.gpt import model
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
-from megatron_core.parallel.micro_batch import LaterTokens, SequenceSplit
+from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails, SequenceSplit
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer import context
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
+from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
 
 _CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_PARTS, MultiTokenPredictionBlock)
@@ -113,6 +115,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             seed=current_seed(),
             layer_specs=specs,
         )
+        offload_activations(self.decoder)
         # Megatron's attributes, and Megatron's classes for the layers.
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -179,12 +182,10 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             attention_mask,
             hidden_states=hidden_states,
             labels=labels,
-            sample_index=sample_index,
-            document_lengths=documents,
-            loss_mask=counted,
-            router_replay=self._replay,
-            auxiliary_losses=auxiliary,
-            later=later,
+            sequences=SequenceDetails(
+                sample_index=sample_index, document_lengths=documents, loss_mask=counted, later=later
+            ),
+            state=ForwardState(router_replay=self._replay, auxiliary_losses=auxiliary),
         )
         if later is not None:
             self._log_later_losses()

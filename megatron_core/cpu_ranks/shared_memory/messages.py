@@ -1,0 +1,94 @@
+"""Receiving: messages arrive in sending order, and each is matched with the first pending receive of its tag."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.cpu_ranks.shared_memory.work import Members, Pending
+
+NOT_YET, OTHER_TAG, OTHER_SIZE = 1, -1, -2
+"""Constants of csrc/cpu/transport/transport.h."""
+
+
+class Receive(Pending):
+    """The handle of a receive."""
+
+    def __init__(self, messages: Messages, x: Tensor, address: int, sender: int, tag: int) -> None:
+        super().__init__(messages.members, "receive", 0, None, [x])
+        self.address, self.bytes, self.sender, self.tag = address, x.nbytes, sender, tag
+        self._messages = messages
+
+    def _attempt(self, slice_: int) -> int:
+        return self._messages.advance(self, slice_)
+
+    def _source_rank(self) -> int:
+        """Called by torch."""
+        return self.sender
+
+
+class Messages:
+    """The incoming messages of a group."""
+
+    def __init__(self, native: Any, group: int, members: Members) -> None:
+        self.members, self._native, self._group = members, native, group
+        self._next: dict[int, int] = defaultdict(int)  # number of the next message of each sender
+        self._wanted: dict[int, list[Receive]] = defaultdict(list)
+        self._unmatched: dict[int, list[tuple[int, int]]] = defaultdict(list)  # number and tag of each message
+
+    def receive(self, x: Tensor, address: int, sender: int, tag: int) -> dist.Work:
+        """Start receiving into ``x``."""
+        work = Receive(self, x, address, sender, tag)
+        for position, (number, tag_of) in enumerate(self._unmatched[sender]):
+            if tag_of == tag:
+                del self._unmatched[sender][position]
+                self._take(number, work, 0)
+                return work
+        self._wanted[sender].append(work)
+        return work
+
+    def advance(self, work: Receive, slice_: int) -> int:
+        """Deliver the sender's messages until ``work`` is complete; returns 0, or 1 + sender if a message is
+        missing."""
+        wanted = self._wanted[work.sender]
+        while not work.done:
+            code = self._take(self._next[work.sender], wanted[0], slice_)
+            if code == NOT_YET:
+                return 1 + work.sender
+            if code == 0:
+                wanted.pop(0)
+            else:
+                self._sort(work.sender, self._next[work.sender])
+            self._next[work.sender] += 1
+        return 0
+
+    def _sort(self, sender: int, number: int) -> None:
+        """Deliver a message to the first receive of its tag, or keep it."""
+        found = (ctypes.c_int64 * 5)()
+        self._native.posted(self._group, sender, 1, number, found)
+        tag = found[3]
+        receive = next((each for each in self._wanted[sender] if each.tag == tag), None)
+        if receive is None:
+            self._unmatched[sender].append((number, tag))
+        else:
+            self._take(number, receive, 0)
+            self._wanted[sender].remove(receive)
+
+    def _take(self, number: int, receive: Receive, slice_: int) -> int:
+        """Try to fill a receive with a message, if it has arrived with the right tag."""
+        code = self._native.receive(
+            self._group, receive.sender, number, receive.tag, receive.address, receive.bytes, slice_
+        )
+        if code == OTHER_SIZE:
+            found = (ctypes.c_int64 * 5)()
+            self._native.posted(self._group, receive.sender, 1, number, found)
+            raise RuntimeError(
+                f"rank {self.members.ranks[receive.sender]} sent {found[4]} bytes, but this rank expects "
+                f"{receive.bytes}; send and receive tensors of equal shape and dtype"
+            )
+        receive.done = code == 0
+        return code

@@ -1,0 +1,246 @@
+"""The calls of a collective by all ranks of a group, and the messages between two of them.
+
+The last rank that calls a collective computes its results, in rank order, so that every rank has the same bits. A rank
+gets its result in ``wait``: a tensor that is read before is outdated, as it may be in a job.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.cpu_ranks.simulated.scheduler import Scheduler, Waiting
+from megatron_core.errors import LayoutError
+
+
+class Signature(NamedTuple):
+    """The properties of a call that all ranks must share."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    numel: int = 0
+    """Elements of the tensor, of an all-to-all those of one row."""
+    detail: str = ""
+    """Reduction or root."""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return self.kind + (f" ({self.numel} x {dtype}{', ' * bool(self.detail)}{self.detail})" if self.dtype else "")
+
+
+class Part(NamedTuple):
+    """One rank's call."""
+
+    values: Tensor | None = None
+    send: Sequence[int] = ()
+    """Of an all-to-all: rows for each rank."""
+    receive: Sequence[int] = ()
+
+
+class Meeting:
+    """One collective of a group: complete when all ranks have called it."""
+
+    __slots__ = ("left", "number", "parts", "results", "root", "signature", "waiting")
+
+    def __init__(self, number: int, signature: Signature, size: int, root: int) -> None:
+        self.number, self.signature, self.root = number, signature, root
+        self.parts: list[Part | None] = [None] * size
+        self.left = size
+        """Number of ranks that have not called it."""
+        self.results: list[Tensor | None] | None = None
+        self.waiting: list[Waiting] = []
+
+    def missing(self) -> list[int]:
+        """Group ranks that have not called it."""
+        return [rank for rank, part in enumerate(self.parts) if part is None]
+
+    def complete(self) -> None:
+        """Compute the result of every rank."""
+        parts = [part for part in self.parts if part is not None]
+        size = len(parts)
+        values = [part.values for part in parts if part.values is not None]
+        kind = self.signature.kind
+        if kind == "all-reduce":
+            self.results = [_reduced(values, self.signature.detail)] * size
+        elif kind == "reduce-scatter":
+            if self.signature.numel % size:
+                raise LayoutError(
+                    f"a {self.signature} over {size} ranks needs a multiple of {size} elements; pad the tensor"
+                )
+            self.results = list(_reduced(values, self.signature.detail).view(size, -1))
+        elif kind == "all-gather":
+            self.results = [torch.cat([each.view(-1) for each in values])] * size
+        elif kind == "broadcast":
+            self.results = [values[self.root].clone()] * size
+        elif kind == "all-to-all":
+            self.results = _exchanged(parts)
+        else:
+            self.results = [None] * size
+        self.parts = []
+
+
+def _reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
+    """Sum, maximum or minimum in rank order; half precision is summed in float32."""
+    dtype = values[0].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = values[0].view(-1).to(wide, copy=True)
+    for each in values[1:]:
+        if reduction == "sum":
+            total.add_(each.view(-1))
+        else:
+            torch.maximum(total, each.view(-1), out=total) if reduction == "max" else torch.minimum(
+                total, each.view(-1), out=total
+            )
+    return total.to(dtype)
+
+
+def _exchanged(parts: Sequence[Part]) -> list[Tensor | None]:
+    """The rows for each rank, in the order of the senders."""
+    sent = np.array([part.send for part in parts])  # [sender, receiver]
+    received = np.array([part.receive for part in parts]).T
+    for sender, receiver in np.argwhere(sent != received)[:1]:
+        raise LayoutError(
+            f"in an all-to-all of {len(parts)} ranks the group's rank {sender} sends {sent[sender, receiver]} "
+            f"rows to rank {receiver}, which expects {received[sender, receiver]}; give the same number"
+        )
+    # One selection of rows for all ranks: 64 x 64 parts of a few rows each would take milliseconds.
+    counts, ends = sent.T.flatten(), sent.cumsum().reshape(sent.shape).T.flatten()
+    order = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
+    rows = torch.cat([part.values for part in parts if part.values is not None]).index_select(
+        0, torch.from_numpy(order)
+    )
+    return list(rows.split(sent.sum(0).tolist()))
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that waits for its message."""
+
+    buffer: Tensor
+    message: Tensor | None = None
+    waiting: Waiting | None = None
+
+
+ChannelKey = tuple[tuple[int, ...], int]
+"""The global ranks of a group, and the number of the group among those with the same ranks."""
+
+
+class Elsewhere(Protocol):
+    """Other processes with ranks of the same world."""
+
+    def homes(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The other processes that have some of ``ranks``."""
+
+    def repeat(self, homes: Sequence[int], call: Call) -> None:
+        """Repeat a call in the processes ``homes``."""
+
+    def send(self, message: Message) -> bool:
+        """Send a message if its receiver is a rank of another process."""
+
+
+class Call(NamedTuple):
+    """A rank's call of a collective."""
+
+    channel: ChannelKey
+    caller: int
+    """The rank's index in the group."""
+    number: int
+    """Number of this call among those of the rank."""
+    signature: Signature
+    part: Part
+    root: int = 0
+
+
+class Message(NamedTuple):
+    """A message between two ranks."""
+
+    channel: ChannelKey
+    key: tuple[int, int, int]
+    """The sender's and the receiver's index in the group, and the tag."""
+    values: Tensor
+
+
+class Channel:
+    """The collectives and messages of a group, shared by its ranks; ``ranks`` are global."""
+
+    def __init__(self, key: ChannelKey, scheduler: Scheduler, elsewhere: Elsewhere) -> None:
+        self.key, self.ranks, self.scheduler = key, key[0], scheduler
+        self._elsewhere, self._homes = elsewhere, elsewhere.homes(self.ranks)
+        self._meetings: dict[int, Meeting] = {}
+        self._messages: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self._receives: dict[tuple[int, int, int], deque[Receive]] = {}
+
+    def call(self, call: Call) -> Meeting:
+        """A rank of this process makes a call."""
+        if self._homes:
+            self._elsewhere.repeat(self._homes, call)
+        return self.join(call)
+
+    def join(self, call: Call) -> Meeting:
+        """Add a rank's call to those of the others; LayoutError if another rank's is a different one."""
+        meeting = self._meetings.get(call.number)
+        if meeting is None:
+            meeting = Meeting(call.number, call.signature, len(self.ranks), call.root)
+            self._meetings[call.number] = meeting
+        elif meeting.signature != call.signature:
+            first = next(rank for rank, each in enumerate(meeting.parts) if each is not None)
+            raise LayoutError(
+                f"call {call.number} over ranks {in_short(self.ranks)} is {call.signature} on rank "
+                f"{self.ranks[call.caller]} and {meeting.signature} on rank {self.ranks[first]}; all ranks of a group "
+                "must make the same calls in the same order"
+            )
+        meeting.parts[call.caller] = call.part
+        meeting.left -= 1
+        if meeting.left == 0:
+            del self._meetings[call.number]
+            meeting.complete()
+            for each in meeting.waiting:
+                self.scheduler.resume(each)
+            meeting.waiting = []  # they refer to the meeting, and would keep its results until a garbage collection
+        return meeting
+
+    def send(self, key: tuple[int, int, int], values: Tensor) -> None:
+        """Send ``values``, which must not change any more; ``key``: sender, receiver and tag."""
+        message = Message(self.key, key, values)
+        if not self._elsewhere.send(message) and self.deliver(message):
+            self.scheduler.give_way()
+
+    def deliver(self, message: Message) -> bool:
+        """Give a message to its receiver; return whether this resumed a thread."""
+        wanted = self._receives.get(message.key)
+        if not wanted:
+            self._messages.setdefault(message.key, deque()).append(message.values)
+            return False
+        receive = wanted.popleft()
+        receive.message = message.values
+        if receive.waiting is not None:
+            self.scheduler.resume(receive.waiting)
+        return receive.waiting is not None
+
+    def receive(self, key: tuple[int, int, int], buffer: Tensor) -> Receive:
+        """Receive the next message of ``key`` in the order of sending."""
+        receive, arrived = Receive(buffer), self._messages.get(key)
+        if arrived:
+            receive.message = arrived.popleft()
+        else:
+            self._receives.setdefault(key, deque()).append(receive)
+        return receive
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    """Ranks as text, such as ``0-7``, ``3, 19, 35``, or ``0, 8, ..., 1016 (128 ranks)``."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 8:
+        return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]} ({len(ranks)} ranks)"
+    return ", ".join(map(str, ranks))
+
+
+REDUCTIONS: dict[Any, str] = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MIN: "min", dist.ReduceOp.MAX: "max"}

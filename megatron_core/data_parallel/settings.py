@@ -1,0 +1,110 @@
+"""Settings of data parallelism, kinds of buckets, and the rules that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_core.data_parallel.bucket_layout import InOrder, Rule, WholeInShards
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
+
+SHARD_MULTIPLE = 8
+"""A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
+
+
+@dataclass(frozen=True)
+class BucketKind:
+    """Common properties of a bucket's parameters, equal on every rank with a shard or a copy of them."""
+
+    dtype: torch.dtype
+    decay: bool
+    """Whether weight decay applies: to matrices and tables; to biases and norms only if they are marked ``decays``."""
+    matrix: bool
+    """Whether the parameters are matrices or tables, or stacks of matrices."""
+    replica_axes: tuple[str, ...]
+    """Data axes over which gradients are summed."""
+    partial_axes: tuple[str, ...] = ()
+    """Model axes over which gradients are summed element by element first."""
+    shared_axes: tuple[str, ...] = ()
+    """Model axes over which gradients of shared ranges are summed first (keys and values of a fused QKV matrix)."""
+    embedding: bool = False
+    """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
+    tied: tuple[int, ...] = ()
+    """Pipeline ranks over which gradients are summed first (weights of several stages)."""
+    narrow: bool = False
+    """Whether weights are gathered in FP8."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
+        """Return the kind of bucket for a parameter."""
+        spec = spec_of(parameter)
+        matrix = len(spec.global_shape) > 1 and not getattr(parameter, "is_vector", False)
+        shared = (split.axis for split in spec.splits if split.shared)
+        return cls(
+            dtype=parameter.dtype,
+            decay=matrix or getattr(parameter, "decays", False),
+            matrix=matrix,
+            replica_axes=spec.replica_axes,
+            partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
+            shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
+            embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
+            tied=spec.tied,
+            narrow=getattr(parameter, "fp8", None) is not None,
+        )
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether the parameters are matrices between two layers: no embedding, head, bias or norm."""
+        return self.matrix and not self.embedding
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether gradients must be completed before they are summed over data-parallel ranks."""
+        return bool(self.partial_axes or self.shared_axes or self.tied)
+
+
+def in_order(kind: BucketKind, shards: int) -> Rule:
+    """Return the default rule: parameters in order, shards aligned to 16 bytes."""
+    return InOrder(1, shards * SHARD_MULTIPLE)
+
+
+def whole_matrices(kind: BucketKind, shards: int) -> Rule:
+    """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
+    return whole_parameters(kind, shards) if kind.is_hidden_matrix else in_order(kind, shards)
+
+
+def whole_parameters(kind: BucketKind, shards: int) -> Rule:
+    """Return the rule for filling buckets such that no shard cuts a parameter."""
+    return WholeInShards(shards, 1, SHARD_MULTIPLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelSettings:
+    """How gradients are summed, and how parameters are divided into buckets and shards; see ``DataParallel``."""
+
+    zero_stage: int = 0
+    """0: whole state on every rank; 1: shards of the optimizer's state; 2: also of gradients; 3: also of weights."""
+    bucket_size: int = 40_000_000
+    """Number of elements from which a bucket is full."""
+    rule_of: Callable[[BucketKind, int], Rule] = in_order
+    """Returns the rule that fills buckets of a kind, for a number of shards."""
+    join: Callable[[BucketKind], BucketKind] | None = None
+    """Parameters whose kinds this function maps to the same kind share buckets."""
+    overlap_grad_reduce: bool = False
+    """Whether a bucket's sum starts when its gradients are complete, during the backward of other units."""
+    overlap_param_gather: bool = False
+    """Whether weights are gathered during the computation of other units."""
+    keep_after_forward: bool = False
+    """Whether gathered weights of stage 3 stay in memory from their first use to the end of the step."""
+    wire_dtype: torch.dtype | None = None
+    """Dtype in which gradients are sent and summed; by default their own."""
+    sums_wide: bool = False
+    """Whether shards of gradients sent in ``wire_dtype`` are summed in the gradients' own dtype."""
+    exact_sums: bool = False
+    """Whether gradients are sums in float64 of addends from ``ops.exact_sum``."""
+    ranks_may_differ: bool = False
+    """Whether ranks may run different modules, so that they agree on the order of sums: see ``Agreement``."""

@@ -1,0 +1,9 @@
+"""Evaluation with an exponential moving average of the weights."""
+
+from megatron_core.feature import Feature
+
+AVERAGES = Feature(
+    name="averages",
+    is_used=lambda config: config.optimizer.ema_decay is not None and not config.training.skip_train,
+    run_part="megatron_core.features.averages.weights:AveragedWeights",
+)

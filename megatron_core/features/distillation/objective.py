@@ -1,0 +1,103 @@
+"""Distillation: the student learns the teacher's distribution of each token (``loss.py``).
+
+The teacher computes all micro-batches of a step before the student. Of each micro-batch only the input of its output
+layer is kept; its logits, which are larger by V / h, are computed when the student's logits are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_core.features.distillation.loss import vocab_parallel_distillation_loss
+from megatron_core.features.distillation.settings import DistillationConfig
+from megatron_core.features.distillation.teacher import Teacher, build_teacher
+from megatron_core.models.gpt.model import HeadOptions, LogitLoss
+from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.training.driver import PipelineRank, run_plan
+from megatron_core.training.objective import LossReport, Objective, StepLoss
+from megatron_core.training.setup import Run, message_format
+from megatron_core.training.step import message_lengths, model_step
+
+
+class Distillation(Objective):
+    """The mean over tokens of cross entropy and the divergence from a teacher; cross entropy alone in evaluations."""
+
+    num_sums = 2
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.run: Run = run
+        self.teacher = None if run.config.training.skip_train else build_teacher(run)
+
+    def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
+        """The loss of tokens; the teacher computes all micro-batches before the student."""
+        plain = super().step_loss(batches, report)
+        evaluates = not all(stage.training for stage in self.run.stages.values())
+        if self.teacher is None or evaluates:
+            return plain
+        hidden = teacher_hidden_states(self.run, self.teacher, batches)
+        return replace(plain, logit_losses=logit_losses(self.run, self.teacher, hidden, batches, report))
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """The mean divergence from the teacher."""
+        if self.teacher is None:
+            return {}
+        divergence, tokens = sums
+        return {"kd loss": divergence / max(tokens, 1.0)}
+
+
+@torch.no_grad()
+def teacher_hidden_states(run: Run, teacher: Teacher, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+    """Inputs of the teacher's output layer by micro-batch; empty on ranks without the last stage."""
+    by_micro_batch: dict[int, Tensor] = {}
+    last = len(run.layers) - 1
+    compute = model_step(run, teacher.model.stages, batches, None, before_output_layer=True)
+
+    def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = compute(stage, micro, hidden)
+        if stage == last:
+            by_micro_batch[micro] = output
+            return output.new_zeros(())
+        return output
+
+    message = message_format(teacher.config, run.split, run.world.device)
+    pipeline = PipelineRank(p2p=run.p2p, message=message, overlap_p2p=run.overlap_p2p)
+    run_plan(pipeline, run.plans.evaluation(len(batches)), keep, lengths=message_lengths(batches))
+    return by_micro_batch
+
+
+def logit_losses(
+    run: Run, teacher: Teacher, hidden: dict[int, Tensor], batches: Sequence[MicroBatch], report: LossReport | None
+) -> dict[int, LogitLoss]:
+    """The loss of the student's logits of each micro-batch in ``hidden``, which it releases."""
+    settings = run.config.section(DistillationConfig)
+    last = len(run.layers) - 1
+
+    def of(micro: int) -> LogitLoss:
+        def loss(logits: Tensor, target: Tensor) -> Tensor:
+            batch = batches[micro]
+            with torch.no_grad():
+                last_stage = teacher.model.stages[last]
+                only_output_layer = HeadOptions(only_output_layer=True)
+                teacher_logits = last_stage(batch.tokens, hidden_states=hidden.pop(micro), head=only_output_layer)
+            losses, divergence = vocab_parallel_distillation_loss(
+                logits,
+                teacher_logits,
+                target,
+                weight=settings.kd_weight,
+                temperature=settings.kd_temperature,
+                tp_group=run.groups.group("tp"),
+                vocab_size=run.vocab_size,
+            )
+            if report is not None:
+                divergences = (divergence.transpose(0, 1) * batch.loss_mask).sum(dtype=torch.float64)
+                report.add_terms(torch.stack([divergences, batch.loss_mask.sum(dtype=torch.float64)]))
+            return losses
+
+        return loss
+
+    return {micro: of(micro) for micro in hidden}

@@ -1,0 +1,10 @@
+"""Layers with sizes of their own (--heterogeneous-layers-config-path)."""
+
+from megatron_core.feature import Feature
+from megatron_core.features.layer_sizes.rules import heterogeneous_problems
+
+LAYER_SIZES = Feature(
+    name="layer_sizes",
+    is_used=lambda config: config.model.heterogeneous_layers_config_encoded_json is not None,
+    problems=heterogeneous_problems,
+)

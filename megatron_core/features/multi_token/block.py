@@ -1,0 +1,139 @@
+"""Multi-token prediction: layers that predict tokens after the next one; used only in training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.ops.exact_sum import exact_loss_sum
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.collectives import (
+    gather_channels,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
+from megatron_core.parallel.micro_batch import LaterTokens
+from megatron_core.parallel.sharding import allocate, split
+from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
+from megatron_core.transformer.block import TransformerLayer
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
+from megatron_core.transformer.norm import norm_of
+from megatron_core.transformer.recompute import recomputed
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for position i; the output layer is shared.
+
+    The output is normalized before the shared output layer. ``depth`` is k - 1, or 0 of a layer that is applied for
+    each k. The layer is constructed like the last layer of the model; its number is num_layers + depth.
+    Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2; names as in Megatron Core's layer of this name.
+    """
+
+    def __init__(self, context: LayerContext, depth: int, layer_specs: LayerSpecs) -> None:
+        super().__init__()
+        config, self.tp_group = context.config, context.tp_group
+        size, partial_grad, norm = config.hidden_size, context.sequence_parallel, norm_of(config)
+        self.enorm = norm(context, size, partial_grad=partial_grad)
+        self.hnorm = norm(context, size, partial_grad=partial_grad)
+        self.eh_proj = context.column_linear(2 * size, size, bias=False)
+        number = config.num_layers + depth
+        self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
+        self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
+        self.final_layernorm = norm(context, size, partial_grad=partial_grad)
+        self.sequence_parallel, self.recompute = context.sequence_parallel, config.recompute_granularity == "full"
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """Two tensors ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> normalized h_k, same shape."""
+        run = recomputed(self._forward) if self.recompute else self._forward
+        return run(embedded, hidden, context)
+
+    def _forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
+        if self.embedding_dropout.active:
+            embedded = self.embedding_dropout(embedded, context.sample_index, position_ids=context.residual_positions)
+        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+        joined = gather_channels(self.eh_proj(both)[0], self.tp_group)
+        if self.sequence_parallel:
+            joined = scatter_to_sequence(joined, self.tp_group)
+        return self.final_layernorm(self.mtp_model_layer(joined, context))
+
+
+class MultiTokenPredictionBlock(nn.Module):
+    """The layers that predict 2, 3, ... tokens ahead, each from the output of the previous one; on the last stage.
+
+    They use the model's word embedding. ``own_embedding`` creates the copy ``word_embeddings``, tied to the first
+    stage's embedding, for a rank without the first stage.
+    """
+
+    def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
+        super().__init__()
+        config = self.model_config = context.config
+        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.invariance = context.parallel.invariance
+        self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
+        self.layers = nn.ModuleList(
+            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_built_layers)
+        )
+        self.repeats = config.mtp_use_repeated_layer
+        self.word_embeddings: nn.Parameter | None = None
+        if own_embedding:
+            size, index = self.tp_group.size(), self.tp_group.rank()
+            padded = context.vocabulary_per_rank(vocab_size) * size
+            spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
+            self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
+            self.word_embeddings.init_method = context.embedding_init_method
+
+    def add_losses(
+        self,
+        losses: Tensor,
+        hidden: Tensor,
+        labels: Tensor,
+        later: LaterTokens,
+        weight: nn.Parameter,
+        context: SequenceContext,
+        losses_of: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return ``losses`` with the gradients of the losses of these layers attached to their backward.
+
+        The loss of each depth is a mean over the unmasked tokens of the global batch at that depth; ``losses_of``
+        computes losses ``[s, b]`` from the input of the output layer and targets. ``weight``: the word embedding.
+        """
+        names = mtp_loss_names(self.model_config)
+        tokens = labels
+        for depth, name in enumerate(names):
+            hidden = self.predict(depth, tokens, hidden, weight, context)
+            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
+            of_depth = losses_of(hidden, tokens.transpose(0, 1))
+            of_depth = of_depth.to(wide(of_depth.dtype)) * mask
+            losses = context.add_auxiliary_loss(
+                losses,
+                name,
+                of_depth.sum() if self.invariance is None else exact_loss_sum(of_depth, self.invariance.tokens),
+                layer_number=self.model_config.num_layers + depth,
+                coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
+                per="counted",
+            )
+        return losses
+
+    def predict(
+        self, depth: int, tokens: Tensor, hidden: Tensor, weight: nn.Parameter, context: SequenceContext
+    ) -> Tensor:
+        """Return h_(depth + 1) from the ``tokens`` ``[b, s]`` at this depth and ``hidden`` = h_depth; see ``embed``."""
+        embedded = self.embed(tokens, weight)
+        if self.repeats:
+            return self.layers[0](embedded, hidden, replace(context, repeat=depth))
+        return self.layers[depth](embedded, hidden, context)
+
+    def embed(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
+        """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""
+        first = self.tp_group.rank() * weight.shape[0]
+        if self.invariance is not None:
+            found = invariant_lookup(tokens.transpose(0, 1), weight, first, self.invariance)
+        else:
+            found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
+        combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
+        found = combine(found, self.tp_group)
+        return found if self.scale == 1.0 else found * self.scale

@@ -1,0 +1,14 @@
+"""Weights, optimizer state and activations in host memory or on disk."""
+
+from megatron_core.feature import Feature
+
+OFFLOAD = Feature(
+    name="offload",
+    is_used=lambda config: (
+        config.parallel.offloads_weights
+        or config.optimizer.offloads_optimizer
+        or config.model.cpu_offloading_num_layers > 0
+    ),
+    convert_layers="megatron_core.features.offload.activations:offload_block",
+    memory="megatron_core.features.offload.pipeline:offloaded_memory",
+)

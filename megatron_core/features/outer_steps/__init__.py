@@ -1,0 +1,12 @@
+"""Groups of replicas that train on their own and exchange their weights every few steps (DiLoCo)."""
+
+from megatron_core.feature import Feature
+from megatron_core.features.outer_steps.rules import other_group_problems, outer_problems
+
+OUTER_STEPS = Feature(
+    name="outer_steps",
+    is_used=lambda config: config.outer.outer_steps > 0 and not config.training.skip_train,
+    problems=outer_problems,
+    resume_problems=other_group_problems,
+    run_part="megatron_core.features.outer_steps.part:OuterSteps",
+)

@@ -1,0 +1,257 @@
+"""Global weights of groups of replicas that train independently and exchange their weights every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config.outer import OuterConfig
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.features.outer_steps.messages import Message
+from megatron_core.optimizer.clip import part_of
+from megatron_core.optimizer.lamb import reduce_over_tensors
+from megatron_core.optimizer.rule import write_copy
+from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.meter import METER
+
+
+class Piece(NamedTuple):
+    """A part of a parameter in the global weights of this rank."""
+
+    shard: Shard
+    name: str
+    parameter: nn.Parameter
+    start: int
+    """First element of the parameter, and the end."""
+    stop: int
+    at: int
+    """Offset in the shard's main weights."""
+
+    @property
+    def main(self) -> Tensor:
+        """This group's own weights."""
+        return self.shard.main[self.at : self.at + self.stop - self.start]
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A part of the model that is exchanged at once: this rank's share of its global weights and their state, flat."""
+
+    number: int
+    pieces: list[Piece]
+    buckets: list[Shard]
+    """Shards with any of its parameters, on whatever rank, in one order on all ranks that share them."""
+    weights: Tensor = field(init=False)
+    """The global weights."""
+    momentum: Tensor = field(init=False)
+    mean: Tensor = field(init=False)
+    """The mean of the groups' outer gradients, from the arrival of a message until it is applied; else empty."""
+    message: Message | None = field(init=False, default=None)
+    in_flight: bool = field(init=False, default=False)
+    """Whether ``mean``, or the message that becomes it, is still to be applied."""
+    sent: Tensor | None = field(init=False, default=None)
+    """This group's outer gradient while its message is in flight, if the run copies its state before each step."""
+
+    def own_weights(self) -> Tensor:
+        """A copy of this group's weights."""
+        parts = [piece.main for piece in self.pieces]
+        return torch.cat(parts) if parts else self.weights.new_zeros(0)
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece with its part of ``flat``."""
+        sizes = [piece.stop - piece.start for piece in self.pieces]
+        return zip(self.pieces, flat.split(sizes) if sizes else (), strict=True)
+
+    def arrive(self) -> None:
+        """Wait for the message in flight, if there is one."""
+        if self.message is not None:
+            self.mean, self.message = self.message.wait(), None
+
+
+class OuterOptimizer:
+    """SGD with Nesterov momentum on the global weights w of G groups, by fragments of the model (Douillard et al. 2023,
+    algorithm 1, and 2025, algorithm 2).
+
+    Every H steps d = sum over the groups of (w - w_g) / G is computed from their weights w_g, and after a delay
+    m = mu m + d; w = w - lr (d + mu m); w_g = alpha w_g + (1 - alpha) w. The inner optimizers keep their state.
+
+    Global weights and momentum are divided over the replicas of a group, whatever the ZeRO stage, so that each element
+    is sent once by each group.
+    """
+
+    def __init__(
+        self,
+        config: OuterConfig,
+        data: DataParallel,
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+        num_layers: int,
+        gather: Callable[[], None],
+        *,
+        keeps_sent: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """``gather`` starts to gather weights within a group after their shards have changed; ``keeps_sent``: keep sent
+        outer gradients, so that they can be sent again after a failure; ``number``: of this group in the job, if other
+        groups have been lost."""
+        self.config, self.groups, self._data, self._optimizer = config, groups, data, optimizer
+        self._gather, self.number = gather, groups.outer.rank() if number is None else number
+        self._num_layers, self._keeps_sent = num_layers, keeps_sent
+        self.fragments = [self._fragment(number) for number in range(config.outer_fragments)]
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin at this group's weights, which must be those of all groups."""
+        for fragment in self.fragments:
+            dtype = next((piece.main.dtype for piece in fragment.pieces), torch.float32)
+            fragment.weights = torch.zeros(0, dtype=dtype, device=self._data.device)
+            fragment.weights = fragment.own_weights()
+            fragment.momentum, fragment.mean = torch.zeros_like(fragment.weights), fragment.weights.new_zeros(0)
+            fragment.message, fragment.in_flight, fragment.sent = None, False, None
+
+    @torch.no_grad()
+    def start_from_global_weights(self) -> None:
+        """Set this group's main weights to the global ones, and its outer gradients in flight to zero."""
+        for shard in self._optimizer.shards:
+            shard.main.copy_(self._global_weights(shard))
+        for fragment in self.fragments:
+            fragment.sent = None if fragment.sent is None else torch.zeros_like(fragment.sent)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of global weights and momentum."""
+        return sum(fragment.weights.nbytes + fragment.momentum.nbytes for fragment in self.fragments)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Start the exchanges that are due after ``step``, counted from 1, and apply those that end with it."""
+        with METER.phase("outer optimizer"):
+            changed = [fragment for fragment in self.fragments if self._advance(fragment, step)]
+            if changed:
+                self._write(changed)
+
+    def _advance(self, fragment: Fragment, step: int) -> bool:
+        """Start or end the exchange of a fragment; return whether its global weights have changed."""
+        if self.config.sent_at(fragment.number, step):
+            gradient = fragment.weights - fragment.own_weights()
+            fragment.sent = gradient.clone() if self._keeps_sent else None
+            self.send(fragment, gradient)
+        if not (fragment.in_flight and self.config.applied_at(fragment.number, step)):
+            return False
+        fragment.arrive()
+        fragment.in_flight = False
+        momentum = self.config.outer_momentum
+        fragment.momentum.mul_(momentum).add_(fragment.mean)
+        direction = fragment.mean.add(fragment.momentum, alpha=momentum)
+        fragment.weights.sub_(direction, alpha=self.config.outer_lr)
+        fragment.mean, fragment.sent = fragment.mean.new_zeros(0), None
+        return True
+
+    def send(self, fragment: Fragment, gradient: Tensor) -> None:
+        """Start the exchange of this group's outer ``gradient``, whose memory is used; all groups call this."""
+        largest = gradient.new_zeros(len(fragment.pieces))
+        if self.config.outer_exchange in ("fp8", "fp4"):
+            largest = self._largest(fragment, gradient)
+        lengths = [piece.stop - piece.start for piece in fragment.pieces]
+        fragment.message = Message(gradient, self.config.outer_exchange, lengths, largest, self.groups.outer)
+        fragment.in_flight = True
+
+    def _largest(self, fragment: Fragment, gradient: Tensor) -> Tensor:
+        """The largest absolute value of each piece's whole tensor in this group."""
+        found = {
+            shard: gradient.new_zeros(len(shard.bucket.parameters), dtype=torch.float64) for shard in fragment.buckets
+        }
+        numbers = {
+            shard: {parameter: at for at, parameter in enumerate(shard.bucket.parameters)} for shard in fragment.buckets
+        }
+        for piece, part in fragment.parts(gradient):
+            found[piece.shard][numbers[piece.shard][piece.parameter]] = part.abs().max()
+        for shard in fragment.buckets:
+            all_reduce_(found[shard], shard.bucket.dp_group, maximum=True)
+            reduce_over_tensors(shard.bucket, found[shard], self.groups, maximum=True)
+        each = [found[piece.shard][numbers[piece.shard][piece.parameter]] for piece in fragment.pieces]
+        return torch.stack(each).to(gradient.dtype) if each else gradient.new_zeros(0)
+
+    def _write(self, fragments: list[Fragment]) -> None:
+        """Mix the global weights of ``fragments`` into this group's weights."""
+        self._optimizer.before_update()
+        self._data.finish_param_sync()
+        numbers = {fragment.number for fragment in fragments}
+        for shard in self._optimizer.shards:
+            whole = None
+            for name, _, start, stop, at in shard.bucket.pieces():
+                if self._number_of(name) in numbers:
+                    whole = self._global_weights(shard) if whole is None else whole
+                    span = slice(at, at + stop - start)
+                    shard.main[span] = torch.lerp(whole[span], shard.main[span], self.config.outer_alpha)
+                    write_copy(shard.part(span))
+        self._gather()
+
+    def _global_weights(self, shard: Shard) -> Tensor:
+        """The global weights of a shard, gathered from the other replicas if they hold a part of them."""
+        whole = torch.zeros_like(shard.main)
+        for fragment in self.fragments:
+            for piece, part in fragment.parts(fragment.weights):
+                if piece.shard is shard:
+                    whole[piece.at : piece.at + part.numel()] = part
+        if not shard.bucket.is_sharded:
+            all_gather_flat_(whole, whole[own_span(shard.bucket)].clone(), shard.bucket.dp_group)
+        return whole
+
+    @contextmanager
+    @torch.no_grad()
+    def global_weights(self) -> Iterator[None]:
+        """Compute with the global weights inside the context; afterwards the group's own weights are restored to the
+        bit.
+
+        Collective calls of all ranks of a group.
+        """
+        self._optimizer.before_update()
+        self._data.finish_param_sync()
+        kept = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in self._optimizer.shards]
+        for shard in self._optimizer.shards:
+            shard.bucket.weight_shard.copy_(self._global_weights(shard))
+        self._gather()
+        try:
+            yield
+        finally:
+            self._data.finish_param_sync()
+            for weights, values in kept:
+                weights.copy_(values)
+            self._gather()
+
+    def _fragment(self, number: int) -> Fragment:
+        pieces, shards = [], []
+        for shard in self._optimizer.shards:
+            bucket, span = shard.bucket, own_span(shard.bucket)
+            first = span.start - bucket.shard.start
+            pieces += [
+                Piece(shard, name, parameter, start, stop, first + at)
+                for name, parameter, start, stop, at in bucket.pieces(span)
+                if self._number_of(name) == number
+            ]
+            if any(self._number_of(name) == number for name in bucket.names):
+                shards.append(shard)
+        return Fragment(number, pieces, sorted(shards, key=lambda shard: not shard.bucket.kind.tied))
+
+    def _number_of(self, name: str) -> int:
+        """The fragment of a parameter: i mod P for layer i; the first for the embedding, the last for the head."""
+        part, last = part_of(name, self._num_layers), self.config.outer_fragments - 1
+        if part == 0:
+            return 0
+        return last if part > self._num_layers else (part - 1) % self.config.outer_fragments
+
+
+def own_span(bucket: Bucket) -> slice:
+    """The part of a bucket whose global weights this rank holds, also if it has the whole bucket."""
+    part = bucket.weights.numel() // bucket.dp_group.size()
+    return slice(bucket.dp_group.rank() * part, (bucket.dp_group.rank() + 1) * part)

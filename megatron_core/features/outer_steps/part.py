@@ -1,0 +1,105 @@
+"""The groups of replicas as a part of a run: exchanges after steps, state in checkpoints and in copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox
+from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.reader import note
+from megatron_core.config import RunConfig
+from megatron_core.features.outer_steps import state
+from megatron_core.features.outer_steps.optimizer import OuterOptimizer
+from megatron_core.training.driver import gather_weights
+from megatron_core.training.parts import RunPart
+from megatron_core.training.setup import Run
+from megatron_core.training.state import Reader
+
+
+class OuterSteps(RunPart):
+    """The global weights, which are exchanged between groups, evaluated, and stored as the model."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, config = run, run.config
+        self.outer = OuterOptimizer(
+            config.outer,
+            run.data_parallel,
+            run.optimizer,
+            run.groups,
+            config.model.num_layers,
+            partial(gather_weights, [run.data_parallel]),
+            keeps_sent=config.resilience.recover != "none",
+            number=run.world.group_number(config.outer.num_groups),
+        )
+
+    def notes(self) -> Iterator[str]:
+        """See ``RunPart.notes``."""
+        steps, total = self.run.config.outer.outer_steps, self.run.total_iterations
+        if total % steps:
+            yield (
+                f"outer_steps={steps} does not divide the {total} iterations: steps after the last exchange do not "
+                "reach the global weights"
+            )
+
+    def after_step(self) -> None:
+        """Start and end the exchanges that are due."""
+        self.outer.after_step(self.run.state.iteration)
+
+    def evaluated_weights(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """Evaluate the global weights instead of those of a group."""
+        return {"": self.outer.global_weights}
+
+    @property
+    def nbytes(self) -> int:
+        """See ``RunPart.nbytes``."""
+        return self.outer.nbytes
+
+    def stored_pieces(
+        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+    ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
+        """The global weights as the model, and the state of each group with its own prefix."""
+        group = self.run.groups.outer.rank()
+        of_group = state.pieces_of_group(updated, self.run.optimizer, group)
+        of_first = others if group == 0 else ()
+        of_all = chain(of_first, state.global_pieces(self.outer, weights_only=weights_only))
+        return () if weights_only else of_group, of_all
+
+    def stored_values(self) -> dict[str, Any]:
+        """See ``RunPart.stored_values``."""
+        return {state.IN_FLIGHT: [fragment.number for fragment in self.outer.fragments if fragment.in_flight]}
+
+    def copied_pieces(self, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
+        """See ``RunPart.copied_pieces``."""
+        return state.copied_pieces(pieces, self.run.optimizer, self.outer, self.outer.number)
+
+    def copied_values(self) -> dict[str, Any]:
+        """See ``RunPart.copied_values``."""
+        sent = [fragment.number for fragment in self.outer.fragments if fragment.sent is not None]
+        return self.stored_values() | {state.SENT: sent, state.GROUP: self.outer.number}
+
+    def load(self, config: RunConfig, reader: Reader) -> bool:
+        """Load the state of groups, if ``reader`` has it."""
+        data, optimizer = self.run.data_parallel, self.run.optimizer
+        if isinstance(reader, HostCopy):
+            state.load_copy(reader, data, optimizer, self.outer)
+            return True
+        if not isinstance(reader, CheckpointReader) or _starts(config) or state.IN_FLIGHT not in reader.state:
+            return False
+        with reader:
+            state.load_groups(reader, data, optimizer, self.outer)
+        return True
+
+    def after_load(self, config: RunConfig, reader: Reader) -> None:
+        """Start all groups at the loaded weights, which are those of a run without groups."""
+        self.outer.start()
+        if isinstance(reader, CheckpointReader) and not _starts(config):
+            note("the groups start with the weights and the optimizer state of the checkpoint, which has none")
+
+
+def _starts(config: RunConfig) -> bool:
+    """Whether only the weights of a checkpoint are used."""
+    return config.checkpoint.finetune or config.checkpoint.no_load_optim

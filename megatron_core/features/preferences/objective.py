@@ -1,0 +1,123 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+
+With x the prompt, y_w the chosen and y_l the rejected answer, and margin h = beta (log pi(y_w|x) / ref(y_w|x) - log
+pi(y_l|x) / ref(y_l|x)), the loss of a pair is -(1 - e) log sigmoid(h) - e log sigmoid(-h) for label smoothing e. The
+reference is the model without its adapters, or without adapters a frozen copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.features.preferences.settings import PreferenceConfig
+from megatron_core.models import GPTModel
+from megatron_core.parallel.collectives import paired
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.training.driver import run_plan
+from megatron_core.training.objective import LossReport, Objective, StepLoss, log_probs
+from megatron_core.training.setup import Run
+from megatron_core.training.step import message_lengths, model_step
+from megatron_core.training.tuning import open_base
+from megatron_core.transformer.adapters import without_adapters
+
+Margins = Callable[[Tensor], None]
+"""Receives the margins of a micro-batch's pairs."""
+
+
+class Preferences(Objective):
+    """The mean loss over pairs of answers."""
+
+    num_sums = 3
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.run: Run = run
+        self.settings = run.config.section(PreferenceConfig)
+        self.frozen = _load_reference(run) if run.config.tuning.lora_rank is None else None
+        """The reference, if it is not the model without its adapters."""
+
+    def count_terms(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """This rank's share of its micro-batches' pairs, a float64 scalar: context-parallel ranks share them."""
+        pairs = sum(batch.tokens.shape[0] // 2 for batch in batches)
+        return torch.tensor(pairs / self.run.groups.size("cp"), dtype=torch.float64, device=self.run.world.device)
+
+    def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
+        """The loss of pairs of answers; the reference computes all micro-batches before the model."""
+        run = self.run
+        settings = self.settings
+        reference = reference_log_probs(run, run.stages if self.frozen is None else self.frozen.stages, batches)
+
+        def add_margins(margins: Tensor) -> None:
+            if report is not None:
+                sums = margins.new_tensor(len(margins)), (margins > 0).sum(), margins.sum()
+                report.add_terms(torch.stack([each.double() for each in sums]) / run.groups.size("cp"))
+
+        def sum_losses(micro: int, output: Tensor) -> Tensor:
+            return preference_loss(
+                log_probs(output, batches[micro]),
+                reference[micro],
+                run.groups.group("cp"),
+                settings.dpo_beta,
+                settings.dpo_label_smoothing,
+                add_margins,
+            )
+
+        return StepLoss(sum_losses)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """The share of pairs whose chosen answer the model prefers more than the reference, and the mean margin."""
+        pairs, wins, margin = sums
+        return {"preference accuracy": wins / max(pairs, 1.0), "preference margin": margin / max(pairs, 1.0)}
+
+
+def _load_reference(run: Run) -> FrozenModel:
+    """The initial weights of the run, from --load-hf or --pretrained-checkpoint."""
+    base = open_base(run.config, run.world.device)
+    assert base is not None, "the rules require the weights of the reference"
+    return load_frozen(run, run.config, run.layer_specs, base)
+
+
+@torch.no_grad()
+def reference_log_probs(run: Run, stages: Mapping[int, GPTModel], batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+    """``log_probs`` of each micro-batch by the reference, whose ``stages`` may have adapters; empty on ranks without
+    the last stage."""
+    by_micro_batch: dict[int, Tensor] = {}
+    last = len(run.layers) - 1
+    modes = [stage.training for stage in stages.values()]
+    compute = model_step(run, stages, batches, None)
+
+    def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = compute(stage, micro, hidden)
+        if stage == last:
+            by_micro_batch[micro] = log_probs(output, batches[micro])
+            return by_micro_batch[micro].sum()
+        return output
+
+    for stage in stages.values():
+        stage.eval()
+    with without_adapters(list(stages.values())):
+        run_plan(run, run.plans.evaluation(len(batches)), keep, lengths=message_lengths(batches))
+    for stage, mode in zip(stages.values(), modes, strict=True):
+        stage.train(mode)
+    return by_micro_batch
+
+
+def preference_loss(
+    own: Tensor, reference: Tensor, group: Group, beta: float, smoothing: float, report: Margins
+) -> Tensor:
+    """This rank's share of the sum of the losses of pairs; the sum over the context-parallel ``group`` is the loss.
+
+    ``own`` and ``reference`` ``[2 pairs]`` are the log-probabilities of this rank's tokens of chosen and rejected
+    answers in turn.
+    """
+    ratios = paired(own - reference, group, "sum", "sum")
+    margins = beta * (ratios[0::2] - ratios[1::2])
+    report(margins.detach())
+    losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+    return losses.sum() / group.size()

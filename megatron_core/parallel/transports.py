@@ -1,0 +1,36 @@
+"""Backends of torch.distributed that features add (``Feature.transports``)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron_core.feature import features, load_hook
+
+
+class Transport(Protocol):
+    """The module of a backend."""
+
+    def register(self) -> None:
+        """Make the backend known to torch.distributed."""
+
+    def unavailable_reason(self) -> str | None:
+        """Reason why the groups of the world use another backend; None if they do not."""
+
+    def describe(self) -> str:
+        """A phrase about the backends of the world's groups."""
+
+
+def transport(backend: str) -> Transport | None:
+    """The module of ``backend``; None if no feature has it."""
+    hooks = {name: hook for feature in features() for name, hook in feature.transports.items()}
+    module: Transport | None = load_hook(hooks[backend]) if backend in hooks else None
+    return module
+
+
+def describe() -> str:
+    """A phrase about the backends of the world's groups."""
+    backend = dist.get_backend()
+    module = transport(backend)
+    return str(backend) if module is None else module.describe()
