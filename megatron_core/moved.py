@@ -12,6 +12,21 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "checkpoint.tensor_hashes": "reports.tensor_hashes",
+    "training.state_hashes": "reports.state_hashes",
+    "training.memory_report": "reports.memory_report",
+    "training.dry_run": "reports.dry_run",
+    "monitor.summary": "reports.summary",
+    "monitor.plot_experts": "reports.plot_experts",
+    "monitor.plot_memory": "reports.plot_memory",
+    "monitor.plot_pipeline": "reports.plot_pipeline",
+    "monitor.prediction": "reports.prediction",
+    "monitor.diagnosis_rules": "reports.diagnosis_rules",
+    "monitor.diagnosis": "reports.diagnosis",
+    "monitor.hash_records": "reports.hash_records",
+    "monitor.plot": "reports.plot",
+    "monitor.report": "reports.report",
+    "monitor.page": "reports.page",
     "monitor.trainer_callback": "reports.trainer_callback",
     "monitor.tensorboard": "reports.tensorboard",
     "monitor.prometheus": "reports.prometheus",

@@ -3,34 +3,31 @@
 from megatron_core.feature import Feature
 from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
 
+
+def _sink(settings: type, destination: str, hook: str) -> Feature:
+    """A feature that sends metrics to the ``destination``, a setting of its section."""
+    return Feature(
+        name=hook.partition(":")[0].rpartition(".")[2],
+        settings=settings,
+        is_used=lambda config: config.value(destination) is not None,
+        in_any_model=True,
+        sink=hook,
+    )
+
+
 FEATURES = (
+    _sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
+    _sink(PrometheusConfig, "prometheus_file", "megatron_core.reports.prometheus:open_prometheus"),
+    _sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
+    _sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
     Feature(
-        name="tensorboard",
-        settings=TensorBoardConfig,
-        is_used=lambda config: config.section(TensorBoardConfig).tensorboard_dir is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.tensorboard:open_tensorboard",
-    ),
-    Feature(
-        name="prometheus",
-        settings=PrometheusConfig,
-        is_used=lambda config: config.section(PrometheusConfig).prometheus_file is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.prometheus:open_prometheus",
-    ),
-    Feature(
-        name="wandb",
-        settings=WandbConfig,
-        is_used=lambda config: config.section(WandbConfig).wandb_project is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.wandb:WandbSink",
-    ),
-    Feature(
-        name="mlflow",
-        settings=MlflowConfig,
-        is_used=lambda config: config.section(MlflowConfig).mlflow_experiment is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.mlflow:MlflowSink",
+        name="memory",
+        is_used=lambda config: not config.training.skip_train,
+        run_part="megatron_core.reports.memory_report:MemoryPrediction",
+        callbacks=(
+            "megatron_core.reports.memory_report:MemorySnapshots",
+            "megatron_core.reports.memory_report:MemoryReport",
+        ),
     ),
     Feature(
         name="checks",

@@ -14,7 +14,6 @@ from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_li
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import block_size, describe_fp8
 from megatron_core.config.rules_single import unread_settings
-from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
@@ -38,7 +37,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
-from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -162,10 +160,9 @@ def introduce(run: Run) -> None:
     print(f"kernels: {kernels(run)}")
     if run.fp8 is not None:
         print(describe_fp8(run.config))
-    if run.config.optimizer.optimizer_offload_dir is not None:
-        print(f"optimizer state and main weights: {describe_offload(run.config.optimizer)}")
-    if not run.config.training.skip_train:
-        print(describe_memory(run))
+    for part in run.parts:
+        for description in part.descriptions():
+            print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe()}")
     for note in notes(run):
@@ -175,12 +172,6 @@ def introduce(run: Run) -> None:
     sys.stdout.flush()
     if run.config.checkpoint.save and not run.config.training.skip_train:
         run.saver.keep_config()
-
-
-def describe_offload(optimizer: OptimizerConfig) -> str:
-    """Describe the place of offloaded optimizer state."""
-    share = f"{optimizer.optimizer_offload_fraction:.0%}"
-    return f"{share} in unnamed files of {optimizer.optimizer_offload_dir}, which are deleted with the process"
 
 
 def kernels(run: Run) -> str:

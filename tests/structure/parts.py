@@ -47,12 +47,6 @@ WAITING = {
     "generation": "transformer.paged_attention",
     "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
-    "reports": (
-        "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
-        "monitor.diagnosis_rules monitor.prediction "
-        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
-        "monitor.summary training.dry_run"
-    ),
     "megatron_flags": (
         "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
         "config.megatron_model config.shrink config.presets config.depth"

@@ -10,5 +10,6 @@ OFFLOAD = Feature(
         or config.model.cpu_offloading_num_layers > 0
     ),
     convert_layers="megatron_core.features.offload.activations:offload_block",
+    run_part="megatron_core.features.offload.part:OffloadPart",
     memory="megatron_core.features.offload.pipeline:offloaded_memory",
 )

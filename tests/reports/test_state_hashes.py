@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.data_parallel import Bucket
-from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.parallel.tensor_hash import combined, tensor_hash
-from megatron_core.training import state_hashes
+from megatron_core.reports import state_hashes
+from megatron_core.reports.hash_records import HashRecord
+from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
-from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, assemble
