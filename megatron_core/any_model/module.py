@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.file import convert, describe, field_types, perhaps, read_config
+from megatron_core.config.file import read_config
 from megatron_core.config.fp8 import Recipe
-from megatron_core.config.run import names_in_any_model
+from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
+from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import gather_from_all_ranks, listed

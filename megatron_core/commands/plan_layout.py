@@ -27,7 +27,7 @@ from megatron_core.command import program
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.file import names_in
-from megatron_core.config.translate import grouped, plain
+from megatron_core.config.flags import grouped, plain
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline

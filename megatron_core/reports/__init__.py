@@ -1,25 +1,13 @@
 """Reports about a run: checks of its state, profiles, records of hashes, plots, pages, programs that show metrics."""
 
 from megatron_core.feature import Feature
-from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
-
-
-def _sink(settings: type, destination: str, hook: str) -> Feature:
-    """A feature that sends metrics to the ``destination``, a setting of its section."""
-    return Feature(
-        name=hook.partition(":")[0].rpartition(".")[2],
-        settings=settings,
-        is_used=lambda config: config.value(destination) is not None,
-        in_any_model=True,
-        sink=hook,
-    )
-
+from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig, metric_sink
 
 FEATURES = (
-    _sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
-    _sink(PrometheusConfig, "prometheus_file", "megatron_core.reports.prometheus:open_prometheus"),
-    _sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
-    _sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
+    metric_sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
+    metric_sink(PrometheusConfig, "prometheus_file", "megatron_core.reports.prometheus:open_prometheus"),
+    metric_sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
+    metric_sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
     Feature(
         name="memory",
         is_used=lambda config: not config.training.skip_train,

@@ -13,9 +13,9 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.partition import describe
-from megatron_core.config.rules_fp8 import describe_fp8
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import LayoutError, MegatronError
+from megatron_core.feature import descriptions
 from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -219,10 +219,8 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 
 def _layers(found: RankEstimate) -> str:
-    text = describe(found.layers, found.plan.stage_to_rank)
-    if found.config.training.fp8_format is not None:
-        text += f"\n{describe_fp8(found.config)}"
-    return "\n".join(["layers", *(f"  {line}" for line in text.splitlines())])
+    lines = describe(found.layers, found.plan.stage_to_rank).splitlines()
+    return "\n".join(["layers", *(f"  {line}" for line in [*lines, *descriptions(found.config)])])
 
 
 def _memory(found: RankEstimate) -> str:

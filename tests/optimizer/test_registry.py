@@ -161,13 +161,13 @@ class Adagrad(Algorithm):
         super().__init__(*args)
         self.decay = decay
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
-        for part in parts:
-            grad = part.grad.mul_(rates.factor)
-            squares = part.state["sum_of_squares"].mul_(self.decay).addcmul_(grad, grad)
-            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
-            part.main.addcdiv_(grad, squares.sqrt().add_(rates.epsilon), value=-rates.lr)
-            write_copy(part)
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
+        for piece in pieces:
+            grad = piece.grad.mul_(rates.factor)
+            squares = piece.state["sum_of_squares"].mul_(self.decay).addcmul_(grad, grad)
+            piece.main.mul_(1.0 - rates.lr * rates.weight_decay)
+            piece.main.addcdiv_(grad, squares.sqrt().add_(rates.epsilon), value=-rates.lr)
+            write_copy(piece)
 
 
 ADAGRAD = OptimizerKind(
