@@ -222,7 +222,8 @@ def trains_whole_model(config: RunConfig) -> bool:
 
 def added_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """Elements of the tensors that a feature adds to a layer, on a rank."""
-    parameters, tensors_of = Parameters(), added_tensors(config)
+    parameters = Parameters()
+    tensors_of = added_tensors(config)
     for shape, experts in () if tensors_of is None else tensors_of(config, config.parallel, layer_number):
         if len(shape) == 1:
             parameters += _vectors(*shape)

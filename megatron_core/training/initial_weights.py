@@ -53,7 +53,8 @@ class InitialWeights:
     """
 
     def __init__(self, config: RunConfig, checkpoint: Reader | None, device: torch.device) -> None:
-        self.config, self.resumes = config, checkpoint is not None
+        self.config = config
+        self.resumes = checkpoint is not None
         self.base = open_base(config, device, resumes=self.resumes)
         self._saved_alone = weights_saved_alone(config)
         source = checkpoint if self.base is None and self._saved_alone is None else self.base

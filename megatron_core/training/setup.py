@@ -316,7 +316,8 @@ def set_up(
     vocab_size = vocabulary_size(config, tokenizer)
     splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
-    initial, deferred = InitialWeights(config, checkpoint, world.device), parallel.dp_zero_stage == 3
+    initial = InitialWeights(config, checkpoint, world.device)
+    deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,
         groups,

@@ -46,13 +46,16 @@ def linears_of(layers: nn.ModuleDict) -> Iterator[tuple[str, Linear]]:
 
 def add_to_stage(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
     """Freeze a stage and add low-rank adapters; see ``Feature.change_stage``."""
-    tuning, seed = config.section(TuningConfig), config.training.seed
-    layers, current = model.decoder.layers, _CurrentSequence()
+    tuning = config.section(TuningConfig)
+    seed = config.training.seed
+    layers = model.decoder.layers
+    current = _CurrentSequence()
     model.requires_grad_(False)
     separate_parts(layers.values())
     for name, linear in linears_of(layers):
         assert linear.weight is not None, "linear layers inside of layers own their weight"
-        spec, is_expert = spec_of(linear.weight), isinstance(linear, GroupedLinear)
+        spec = spec_of(linear.weight)
+        is_expert = isinstance(linear, GroupedLinear)
         parts = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
         if not parts:
             continue

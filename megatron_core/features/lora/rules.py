@@ -32,7 +32,8 @@ def has_adapters(config: RunConfig) -> bool:
 
 def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that adapters do not support, and contradictory names of layers."""
-    tuning, model = config.section(TuningConfig), config.model
+    tuning = config.section(TuningConfig)
+    model = config.model
     # Other features also start from --pretrained-checkpoint, so that this rule does not depend on adapters.
     if (folder := tuning.pretrained_checkpoint) is not None and config.checkpoint.load_hf is not None:
         yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
