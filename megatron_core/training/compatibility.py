@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from itertools import zip_longest
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from megatron_core.checkpoint.formats import CheckpointFormat, OtherReader, form
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, section_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
@@ -54,30 +52,26 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
     for added in missing_in(stored, config):
         stored = added.compared(stored, only_weights=only_weights)
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
-    # Features compare all their settings, too: whether one has an effect may depend on another one.
+    # Also the settings of these sections that may differ: the effect of one setting may depend on another one.
     sections = {kind: names_by_resume(kind, Resume.FUNCTION, Resume.TENSORS) for kind in section_types().values()}
     compared = [name for names in sections.values() for name in names if name in stored]
     different = [name for name in compared if not _equal(stored[name], current[name])]
     of_model = {item.name for kind, names in sections.items() if names for item in fields(kind)} & stored.keys()
     before = RunConfig.from_flat(current | {name: stored[name] for name in of_model})
     changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
-    own, other = config.model.sized_blocks, before.model.sized_blocks
-    if LAYERS_JSON in changed and own == other:  # other keys, or sizes that one of them leaves to the model
-        changed.remove(LAYERS_JSON)
-    if changed:
-        faults = [
-            f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
-            for name in changed
-            if name != LAYERS_JSON or not (own and other)
-        ]
-        if LAYERS_JSON in changed and own and other:  # the JSON of a large model is too long to be compared by eye
-            layers = [str(n) for n, (one, two) in enumerate(zip_longest(own, other)) if one != two]
-            faults.append(f"  - {LAYERS_JSON} has other sizes than the checkpoint in block_configs {listed(layers)}")
-        function = " ".join(name for name in changed if settings()[name].resume is Resume.FUNCTION)
+    faults = {}
+    for name in changed:
+        compare = settings()[name].difference
+        difference = None if compare is None else compare(config, before)
+        if difference is None:
+            faults[name] = f"{name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
+        elif difference[1]:
+            faults[name] = f"{name} has {difference[0]} {listed(difference[1])}"
+    if faults:
+        function = " ".join(name for name in faults if settings()[name].resume is Resume.FUNCTION)
         way_out = "; to use the weights with these settings, add --changed-model-settings " + function
         raise CheckpointError(
-            "this checkpoint is of another model:\n"
-            + "\n".join(faults)
+            "\n  - ".join(["this checkpoint is of another model:", *faults.values()])
             + f"\ngive the same settings{way_out if function else ''}"
         )
 
