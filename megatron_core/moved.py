@@ -13,6 +13,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.rules_recurrent": "features.recurrent.rules",
+    "config.rules_hybrid": "features.recurrent.rules",
     "config.outer": "features.outer_steps.settings",
     "training.new_indexers": "features.sparse_attention.new_indexers",
     "training.tuning": "training.initial_weights",

@@ -119,6 +119,12 @@ class HybridConfig:
         """Whether a layer has a Mamba-2 mixer."""
         return any(letter in (self.hybrid_layer_pattern or "") for letter in MAMBA)
 
+    @property
+    def sizes_over_ranks(self) -> tuple[str, ...]:
+        """The settings with sizes of recurrences that tensor parallelism must split evenly."""
+        has_convolution = CONVOLUTION in (self.hybrid_layer_pattern or "")
+        return ("mamba_num_groups",) * self.has_mamba + ("hidden_size",) * has_convolution
+
     def may_be(self, *letters: str) -> bool:
         """Whether a pattern has ``letters``, or unknown ones or none, which are refused themselves."""
         pattern = self.hybrid_layer_pattern

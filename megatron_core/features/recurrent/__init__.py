@@ -1,11 +1,12 @@
 """Recurrent layers: gated delta nets, Kimi delta attention, Mamba 2, short convolutions, and mixers in parallel."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.recurrent.rules import has_recurrence
+from megatron_core.features.recurrent.rules import has_recurrence, recurrent_problems
 
 RECURRENT = Feature(
     name="recurrent",
     is_used=has_recurrence,
+    problems=recurrent_problems,
     spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
     layers={
         "gated_delta_net": "megatron_core.features.recurrent.gated_delta_net:GatedDeltaNet",
