@@ -9,7 +9,7 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 
 RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short_convolution"}
-"""Letter of a layer with a recurrence -> its kind in ``config.mixers.RECURRENT_KINDS``."""
+"""Letter of a layer with a recurrence -> its kind in ``Feature.recurrences``."""
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)

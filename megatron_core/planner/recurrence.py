@@ -21,9 +21,10 @@ both. Short convolutions have neither transitions nor anything to compute again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config import mixers as kinds
+from megatron_core.config.mixers import recurrence_of
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK, CHANNEL_CHUNK = 64, 16
@@ -51,7 +52,7 @@ class Recurrence:
     def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
         model, parallel = config.model, config.parallel
-        sizes = kinds.recurrence_of(model, layer_number)
+        sizes: Any = recurrence_of(model, layer_number)
         assert sizes is not None, layer_number
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         batch, length = config.training.micro_batch_size, config.data.seq_length / cp
@@ -82,12 +83,12 @@ class Recurrence:
         }
 
 
-def _work(sizes: kinds.Recurrence, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
+def _work(sizes: Any, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
     """Forward FLOPs per token, and elements per token that backward computes once more, over all ranks."""
     heads, key, value = sizes.heads, sizes.query_head_size, sizes.value_head_size
-    if isinstance(sizes, kinds.ShortConvolution):
+    if sizes.name == "short_convolution":
         return sizes.score_flops(0)[0], 0.0
-    if isinstance(sizes, kinds.Mamba2):
+    if sizes.name == "mamba2":
         of_heads = 2 * chunk + 2 + 3 * value + 2 * key * value / chunk
         products = 2 * sizes.groups * chunk * key + 2 * heads * (chunk * value + 2 * key * value)
         return products, heads * of_heads + sizes.groups * (4 * key + chunk)

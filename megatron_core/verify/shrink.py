@@ -9,10 +9,10 @@ from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
-from megatron_core.config.mixers import Mamba2
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.validate import problems
 from megatron_core.features.outer_steps.settings import OuterConfig
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.verify.together import shared_micro_batches
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8

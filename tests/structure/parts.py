@@ -32,7 +32,7 @@ reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
     "fp8": "config.fp8",
-    "recurrent": ("config.recurrent config.hybrid config.mixers"),
+    "recurrent": ("config.recurrent config.hybrid"),
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",

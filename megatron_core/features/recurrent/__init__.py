@@ -8,6 +8,13 @@ RECURRENT = Feature(
     is_used=has_recurrence,
     problems=recurrent_problems,
     spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
+    recurrences={
+        "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNet",
+        "kimi_delta_attention": "megatron_core.features.recurrent.kinds:KimiDelta",
+        "mamba2": "megatron_core.features.recurrent.kinds:Mamba2",
+        "short_convolution": "megatron_core.features.recurrent.kinds:ShortConvolution",
+        "attention_and_mamba2": "megatron_core.features.recurrent.kinds:AttentionAndMamba",
+    },
     layers={
         "gated_delta_net": "megatron_core.features.recurrent.gated_delta_net:GatedDeltaNet",
         "kimi_delta_attention": "megatron_core.features.recurrent.gated_delta_net:KimiDeltaAttention",

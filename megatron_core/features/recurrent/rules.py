@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from math import inf
 
 from megatron_core.config.hybrid import AHEAD, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
-from megatron_core.config.mixers import Mamba2
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
@@ -140,9 +139,12 @@ def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
 
 
 def _mamba_problems(model: ModelConfig) -> Iterator[str]:
-    heads, groups = Mamba2(model).heads, model.mamba_num_groups
-    if min(model.mamba_head_dim, groups, model.hidden_size, heads) < 1:
+    groups = model.mamba_num_groups
+    if min(model.mamba_head_dim, groups, model.hidden_size) < 1:
         return  # reported as out of range
+    heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+    if heads < 1:
+        return
     if model.mamba_num_heads is None:
         yield from uneven(
             "2 x hidden_size",
