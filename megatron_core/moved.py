@@ -13,6 +13,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "transformer.paged_attention": "inference.paged_step",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "training.state_hashes": "reports.state_hashes",
     "training.memory_report": "reports.memory_report",

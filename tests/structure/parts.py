@@ -38,7 +38,6 @@ WAITING = {
     "sparse_attention": ("training.new_indexers config.sparse_attention"),
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
-    "generation": "transformer.paged_attention",
     "hub": "config.megatron_model",
     "presets": "config.presets config.depth",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
