@@ -69,6 +69,11 @@ class Feature:
     change_stage: str | None = None
     """Hook: a function from the ``RunConfig``, a stage of the model, and the groups, which freezes parameters or adds
     parts when the stage has been built; with ``initialise`` it draws the weights of its parts."""
+    added_weights: str | None = None
+    """Class derived from ``training.parts.AddedWeights``: parameters that it adds to a model trained without them."""
+    added_tensors: str | None = None
+    """Hook: a function from the ``RunConfig``, a ``ParallelConfig``, and the number of a layer to the
+    ``config.linear_layers.AddedTensor`` of the layer, which are all that a run trains."""
     check_device: str | None = None
     """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
     what the feature needs; called on all ranks before the model is built."""

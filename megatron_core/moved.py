@@ -14,6 +14,13 @@ from typing import Any
 PACKAGE = "megatron_core"
 MOVED = {
     "transformer.paged_attention": "inference.paged_step",
+    "config.outer": "features.outer_steps.settings",
+    "training.new_indexers": "features.sparse_attention.new_indexers",
+    "training.tuning": "training.initial_weights",
+    "config.rules_tuning": "features.lora.rules",
+    "config.tuning": "features.lora.settings",
+    "transformer.adapters": "features.lora.adapters",
+    "tensor_parallel.lora": "features.lora.layer",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "training.state_hashes": "reports.state_hashes",
     "training.memory_report": "reports.memory_report",

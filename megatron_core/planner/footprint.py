@@ -164,11 +164,11 @@ class Footprint:
         ):
             for kind, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
                 found[kind] += elements * bytes_
-        if config.outer.outer_steps:  # global weights and momentum
+        if config.optional("outer_steps"):  # global weights and momentum
             wide = max(number_size(config.training.compute_dtype), 4)
             found["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
         own, parallel = self._layers_of(rank), config.parallel
-        ranks = self.world_size // config.outer.num_groups // parallel.pipeline_model_parallel_size
+        ranks = self.world_size // config.num_groups // parallel.pipeline_model_parallel_size
         of_matrices = matrix_state_elements(config, own, has_mtp=self.plan.stage_to_rank[-1] == rank)
         found["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
@@ -210,7 +210,7 @@ class Footprint:
     @property
     def shard_sizes(self) -> tuple[int, int]:
         """Number of ranks that shard dense parameters, and number of ranks that shard experts."""
-        parallel, size = self.config.parallel, self.world_size // self.config.outer.num_groups
+        parallel, size = self.config.parallel, self.world_size // self.config.num_groups
         return parallel.data_parallel_size(size) * parallel.context_parallel_size, size // parallel.expert_model_size
 
     @cached_property

@@ -43,8 +43,7 @@ def read_settings(
 ) -> tuple[RunConfig, DryRun]:
     """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
-    With ``use_checkpoint_args``, ``load_hf`` or ``lora_load``, defaults come from the checkpoint, the Hugging Face
-    model or PEFT's adapters.
+    With ``use_checkpoint_args``, or a setting that names a folder of another program, defaults come from that folder.
     ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
     """
     config, dry = _read_settings(prog, args)

@@ -34,6 +34,7 @@ from megatron_core.training.compatibility import (
     takes_settings,
     with_settings_of,
 )
+from megatron_core.training.parts import weights_saved_alone
 
 CPU = torch.device("cpu")
 Reader = CheckpointReader | OtherReader | HostCopy
@@ -172,7 +173,7 @@ def open_checkpoint(
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None:
-        return (open_initial_weights(config) if config.tuning.lora_rank is None else None), config
+        return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer

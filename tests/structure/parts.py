@@ -31,11 +31,9 @@ even the command line, which may not import ``parallel``. ``storage`` is core: i
 reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
-    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
     "fp8": "config.fp8",
-    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
-    "sparse_attention": ("training.new_indexers config.sparse_attention"),
+    "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "hub": "config.megatron_model",
