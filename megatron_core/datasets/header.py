@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import DataError
-from megatron_core.storage import location
+from megatron_core.locations import location
 from megatron_core.terminal import print_once
 from megatron_core.tokenizers import Tokenizer
 

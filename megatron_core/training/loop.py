@@ -11,7 +11,6 @@ from megatron_core.training.callbacks import Callback, Callbacks, feature_callba
 from megatron_core.training.failures import FailureLog, Heartbeat
 from megatron_core.training.memory_report import MemoryReport, MemorySnapshots
 from megatron_core.training.reports import Fp8Statistics, Measurements, Reports
-from megatron_core.training.run_files import RunFiles
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.training.stop import StopRequests
@@ -21,7 +20,6 @@ def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
     """The callbacks of every training run, in the order of their priorities."""
     measurements = Measurements(run)
     return [
-        RunFiles(run),  # closed last
         MemorySnapshots(run),  # explains a failed allocation before FailureLog records the error
         FailureLog(run),
         Heartbeat(run),
