@@ -8,6 +8,7 @@ from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.arithmetic import fp8_of
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
@@ -197,6 +198,6 @@ def _layer_with_own_sums(module: nn.Module) -> str | None:
     for each in module.modules():
         places = [kind.__module__ for kind in type(each).__mro__]
         own = [at for at in places if at.startswith("megatron_core.") and not at.startswith("megatron_core.training.")]
-        if own or getattr(each, "fp8", None) is not None:
+        if own or fp8_of(each) is not None:
             return f"{type(each).__name__}{' in FP8' if not own else ''}"
     return None

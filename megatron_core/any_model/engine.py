@@ -34,15 +34,16 @@ from megatron_core.any_model.scheduler import (
     share_groups,
 )
 from megatron_core.any_model.tensor import whole_tensor
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
 from megatron_core.any_model.zero_grad import discard_with
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.meter import METER
@@ -78,6 +79,7 @@ class Engine(EngineBackward, nn.Module):
         given = None if model_parameters is None else list(model_parameters)
         prepared = self._prepare(Choices(given, unit_classes, initialise, own_optimizer is not None))
         self.groups, self.fp8 = prepared.groups, prepared.fp8
+        self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
             config,
@@ -243,7 +245,7 @@ class Engine(EngineBackward, nn.Module):
         check_trained(self.module, self._trained)
         data, sharded = self.data_parallel, self._sharded
         METER.switch("gradients")
-        finish_gradients(data, self.fp8)
+        finish_gradients(data, self._after_gradients)
         self.before_update()
         METER.switch("optimizer")
         totals = self._losses

@@ -28,11 +28,12 @@ class SplitSequence:
 
     def tiles_with(self, owner: int) -> tuple[Tile, ...]:
         """The tiles of this rank's queries with the keys of rank ``owner``."""
-        size, rank = self.exchange.group.size(), self.exchange.group.rank()
+        size = self.exchange.group.size()
+        rank = self.exchange.group.rank()
         if not self.causal:
-            whole = 0, self.length // size
-            return (Tile(None, whole, whole),)
-        queries, keys = (zigzag(self.length, each, size) for each in (rank, owner))
+            everything = 0, self.length // size
+            return (Tile(None, everything, everything),)
+        queries, keys = (zigzag(self.length, member, size) for member in (rank, owner))
         return tiles(queries, keys, self.documents, self.window)
 
 
@@ -53,40 +54,41 @@ def split_attention(
 class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, sequence):
-        own = torch.cat((key, value), dim=-1)  # one message
+        local = torch.cat((key, value), dim=-1)  # one message
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
         if sinks is None:
             lse = out.new_full(query.shape[:-1], -torch.inf)
         else:  # the softmax of the sink alone, whose output is 0
             lse = out.new_empty(query.shape[:-1]).copy_(sinks[:, None])
-        for owner, block in sequence.exchange.forward(own):
+        for owner, block in sequence.exchange.forward(local):
             keys, values = _keys_and_values(block, query)
             for tile in sequence.tiles_with(owner):
-                at, of = _ranges(tile)
-                merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, owner))
+                rows, read = _ranges(tile)
+                partial = sequence.products.forward(query[rows], keys[read], values[read], tile, owner)
+                merge_(out[rows], lse[rows], *partial)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, finite(lse), sinks)
+        ctx.save_for_backward(query, local, out, finite(lse), sinks)
         ctx.sequence = sequence
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, own, out, lse, sinks = ctx.saved_tensors
+        query, local, out, lse, sinks = ctx.saved_tensors
         sequence = ctx.sequence
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
 
         def gradient_of(owner: int, block: Tensor) -> Tensor:
             total = torch.zeros_like(block, dtype=lse.dtype)
-            (keys, values), grads = (_keys_and_values(each, query) for each in (block, total))
+            (keys, values), grads = (_keys_and_values(pair, query) for pair in (block, total))
             for tile in sequence.tiles_with(owner):
-                at, of = _ranges(tile)
-                given = grad[at], query[at], keys[of], values[of], out[at], lse[at]
-                sums = grad_query[at], grads[0][of], grads[1][of]
-                for sum_, part in zip(sums, sequence.products.backward(*given, tile, owner), strict=True):
-                    sum_ += part
+                rows, read = _ranges(tile)
+                operands = grad[rows], query[rows], keys[read], values[read], out[rows], lse[rows]
+                sums = grad_query[rows], grads[0][read], grads[1][read]
+                for sum_, gradient in zip(sums, sequence.products.backward(*operands, tile, owner), strict=True):
+                    sum_ += gradient
             return total
 
-        grad_key, grad_value = _keys_and_values(sequence.exchange.backward(own, gradient_of).to(query.dtype), query)
+        grad_key, grad_value = _keys_and_values(sequence.exchange.backward(local, gradient_of).to(query.dtype), query)
         grad_sinks = None
         if sinks is not None:  # p (0 - sum over keys of p dp) for the weight p of a sink
             weights = (sinks.to(lse.dtype)[:, None] - lse).exp()

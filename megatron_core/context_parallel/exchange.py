@@ -21,12 +21,12 @@ class Exchange(Protocol):
 
     group: Group
 
-    def forward(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def forward(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its block); a block must be read before the next one is requested."""
         ...
 
-    def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient of this rank's block ``own``, summed over all ranks.
+    def backward(self, local: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Return the gradient of this rank's block ``local``, summed over all ranks.
 
         ``gradient_of(rank, block)`` returns this rank's contribution to the gradient of another rank's block.
         """
@@ -40,16 +40,16 @@ class AllGatherExchange:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def forward(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def forward(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
         """As ``Exchange``."""
-        blocks, handle = start_gather_sequence(own.unsqueeze(0), self.group)
+        blocks, handle = start_gather_sequence(local.unsqueeze(0), self.group)
         handle.wait()
         yield from ((rank, blocks[rank]) for rank in _from_own(self.group))
 
-    def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def backward(self, local: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
         """As ``Exchange``; blocks are gathered again, so that no rank stores the whole sequence after forward."""
-        found = {rank: gradient_of(rank, block) for rank, block in self.forward(own)}
-        gradients = torch.stack([found[rank] for rank in range(self.group.size())])
+        contributions = {rank: gradient_of(rank, block) for rank, block in self.forward(local)}
+        gradients = torch.stack([contributions[rank] for rank in range(self.group.size())])
         total, handle = start_reduce_scatter_sequence(gradients, self.group)
         handle.wait()
         return total[0]
@@ -66,9 +66,10 @@ class RingExchange:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def forward(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def forward(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
         """As ``Exchange``."""
-        block, ranks = own, _from_own(self.group)
+        block = local
+        ranks = _from_own(self.group)
         for rank in ranks[:-1]:
             coming, handle = start_ring_shift(block, self.group)
             yield rank, block
@@ -76,16 +77,16 @@ class RingExchange:
             block = coming
         yield ranks[-1], block
 
-    def backward(self, own: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def backward(self, local: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
         """As ``Exchange``."""
         total: Tensor | None = None
         handle: Handle = Done()
-        for rank, block in self.forward(own):
-            part = gradient_of(rank, block)
+        for rank, block in self.forward(local):
+            contribution = gradient_of(rank, block)
             if total is not None:
                 handle.wait()  # for the sum of the preceding ranks' contributions
-                part += total
-            total, handle = start_ring_shift(part, self.group)
+                contribution += total
+            total, handle = start_ring_shift(contribution, self.group)
         assert total is not None, "a ring has at least one rank"
         handle.wait()
         return total

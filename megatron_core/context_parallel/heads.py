@@ -30,23 +30,23 @@ class HeadExchange:
         size = self.group.size()
         copies = replicated_groups(key.shape[2], size) // key.shape[2]
         if copies > 1:
-            key, value = (x.repeat_interleave(copies, dim=2) for x in (key, value))
-        parts = [x.unflatten(2, (size, -1)) for x in (query, key, value)]
-        shapes = [part.shape[3:] for part in parts]
-        mixed = exchange_parts(torch.cat([part.flatten(3) for part in parts], dim=3).movedim(2, 0), self.group)
-        own = self._ascending(mixed).split([shape.numel() for shape in shapes], dim=2)
-        query, key, value = (x.unflatten(2, shape) for x, shape in zip(own, shapes, strict=True))
+            key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+        projections = [tensor.unflatten(2, (size, -1)) for tensor in (query, key, value)]
+        shapes = [x.shape[3:] for x in projections]
+        mixed = exchange_parts(torch.cat([x.flatten(3) for x in projections], dim=3).movedim(2, 0), self.group)
+        local_heads = self._ascending(mixed).split([shape.numel() for shape in shapes], dim=2)
+        query, key, value = (tensor.unflatten(2, shape) for tensor, shape in zip(local_heads, shapes, strict=True))
         return query, key, value
 
     def to_sequence(self, out: Tensor) -> Tensor:
         """The inverse of ``to_heads`` for outputs: ``[n size, b, heads / size * d]`` -> ``[n, b, heads * d]``."""
-        parts = self._by_rank(out)
-        return exchange_parts(parts, self.group).movedim(0, 2).flatten(2)
+        by_rank = self._by_rank(out)
+        return exchange_parts(by_rank, self.group).movedim(0, 2).flatten(2)
 
-    def _ascending(self, parts: Tensor) -> Tensor:
+    def _ascending(self, by_rank: Tensor) -> Tensor:
         """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]`` in ascending order: the first chunks in the
         order of ranks, the second chunks in reverse order."""
-        first, second = parts.chunk(2, dim=1)
+        first, second = by_rank.chunk(2, dim=1)
         return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 
     def _by_rank(self, tokens: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class Unfused:
     """
 
     def __init__(self, drop: Drop | None = None, softcap: float | None = None, mask: Mask | None = None) -> None:
-        self.drop, self.softcap, self.mask = drop, softcap, mask
+        self.drop = drop
+        self.softcap = softcap
+        self.mask = mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
@@ -94,8 +96,10 @@ class FusedOnCPU:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
-        mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
-        key, filled = _repeated(query, key), _repeated(query, _filled(value, missing))
+        mask = self._added(query, tile, owner)
+        missing = query.shape[-1] - value.shape[-1]
+        key = _repeated(query, key)
+        filled = _repeated(query, _filled(value, missing))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, filled, 0.0, self._is_causal(tile), attn_mask=mask
         )
@@ -107,14 +111,15 @@ class FusedOnCPU:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, owner: int
     ) -> Gradients:
         """As ``Products``."""
-        mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
+        mask = self._added(query, tile, owner)
+        missing = query.shape[-1] - value.shape[-1]
         grad, filled, out = (_filled(x, missing) for x in (grad, value, out))
         repeated = _repeated(query, key), _repeated(query, filled)
         grad_query, *grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, *repeated, out, lse, 0.0, self._is_causal(tile), attn_mask=mask
         )
         grad_key, grad_value = (
-            each if each.shape[1] == key.shape[1] else _by_group(each, key).sum(2) for each in grads
+            grad if grad.shape[1] == key.shape[1] else _by_group(grad, key).sum(2) for grad in grads
         )
         return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
@@ -177,11 +182,11 @@ def visible(tile: Tile, device: torch.device) -> Tensor:
 
 def hidden(tile: Tile, owner: int, mask: Mask | None, device: torch.device) -> Tensor | None:
     """True where the tile's band or ``mask`` hides a key from a query; None: all keys are visible."""
-    own = None if mask is None else mask(tile, owner)
+    masked = None if mask is None else mask(tile, owner)
     if tile.band is None:
-        return own
+        return masked
     unseen = ~visible(tile, device)
-    return unseen if own is None else own | unseen
+    return unseen if masked is None else masked | unseen
 
 
 def finite(lse: Tensor) -> Tensor:
@@ -189,11 +194,11 @@ def finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, new: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over two sets of keys into ``out`` and ``lse``, in place; an empty set has ``lse`` -inf."""
     total = torch.logaddexp(lse, part_lse)
     base = finite(total)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - base).exp_().unsqueeze(-1))
+    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(new.to(out.dtype), (part_lse - base).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 

@@ -44,7 +44,8 @@ class Tile:
     @property
     def pairs(self) -> int:
         """Number of pairs of a query and a visible key."""
-        queries, keys = _size(self.queries), _size(self.keys)
+        queries = _size(self.queries)
+        keys = _size(self.keys)
         if self.band is None:
             return queries * keys
         offset, window = self.band
@@ -81,25 +82,26 @@ def tiles(
     ``window`` is the number of keys visible to a query: its own and the preceding ones. Two runs have at most one
     document in common, so that any lengths give rectangles and triangles.
     """
-    found: list[Tile] = []
+    rectangles: list[Tile] = []
     for row, lengths in enumerate(documents or [(max(stop for _, stop in (*queries, *keys)),)]):
         start = 0
         for length in lengths:
             span = (start, start + length)
             for tile in _of_document(_pieces(queries, span), _pieces(keys, span), window):
-                found.append(tile if documents is None else replace(tile, row=row))
+                rectangles.append(tile if documents is None else replace(tile, row=row))
             start += length
-    return tuple(_joined(found))
+    return tuple(_joined(rectangles))
 
 
 def _pieces(runs: tuple[Range, ...], span: Range) -> list[_PositionRange]:
     """The intersection of each run with the positions in ``span``."""
-    pieces, at = [], 0
+    pieces = []
+    offset = 0
     for start, stop in runs:
-        piece = _PositionRange(start, stop, at).cut(*span)
+        piece = _PositionRange(start, stop, offset).cut(*span)
         if piece.start < piece.stop:
             pieces.append(piece)
-        at += stop - start
+        offset += stop - start
     return pieces
 
 
@@ -126,30 +128,30 @@ def _with_window(query: _PositionRange, key: _PositionRange, window: int) -> Ite
     """Split queries into parts, each of which reads at most twice its window of keys, so that masks are small."""
     most = max(window, LEAST_BAND)
     for first in range(query.start, query.stop, most):
-        part = query.cut(first, first + most)
-        seen = key.cut(part.start - window + 1, part.stop)
-        part = part.cut(seen.start, seen.stop + window - 1)  # queries with at least one visible key
-        if seen.start < seen.stop and part.start < part.stop:
-            everything = seen.stop <= part.start + 1 and part.stop - seen.start <= window
-            yield Tile(None, part.local, seen.local, None if everything else (part.start - seen.start, window))
+        rows = query.cut(first, first + most)
+        seen = key.cut(rows.start - window + 1, rows.stop)
+        rows = rows.cut(seen.start, seen.stop + window - 1)  # queries with at least one visible key
+        if seen.start < seen.stop and rows.start < rows.stop:
+            everything = seen.stop <= rows.start + 1 and rows.stop - seen.start <= window
+            yield Tile(None, rows.local, seen.local, None if everything else (rows.start - seen.start, window))
 
 
-def _joined(found: list[Tile]) -> Iterator[Tile]:
+def _joined(rectangles: list[Tile]) -> Iterator[Tile]:
     """Merge adjacent rectangles."""
-    last: Tile | None = None
-    for tile in found:
-        if last is not None and last.band is None and tile.band is None and last.row == tile.row:
-            if last.keys == tile.keys and last.queries[1] == tile.queries[0]:
-                last = replace(last, queries=(last.queries[0], tile.queries[1]))
+    previous: Tile | None = None
+    for tile in rectangles:
+        if previous is not None and previous.band is None and tile.band is None and previous.row == tile.row:
+            if previous.keys == tile.keys and previous.queries[1] == tile.queries[0]:
+                previous = replace(previous, queries=(previous.queries[0], tile.queries[1]))
                 continue
-            if last.queries == tile.queries and last.keys[1] == tile.keys[0]:
-                last = replace(last, keys=(last.keys[0], tile.keys[1]))
+            if previous.queries == tile.queries and previous.keys[1] == tile.keys[0]:
+                previous = replace(previous, keys=(previous.keys[0], tile.keys[1]))
                 continue
-        if last is not None:
-            yield last
-        last = tile
-    if last is not None:
-        yield last
+        if previous is not None:
+            yield previous
+        previous = tile
+    if previous is not None:
+        yield previous
 
 
 def _size(run: Range) -> int:

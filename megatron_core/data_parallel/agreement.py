@@ -33,8 +33,11 @@ class Announcement:
     """One announcement; ``wait`` compares it with those of the other ranks."""
 
     def __init__(self, what: str, number: int, values: torch.Tensor, work: Any, compare: Callable[[int], None]) -> None:
-        self.what, self.number = what, number
-        self._values, self._work, self._compare = values, work, compare
+        self.what = what
+        self.number = number
+        self._values = values
+        self._work = work
+        self._compare = compare
 
     def wait(self) -> None:
         """Wait for the other ranks; ``LayoutError`` on all of them if this or an earlier announcement differs."""
@@ -52,7 +55,8 @@ class Announcements:
 
     def __init__(self, group: Group, advice: str) -> None:
         """``advice``: the end of the error message, with the fix."""
-        self.group, self._advice = group, advice
+        self.group = group
+        self._advice = advice
         self._pending: deque[Announcement] = deque()
         """Announcements that have not been compared, in order."""
         self._count = 0
@@ -180,9 +184,9 @@ class Agreement:
         late = self.late.pop(bucket, None)
         late = torch.zeros_like(bucket.grads) if late is None else late
         if bucket.is_sharded:
-            part = late.new_empty(bucket.sum_shard.shape)
-            reduce_scatter_flat_(part, late, bucket.dp_group)
+            late_shard = late.new_empty(bucket.sum_shard.shape)
+            reduce_scatter_flat_(late_shard, late, bucket.dp_group)
         else:
-            part = late
-            all_reduce_(part, bucket.dp_group)
-        bucket.sum_shard.add_(part)
+            late_shard = late
+            all_reduce_(late_shard, bucket.dp_group)
+        bucket.sum_shard.add_(late_shard)

@@ -46,11 +46,11 @@ class AwaitedParameter:
         options = dict(kwargs or {})
         if not reads_elements(func, args, AwaitedParameter) and func.__name__ not in READS_MEMORY:
             return torch._C._disabled_torch_function_impl(func, types, args, options)
-        for each in flat_values((args, options)):
-            if isinstance(each, AwaitedParameter):
-                finish = vars(each).pop("finish_gather", None)
+        for value in flat_values((args, options)):
+            if isinstance(value, AwaitedParameter):
+                finish = vars(value).pop("finish_gather", None)
                 if finish is None:  # a copy of such a parameter
-                    _end((each,))
+                    _end((value,))
                 else:
                     finish()
         return func(*args, **options)
@@ -73,7 +73,7 @@ def _end(parameters: Iterable[Any]) -> None:
 
 
 @cache
-def _class_for(kind: type[nn.Parameter]) -> Any:
-    """Return the subclass of ``kind`` with the mixin."""
-    meta: Any = type(kind)
-    return meta("AwaitedParameter", (AwaitedParameter, kind), {"__module__": __name__})
+def _class_for(parameter_class: type[nn.Parameter]) -> Any:
+    """Return the subclass of ``parameter_class`` with the mixin."""
+    meta: Any = type(parameter_class)
+    return meta("AwaitedParameter", (AwaitedParameter, parameter_class), {"__module__": __name__})

@@ -58,7 +58,8 @@ class InOrder:
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
         """Place parameters in the given order."""
-        offsets, end = [], 0
+        offsets = []
+        end = 0
         for size in sizes:
             offsets.append(round_up(end, self.start_multiple))
             end = offsets[-1] + size
@@ -84,7 +85,9 @@ class WholeInShards:
     """
 
     def __init__(self, shards: int, start_multiple: int = 1, shard_multiple: int = 1) -> None:
-        self.shards, self.start_multiple, self.shard_multiple = shards, start_multiple, shard_multiple
+        self.shards = shards
+        self.start_multiple = start_multiple
+        self.shard_multiple = shard_multiple
         self.work = [0] * shards
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
@@ -103,16 +106,18 @@ class WholeInShards:
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
         """Place parameters in shards of equal length."""
-        limit, ends, at = 1.3 * sum(sizes) / self.shards, [0] * self.shards, [(0, 0)] * len(sizes)
+        limit = 1.3 * sum(sizes) / self.shards
+        ends = [0] * self.shards
+        positions = [(0, 0)] * len(sizes)
         for number in sorted(range(len(sizes)), key=lambda n: -costs[n]):
             starts = [round_up(end, self.start_multiple) for end in ends]
             fit = [shard for shard, start in enumerate(starts) if start + sizes[number] <= limit]
             shard = min(fit, key=self.work.__getitem__) if fit else ends.index(min(ends))
-            at[number] = shard, starts[shard]
+            positions[number] = shard, starts[shard]
             ends[shard] = starts[shard] + sizes[number]
             self.work[shard] += costs[number]
         length = round_up(max(ends), self.shard_multiple)
-        offsets = [shard * length + start for shard, start in at]
+        offsets = [shard * length + start for shard, start in positions]
         end = max(offset + size for offset, size in zip(offsets, sizes, strict=True))
         return BucketLayout(offsets, end, sum(sizes), length * self.shards)
 
@@ -121,7 +126,8 @@ class Packer(Generic[Item]):
     """Fills buckets one after another and yields each full bucket."""
 
     def __init__(self, rule: Rule, bucket_size: int) -> None:
-        self.rule, self.bucket_size = rule, bucket_size
+        self.rule = rule
+        self.bucket_size = bucket_size
         self._items: list[tuple[Item, int, int]] = []
 
     def add(

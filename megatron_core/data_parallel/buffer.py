@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
@@ -57,16 +56,21 @@ class Bucket:
         dp_group: Group,
         instances: Group,
     ) -> None:
-        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        self.kind, self.stage, self.unit = kind, stage, unit
-        self.dp_group, self.instances, self.is_sharded = dp_group, instances, settings.zero_stage > 0
+        self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
+        self.kind = kind
+        self.stage = stage
+        self.unit = unit
+        self.dp_group = dp_group
+        self.instances = instances
+        self.is_sharded = settings.zero_stage > 0
         first = self.parameters[0]
         device = memory.device or first.device
         # Flat buffers for weights and gradients; parameters become views of them.
         padded = layout.padded
-        part = padded // dp_group.size()
+        size = padded // dp_group.size()
         self.shard = (
-            slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
+            slice(dp_group.rank() * size, (dp_group.rank() + 1) * size) if self.is_sharded else slice(0, padded)
         )
         final_dtype = torch.promote_types(first.dtype, torch.float32)
         grad_dtype = torch.float64 if settings.arithmetic.adds_exactly else final_dtype
@@ -78,7 +82,9 @@ class Bucket:
         self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)
-        self.offsets, self.end, self.used = layout.offsets, layout.end, layout.used
+        self.offsets = layout.offsets
+        self.end = layout.end
+        self.used = layout.used
         for (name, parameter), offset in zip(named, self.offsets, strict=True):
             span = slice(offset, offset + parameter.numel())
             memory.adopt(name, parameter, self.weights[span].view_as(parameter))
@@ -87,11 +93,11 @@ class Bucket:
         # From stages 2 and 3 on, keep only shards.
         self._weight_shard: Tensor | None = None
         if self.splits_weights:
-            self._weight_shard = self.placement.tensor("weights", part, first.dtype).copy_(self.weights[self.shard])
+            self._weight_shard = self.placement.tensor("weights", size, first.dtype).copy_(self.weights[self.shard])
             self.freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
             self.freed.release()
             self.placement.evict()
-        self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
+        self._grad_shard = self.grads.new_zeros(size) if self.splits_grads else None
         if self.splits_grads:
             release(self.grads)
         self._final_shard: Tensor | None = None
@@ -114,14 +120,14 @@ class Bucket:
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
-        self.gathering: Handle | Arriving | Arrival = Done()
+        self.gathering: Handle | Arrival = Done()
         self._fetched: tuple[Tensor, Transfer] | None = None
         """This rank's weights in transfer from ``placement``, until they have been gathered."""
         self.reduced = False
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The name of one of the bucket's parameters."""
-        return next(name for name, own in zip(self.names, self.parameters, strict=True) if own is parameter)
+        return next(name for name, candidate in zip(self.names, self.parameters, strict=True) if candidate is parameter)
 
     @property
     def is_writer(self) -> bool:
@@ -131,10 +137,13 @@ class Bucket:
     @property
     def saved_span(self) -> slice:
         """Part of the bucket that this rank saves: each of n ranks with the same shard saves 1 / n of it."""
-        copies, index = self.instances.size(), self.instances.rank()
+        copies = self.instances.size()
+        index = self.instances.rank()
         if not self.is_sharded:
-            copies, index = copies * self.dp_group.size(), index * self.dp_group.size() + self.dp_group.rank()
-        first, length = self.shard.start, self.shard.stop - self.shard.start
+            copies = copies * self.dp_group.size()
+            index = index * self.dp_group.size() + self.dp_group.rank()
+        first = self.shard.start
+        length = self.shard.stop - self.shard.start
         return slice(first + length * index // copies, first + length * (index + 1) // copies)
 
     @property
@@ -188,8 +197,9 @@ class Bucket:
     @property
     def cuts_parameters(self) -> bool:
         """Whether a parameter is split over several shards."""
-        part, ends = self.weights.numel() // self.dp_group.size(), zip(self.offsets, self.parameters, strict=True)
-        return self.is_sharded and any(at // part != (at + p.numel() - 1) // part for at, p in ends)
+        size = self.weights.numel() // self.dp_group.size()
+        ends = ((start, start + p.numel() - 1) for start, p in zip(self.offsets, self.parameters, strict=True))
+        return self.is_sharded and any(first // size != final // size for first, final in ends)
 
     def open_grads(self) -> None:
         """Allocate the gradients as zeros if they have no memory; first finish a pending reduction."""
@@ -206,7 +216,8 @@ class Bucket:
             self._has_sum = True
             return
         if self.compressor is not None and self.compresses:
-            self._wire, self._partial = self.grads, self.grads[self.shard] if self.is_sharded else None
+            self._wire = self.grads
+            self._partial = self.grads[self.shard] if self.is_sharded else None
             self._compressing = self.compressor.reduce_(self)
             self.continue_reduce()
             return
@@ -245,7 +256,9 @@ class Bucket:
                 self.sum_shard.add_(total)
             elif total.data_ptr() != self.sum_shard.data_ptr():
                 self.sum_shard.copy_(total)
-            self._wire, self._partial, self._has_sum = None, None, True
+            self._wire = None
+            self._partial = None
+            self._has_sum = True
             if self.splits_grads:
                 release(self.grads)
         if not self.splits_grads:
@@ -260,10 +273,10 @@ class Bucket:
         if self.splits_weights and not self.is_whole:
             self.freed.acquire()
             poison_outside(self.weights, slice(0, 0))
-            own = self._own_weights()
+            weight_shard = self._own_weights()
             if self.dp_group.size() == 1:
-                self.weights.copy_(own)
-            self._gather(own)
+                self.weights.copy_(weight_shard)
+            self._gather(weight_shard)
             self.gathering = Arrival(self.gathering, self.freed.restore)
         elif self.is_sharded and not self.splits_weights:
             poison_outside(self.weights, self.shard)
@@ -277,14 +290,16 @@ class Bucket:
         self._fetched[1].wait()
         return self._fetched[0].to(self.weights.device, non_blocking=True)
 
-    def _gather(self, own: Tensor) -> None:
+    def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
-        if self.kind.narrow:
-            spans, named = [piece[1:] for piece in self.pieces()], zip(self.offsets, self.parameters, strict=True)
-            self.gathering, sent = start_fp8_gather(self.weights, own, spans, list(named), self.dp_group)
+        if self.kind.start_gather is not None:
+            spans = [piece[1:] for piece in self.pieces()]
+            named = zip(self.offsets, self.parameters, strict=True)
+            self.gathering, sent = self.kind.start_gather(self.weights, weight_shard, spans, list(named), self.dp_group)
         else:
-            self.gathering, sent = all_gather_flat_(self.weights, own, self.dp_group, async_op=True), own.nbytes
+            self.gathering = all_gather_flat_(self.weights, weight_shard, self.dp_group, async_op=True)
+            sent = weight_shard.nbytes
         self.gathered_bytes += sent
 
     def finish_gather(self) -> None:
@@ -333,9 +348,10 @@ class Bucket:
         ``every_copy``: each data-parallel rank counts its copy.
         """
         ranges: list[tuple[int, int]] = []
-        for _, parameter, start, stop, at in self.pieces() if self.is_writer or every_copy else ():
-            for first, last in spec_of(parameter).owned_flat_ranges():
-                begin, end = max(first, start) - start + at, min(last, stop) - start + at
+        for _, parameter, start, stop, offset in self.pieces() if self.is_writer or every_copy else ():
+            for owned_start, owned_stop in spec_of(parameter).owned_flat_ranges():
+                begin = max(owned_start, start) - start + offset
+                end = min(owned_stop, stop) - start + offset
                 if begin < end:
                     joined = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
                     ranges.append((joined, end))

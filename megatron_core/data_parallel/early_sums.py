@@ -45,8 +45,8 @@ class EarlySums:
 
     def _early(self, stage: int) -> list[Bucket]:
         """Buckets whose sums may start before all gradients of the step are complete."""
-        own = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
-        return [b for b in own if b.compresses or not b.splits_grads]
+        complete = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
+        return [b for b in complete if b.compresses or not b.splits_grads]
 
     def _reduce_ready(self, stage: int) -> None:
         """Start complete buckets in order, none before its predecessor: all ranks must start them in the same order."""
@@ -128,16 +128,20 @@ def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGr
 
 def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:
     """Sum the ranges of the gradient that several ranks of ``group`` hold (keys and values) over these ranks."""
-    spec, grad, extent, start_of = spec_of(parameter), parameter.main_grad, 0, {}
+    spec = spec_of(parameter)
+    grad = parameter.main_grad
+    extent = 0
+    start_of = {}
     for start, stop in spec.all_shared_ranges(split):
-        start_of[start, stop], extent = extent, extent + stop - start
+        start_of[start, stop] = extent
+        extent = extent + stop - start
     total = grad.new_zeros((*grad.shape[: split.dim], extent, *grad.shape[split.dim + 1 :]))
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (first, last), whole in spec.shared_ranges(split):
-        size = last - first
-        pairs.append((grad.narrow(split.dim, first, size), total.narrow(split.dim, start_of[whole], size)))
-    for own, sum_ in pairs:
-        sum_.copy_(own)
+    for (first, end), shared in spec.shared_ranges(split):
+        size = end - first
+        pairs.append((grad.narrow(split.dim, first, size), total.narrow(split.dim, start_of[shared], size)))
+    for local, sum_ in pairs:
+        sum_.copy_(local)
     all_reduce_(total, group)
-    for own, sum_ in pairs:
-        own.copy_(sum_)
+    for local, sum_ in pairs:
+        local.copy_(sum_)

@@ -36,13 +36,13 @@ def make_buckets(
     ranks: dict[BucketKind, tuple[Group, Group]] = {}
     buckets: list[Bucket] = []
 
-    def make(kind: BucketKind, unit: int, named: list[tuple[str, nn.Parameter]], layout: BucketLayout) -> None:
-        dp_group, instances = ranks[kind]
+    def make(bucket_kind: BucketKind, unit: int, named: list[tuple[str, nn.Parameter]], layout: BucketLayout) -> None:
+        dp_group, instances = ranks[bucket_kind]
         buckets.append(
             Bucket(
                 named,
                 layout,
-                kind,
+                bucket_kind,
                 settings,
                 memory,
                 stage=stage,
@@ -53,27 +53,29 @@ def make_buckets(
         )
 
     def close_all(unit: int) -> None:
-        for kind, packer in packers.items():
-            for last in packer.close():
-                make(kind, unit, *last)
+        for bucket_kind, packer in packers.items():
+            for bucket_content in packer.close():
+                make(bucket_kind, unit, *bucket_content)
         packers.clear()
 
     # Visit units and parameters in reverse order, so that the first bucket is complete first in backward.
     number = 0
     for number, unit in reversed(list(enumerate(units))):
         for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad != frozen]):
-            kind = BucketKind.of(parameter, groups)
-            if frozen and not kind.matrix:  # vectors are small, and steps may change them (expert bias)
+            bucket_kind = BucketKind.of(parameter, groups)
+            if frozen and not bucket_kind.matrix:  # vectors are small, and steps may change them (expert bias)
                 continue
-            kind = kind if settings.join is None else settings.join(kind)
-            if kind not in packers:
-                axes = "-".join(kind.replica_axes)
-                ranks[kind] = groups.shard_group(axes), groups.instance_group(axes)
-                packers[kind] = Packer(settings.rule_of(kind, ranks[kind][0].size()), settings.bucket_size)
-            alone = bool(kind.tied) or (settings.zero_stage > 0 and getattr(parameter, "shared_embedding", False))
+            bucket_kind = bucket_kind if settings.join is None else settings.join(bucket_kind)
+            if bucket_kind not in packers:
+                axes = "-".join(bucket_kind.replica_axes)
+                ranks[bucket_kind] = groups.shard_group(axes), groups.instance_group(axes)
+                rule = settings.rule_of(bucket_kind, ranks[bucket_kind][0].size())
+                packers[bucket_kind] = Packer(rule, settings.bucket_size)
+            is_shared = settings.zero_stage > 0 and getattr(parameter, "shared_embedding", False)
+            alone = bool(bucket_kind.tied) or is_shared
             cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
-            for full in packers[kind].add((name, parameter), parameter.numel(), cost, alone=alone):
-                make(kind, number, *full)
+            for full in packers[bucket_kind].add((name, parameter), parameter.numel(), cost, alone=alone):
+                make(bucket_kind, number, *full)
         if settings.zero_stage >= 2:
             close_all(number)
     close_all(number)
@@ -116,7 +118,7 @@ def name_units(module: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_r
         yield 0, "the parameters outside of all units"
     name_of = {inner: name for name, inner in module.named_modules()}
     for number, modules in enumerate(units, start=int(has_rest)):
-        yield number, ", ".join(name_of.get(each) or "the model" for each in modules)
+        yield number, ", ".join(name_of.get(inner) or "the model" for inner in modules)
 
 
 def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
@@ -149,9 +151,9 @@ def buckets_of_unit(
     number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
 ) -> tuple[list[Bucket], list[Bucket]]:
     """Return a unit's own buckets, and all buckets that contain parameters of its modules."""
-    own = [bucket for bucket in buckets if bucket.unit == number]
-    read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
-    return own, list(dict.fromkeys(own + read))
+    own_buckets = [bucket for bucket in buckets if bucket.unit == number]
+    buckets_read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
+    return own_buckets, list(dict.fromkeys(own_buckets + buckets_read))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -161,7 +163,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, Mapping):
         yield from tensors_in(list(output.values()))
     elif isinstance(output, Iterable) and not isinstance(output, str):
-        for each in output:
-            yield from tensors_in(each)
+        for value in output:
+            yield from tensors_in(value)
     elif is_dataclass(output) and not isinstance(output, type):
         yield from tensors_in(list(vars(output).values()))

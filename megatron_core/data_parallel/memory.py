@@ -43,19 +43,19 @@ class Placement:
         """Yield the slices in which a shard is updated."""
         yield slice(0, numel)
 
-    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+    def memory_for(self, piece: Tensor, spare: Tensor | None = None) -> Tensor:
         """Return memory for a part of a tensor: the part itself unless it is in a file, then perhaps ``spare``."""
-        return part
+        return piece
 
-    def read(self, part: Tensor, memory: Tensor) -> Transfer:
-        """Start to read ``part`` into ``memory``, the result of ``memory_for``."""
+    def read(self, piece: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``piece`` into ``memory``, the result of ``memory_for``."""
         return Done()
 
-    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
-        """Return memory that has the values of ``part`` after the handle's ``wait``, if possible on ``device``."""
-        return part, Done()
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Return memory that has the values of ``piece`` after the handle's ``wait``, if possible on ``device``."""
+        return piece, Done()
 
-    def store(self, part: Tensor, values: Tensor) -> Transfer:
+    def store(self, piece: Tensor, values: Tensor) -> Transfer:
         """Start to write ``values``, which are in memory of ``memory_for``."""
         return Done()
 

@@ -54,17 +54,21 @@ class SplitParameter:
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function that reads no elements; else raise ``ConfigError`` with the name of the parameter."""
-        name, options, first = func.__name__, dict(kwargs or {}), args[0] if args else None
+        name = func.__name__
+        options = dict(kwargs or {})
+        first = args[0] if args else None
         if not reads_elements(func, args, SplitParameter):
             return torch._C._disabled_torch_function_impl(func, types, args, options)
-        found: Any = next((each for each in flat_values((args, options)) if isinstance(each, SplitParameter)), None)
-        is_closed = vars(found)["is_closed"]
+        parameter: Any = next(
+            (value for value in flat_values((args, options)) if isinstance(value, SplitParameter)), None
+        )
+        is_closed = vars(parameter)["is_closed"]
         if is_closed and not torch.is_grad_enabled():
             return torch._C._disabled_torch_function_impl(func, types, args, options)
         if name in CONVERSIONS and isinstance(first, Tensor) and (same := _converted(func, types, args, options)):
             return same[0]
         name = f"Tensor.{func.__self__.__name__}" if name in ACCESSES else name
-        raise ConfigError(f"{_text(found)}; {name} needs its elements{OUTSIDE if is_closed else FIX}")
+        raise ConfigError(f"{_text(parameter)}; {name} needs its elements{OUTSIDE if is_closed else FIX}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_text(self)})"
@@ -96,8 +100,8 @@ def acquire(flat: Tensor) -> None:
 
 def users_of(flat: Tensor) -> int:
     """Return the number of references to the memory of ``flat``, such as its views."""
-    found: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return found
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count
 
 
 class FreedWeights:
@@ -109,7 +113,8 @@ class FreedWeights:
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], names: Sequence[str], ranks: int) -> None:
         """``parameters`` are views of ``flat``; ``ranks`` keep shards of them."""
-        self.flat, self._parameters = flat, parameters
+        self.flat = flat
+        self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         self._freed = [parameter.data.new_full((), math.nan).expand(parameter.shape) for parameter in parameters]
         self._users: int | None = None
@@ -122,7 +127,8 @@ class FreedWeights:
             offsets = [view.storage_offset() for view in self._views]
             self.flat = torch.empty_like(self.flat)
             self._views = [
-                self.flat[at : at + v.numel()].view_as(v) for at, v in zip(offsets, self._views, strict=True)
+                self.flat[offset : offset + v.numel()].view_as(v)
+                for offset, v in zip(offsets, self._views, strict=True)
             ]
         self._users = None
         release(self.flat)
@@ -157,12 +163,12 @@ class FreedWeights:
 
 
 @cache
-def _class_for(kind: type[nn.Parameter]) -> Any:
-    """Return the subclass of ``kind`` with the mixin."""
-    if issubclass(kind, SplitParameter):
-        return kind
-    meta: Any = type(kind)
-    return meta("SplitParameter", (SplitParameter, kind), {"__module__": __name__})
+def _class_for(parameter_class: type[nn.Parameter]) -> Any:
+    """Return the subclass of ``parameter_class`` with the mixin."""
+    if issubclass(parameter_class, SplitParameter):
+        return parameter_class
+    meta: Any = type(parameter_class)
+    return meta("SplitParameter", (SplitParameter, parameter_class), {"__module__": __name__})
 
 
 def _text(parameter: Any) -> str:
@@ -173,12 +179,12 @@ def _text(parameter: Any) -> str:
 
 def _converted(func: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any] | None:
     """Return the result of a conversion of ``args[0]`` that changes nothing, such as ``to`` its own device."""
-    first, *rest = args
+    first, *others_ = args
     with torch._C.DisableTorchFunctionSubclass():
         empty = torch.empty(0, dtype=first.dtype, device=first.device)
-        if not isinstance(first, SplitParameter) or any(isinstance(each, SplitParameter) for each in rest):
+        if not isinstance(first, SplitParameter) or any(isinstance(other, SplitParameter) for other in others_):
             return None
-        result = func(empty, *rest, **options)
+        result = func(empty, *others_, **options)
     if not isinstance(result, Tensor):
         return (result,)
     return (first,) if result is empty else None
@@ -187,8 +193,8 @@ def _converted(func: Any, types: Any, args: tuple[Any, ...], options: dict[str, 
 def flat_values(value: Any) -> Iterable[Any]:
     """Yield the values in nested tuples, lists and mappings."""
     if isinstance(value, tuple | list):
-        for each in value:
-            yield from flat_values(each)
+        for inner in value:
+            yield from flat_values(inner)
     elif isinstance(value, Mapping):
         yield from flat_values(list(value.values()))
     else:

@@ -47,13 +47,15 @@ class UnitSync:
         """``has_rest``: unit 0 consists of all parameters outside ``modules``. It stays whole while any unit is active,
         and its gradients are reduced at the end of the backward.
         """
-        self.settings, self._start_reduce, self._announce = settings, reduce, announce
-        rest = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
-        self._rest = Unit(0, rest, rest) if has_rest else None
+        self.settings = settings
+        self._start_reduce = reduce
+        self._announce = announce
+        outer_buckets = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
+        self._rest = Unit(0, outer_buckets, outer_buckets) if has_rest else None
         self.units = [] if self._rest is None else [self._rest]
-        for number, each in enumerate(modules, start=len(self.units)):
-            own, reads = buckets_of_unit(number, each, buckets, bucket_of)
-            self.units.append(Unit(number, own, list(dict.fromkeys(rest + reads))))
+        for number, unit_modules in enumerate(modules, start=len(self.units)):
+            own_buckets, reads = buckets_of_unit(number, unit_modules, buckets, bucket_of)
+            self.units.append(Unit(number, own_buckets, list(dict.fromkeys(outer_buckets + reads))))
         self.order = list(reversed(self.units))
         """The units in the order in which their gradients are summed, equal on all ranks; first the reverse of the
         order of registration, later that in which the first rank's backward left them (``follow``)."""
@@ -138,7 +140,7 @@ class UnitSync:
 
     def _around(self, unit: Unit) -> tuple[Unit, ...]:
         """The other units of which a module is running: it has called a module of ``unit``."""
-        return tuple(each for each, count in self._inside.items() if count > 0 and each not in (unit, self._rest))
+        return tuple(other for other, count in self._inside.items() if count > 0 and other not in (unit, self._rest))
 
     def _leave_forward(self, output: Any) -> None:
         """End the stage's forward; operations after the last module's forward, such as the loss, belong to the last
@@ -169,17 +171,17 @@ class UnitSync:
 
     # Backward.
 
-    def begin(self, kind: str, *, reduces: bool = True) -> None:
+    def begin(self, backward_kind: str, *, reduces: bool = True) -> None:
         """Set the kind of the next backward: whole (B), input gradients only (I), or weight gradients only (W).
 
         ``reduces``: whether a whole backward sums gradients; all ranks have the same number of such backwards.
         """
-        self._kind = kind
-        if kind == "B" or (kind == "W" and self.settings.ranks_may_differ):
+        self._kind = backward_kind
+        if backward_kind == "B" or (backward_kind == "W" and self.settings.ranks_may_differ):
             self._unreduced = list(self.order) if reduces else []
             self._is_first_sum = True
             self._left.clear()
-        elif kind == "I":  # only the rank itself knows which gradients I computes: they wait for W
+        elif backward_kind == "I":  # only the rank itself knows which gradients I computes: they wait for W
             self._unreduced = [] if self.settings.ranks_may_differ else None
         self._inside.clear()  # the last forward may have failed
 
@@ -209,12 +211,15 @@ class UnitSync:
                 "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
                 "zero3_keep_after_forward=True, or zero_stage=2"
             )
-        before, around_before = self._backward, self._around_backward
-        self._backward, self._around_backward = unit, around
+        before = self._backward
+        around_before = self._around_backward
+        self._backward = unit
+        self._around_backward = around
         if before is unit and around == around_before:
             return
         # The recomputed forward of the previous unit is over; it may have ended inside of a module.
-        self._forward, self._around_forward = None, ()
+        self._forward = None
+        self._around_forward = ()
         self._inside.clear()
         if before is None:
             self._passed = None
@@ -231,7 +236,8 @@ class UnitSync:
         self._open(unit)
         for left in units_left:
             self._reduce(left)
-        self._next_sums, self._has_announced_sums = [], False
+        self._next_sums = []
+        self._has_announced_sums = False
 
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
@@ -322,7 +328,8 @@ class UnitSync:
         reader = "a forward" if self._backward is None else "a backward"
         announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "", self._next_sums)
         if self._next_sums:
-            self._announced, self._has_announced_sums = announced, True
+            self._announced = announced
+            self._has_announced_sums = True
         for bucket in missing:
             bucket.start_gather()
             bucket.gathering = Arrival(bucket.gathering, before=announced.wait)
@@ -341,9 +348,11 @@ class UnitSync:
         """
         if self._rest in (None, unit) or self._backward is not None or self.settings.keep_after_forward:
             return
-        used = [bucket for each, count in self._inside.items() if count > 0 for bucket in each.reads] + self._pinned
+        needed = [
+            bucket for active, count in self._inside.items() if count > 0 for bucket in active.reads
+        ] + self._pinned
         for bucket in unit.own:
-            if bucket.splits_weights and bucket in self._whole and bucket not in used:
+            if bucket.splits_weights and bucket in self._whole and bucket not in needed:
                 bucket.freed.close()
 
     def pin(self, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -365,12 +374,12 @@ class UnitSync:
         active = self._active()
         self._release_all_but([bucket for bucket in self._whole if bucket in active or bucket not in added])
 
-    def _release_all_but(self, kept: list[Bucket]) -> None:
-        kept = kept + self._pinned
+    def _release_all_but(self, needed: list[Bucket]) -> None:
+        needed = needed + self._pinned
         for bucket in self._whole:
-            if bucket not in kept:
+            if bucket not in needed:
                 bucket.release_weights()
-        self._whole = [bucket for bucket in self._whole if bucket in kept]
+        self._whole = [bucket for bucket in self._whole if bucket in needed]
 
     def _active(self) -> list[Bucket]:
         """The buckets that running modules read."""
@@ -388,7 +397,8 @@ class UnitSync:
         """
         if len(self._at_work()) != 1:
             return []
-        first, backward = 0 if self._rest is None else 1, self._backward is not None
+        first = 0 if self._rest is None else 1
+        backward = self._backward is not None
         passed = self._at_work()[0].number if self._rest is None else self._passed
         if passed is None:
             passed = len(self.units) if backward else first - 1

@@ -131,13 +131,13 @@ class DataParallel(EarlySums):
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
         for stage in stages if self.settings.overlap_param_gather and self.settings.zero_stage < 3 else ():
-            rest = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
+            outer_buckets = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
             self._hooks += wait_before_forward(
                 stages[stage],
                 self._units[stage],
                 self._bucket_of,
                 self.finish_param_sync,
-                at_root=rest if self._has_rest else [],
+                at_root=outer_buckets if self._has_rest else [],
             )
 
     @property
@@ -255,9 +255,9 @@ class DataParallel(EarlySums):
             in_memory = bucket.weight_shard.nbytes * (not bucket.placement.is_offloaded)
             shards["weights"] += in_memory if bucket.splits_weights else bucket.weights.nbytes
             shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
-            at = bucket.stage, bucket.unit
-            units[at] = units.get(at, 0) + bucket.weights.nbytes * bucket.splits_weights
-            units[at] += bucket.grads.nbytes * bucket.splits_grads
+            key = bucket.stage, bucket.unit
+            units[key] = units.get(key, 0) + bucket.weights.nbytes * bucket.splits_weights
+            units[key] += bucket.grads.nbytes * bucket.splits_grads
         at_once = 2 if self.settings.overlap_grad_reduce or self.settings.overlap_param_gather else 1
         pairs = [sum(list(units.values())[i : i + at_once]) for i in range(len(units))]
         return shards | ({"units whole": max(pairs)} if max(pairs, default=0) else {})
@@ -285,12 +285,12 @@ class DataParallel(EarlySums):
         All ranks must pass the same parameters of their stages.
         """
         self.finish_param_sync()
-        found = dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of)
-        pinned = [bucket for bucket in found if bucket.splits_weights]
+        touched = dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of)
+        pinned = [bucket for bucket in touched if bucket.splits_weights]
         with ExitStack() as stack:
             for stage, sync in self._sync.items():
-                own = [bucket for bucket in pinned if bucket.stage == stage]
-                stack.callback(sync.unpin, own, sync.pin(own))
+                of_stage = [bucket for bucket in pinned if bucket.stage == stage]
+                stack.callback(sync.unpin, of_stage, sync.pin(of_stage))
             yield
 
     def bucket_of(self, parameter: nn.Parameter) -> Bucket | None:
@@ -356,7 +356,7 @@ def wait_before_forward(
         yield root.register_forward_pre_hook(_waiter(at_root), prepend=True)
     for modules in units:
         read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
-        for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
+        for module in dict.fromkeys(inner for outer in modules for inner in outside_of_graphs(outer)):
             if module in modules or next(module.parameters(recurse=False), None) is not None:
                 wait = _waiter(list(dict.fromkeys(read)))
                 yield module.register_forward_pre_hook(wait, prepend=True)

@@ -19,14 +19,14 @@ from megatron_core.parallel.groups import ParallelGroups
 class AdamW(Algorithm):
     """Loshchilov and Hutter 2019, algorithm 2, in one pass over memory; see ``ops.adamw_``."""
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update all parts in one launch."""
         adamw_(
-            [part.grad for part in parts],
-            [part.main for part in parts],
-            [part.state["exp_avg"] for part in parts],
-            [part.state["exp_avg_sq"] for part in parts],
-            [part.copy for part in parts if part.copy is not None],
+            [piece.grad for piece in pieces],
+            [piece.main for piece in pieces],
+            [piece.state["exp_avg"] for piece in pieces],
+            [piece.state["exp_avg_sq"] for piece in pieces],
+            [piece.copy for piece in pieces if piece.copy is not None],
             step=rates.step if self.config.adam_bias_correction else NEVER_CORRECTED,
             lr=rates.lr,
             betas=rates.betas or (self.config.adam_beta1, self.config.adam_beta2),
@@ -40,7 +40,7 @@ class AdamW(Algorithm):
 class SGD(Algorithm):
     """As torch.optim.SGD: m = mu m + g + wd w; w = w - lr m. Without momentum (mu = 0) there is no state."""
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         momentum = self.config.sgd_momentum if rates.momentum is None else rates.momentum
         if momentum and not self.config.sgd_momentum:
@@ -48,31 +48,31 @@ class SGD(Algorithm):
                 f"momentum={momentum} in a parameter group of SGD without momentum, which has no state for it; "
                 "construct the optimizer with a momentum above 0"
             )
-        for part in parts:
+        for piece in pieces:
             if self.config.sgd_momentum:
-                step = part.state["momentum_buffer"]
-                step.mul_(momentum).add_(part.grad, alpha=rates.factor)
+                step = piece.state["momentum_buffer"]
+                step.mul_(momentum).add_(piece.grad, alpha=rates.factor)
             else:
-                step = part.grad.to(part.main.dtype) * rates.factor
+                step = piece.grad.to(piece.main.dtype) * rates.factor
             if rates.weight_decay:
-                step.add_(part.main, alpha=rates.weight_decay)
-            part.main.add_(step, alpha=-rates.lr)
-            write_copy(part)
+                step.add_(piece.main, alpha=rates.weight_decay)
+            piece.main.add_(step, alpha=-rates.lr)
+            write_copy(piece)
 
 
 class Lion(Algorithm):
     """Chen et al. 2023, algorithm 2: w = w - lr (sign(b1 m + (1 - b1) g) + wd w); m = b2 m + (1 - b2) g."""
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         beta1, beta2 = rates.betas or (self.config.lion_beta1, self.config.lion_beta2)
-        for part in parts:
-            momentum = part.state["exp_avg"]
-            grad = part.grad.mul_(rates.factor).to(momentum.dtype)
+        for piece in pieces:
+            momentum = piece.state["exp_avg"]
+            grad = piece.grad.mul_(rates.factor).to(momentum.dtype)
             direction = torch.lerp(grad, momentum, beta1).sign_()
-            part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)
+            piece.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)
             momentum.lerp_(grad, 1.0 - beta2)
-            write_copy(part)
+            write_copy(piece)
 
 
 UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]
@@ -82,16 +82,16 @@ _REGISTERED: dict[str, UpdateRule] = {}
 """Update rules that programs have registered, by the names of their rows."""
 
 
-def update_rule(kind: OptimizerKind) -> UpdateRule:
+def update_rule(row: OptimizerKind) -> UpdateRule:
     """The update rule of a row of the table of optimizers."""
-    return _REGISTERED[kind.name] if kind.rule is None else load_hook(kind.rule)
+    return _REGISTERED[row.name] if row.rule is None else load_hook(row.rule)
 
 
-def register_optimizer(kind: OptimizerKind, rule: UpdateRule) -> None:
+def register_optimizer(row: OptimizerKind, rule: UpdateRule) -> None:
     """Make an optimizer from outside of this package available as ``--optimizer NAME``.
 
     Call this on every rank before the configuration is checked. Settings of its own are arguments of ``rule``
     (``functools.partial``). Errors: ``ConfigError`` if the name is taken.
     """
-    add_optimizer(kind)
-    _REGISTERED[kind.name] = rule
+    add_optimizer(row)
+    _REGISTERED[row.name] = rule

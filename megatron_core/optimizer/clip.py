@@ -28,7 +28,9 @@ class GradientNorm:
         self.owned = [(bucket, bucket.owned_ranges()) for bucket in buckets]
         self.copies = [(bucket, _gaps(ranges, bucket.grad_shard.numel())) for bucket, ranges in self.owned]
         self.everywhere = [(bucket, bucket.owned_ranges(every_copy=True)) for bucket in buckets]
-        self.compressor, self.device, self.backend = data_parallel.compressor, data_parallel.device, backend
+        self.compressor = data_parallel.compressor
+        self.device = data_parallel.device
+        self.backend = backend
         self.group = groups.group(WORLD)
         self.arithmetic = data_parallel.settings.arithmetic
 
@@ -61,24 +63,24 @@ class GradientNorm:
         """
         spans: list[list[tuple[Bucket, Span]]] = [[] for _ in part_names(num_layers)]
         for bucket, owned in self.owned:
-            for name, _, start, stop, at in bucket.pieces():
-                inside = [(max(first, at), min(last, at + stop - start)) for first, last in owned]
+            for name, _, start, stop, offset in bucket.pieces():
+                inside = [(max(first, offset), min(end, offset + stop - start)) for first, end in owned]
                 spans[part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
-        grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
-        weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
-        found = [squared_norm(each, backend=self.backend).to(self.device) for each in grads + weights]
-        return torch.stack(found).view(2, -1)
+        grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
+        weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
+        squares = [squared_norm(of_part, backend=self.backend).to(self.device) for of_part in grads + weights]
+        return torch.stack(squares).view(2, -1)
 
     def _is_local(self) -> bool:
         return self.compressor is not None and self.compressor.is_local()
 
     def _mean_of_ranks(self) -> Tensor:
         """Return this rank's part of the mean over the data-parallel ranks of the squared norms of their gradients."""
-        parts = [self._sum_of_squares([part]) / part[0].dp_group.size() for part in self.everywhere]
-        return torch.stack(parts).sum() if parts else self._sum_of_squares([])
+        means = [self._sum_of_squares([entry]) / entry[0].dp_group.size() for entry in self.everywhere]
+        return torch.stack(means).sum() if means else self._sum_of_squares([])
 
-    def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
-        counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]
+    def _sum_of_squares(self, counted_spans: list[tuple[Bucket, list[Span]]]) -> Tensor:
+        counted = [bucket.grad_shard[start:stop] for bucket, spans in counted_spans for start, stop in spans]
         return squared_norm(counted, backend=self.backend).to(self.device)
 
 

@@ -20,47 +20,48 @@ class LAMB(BucketAlgorithm):
     of a layer. ``lamb_bias_correction`` replaces the corrections 1 - b^t by 1, for ``rate`` with a factor of lr.
     """
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update the moments and replace each gradient by r; ``finish_bucket`` updates the weights."""
         beta1, beta2 = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
         step = rates.step if self.bias_correction == "moments" else NEVER_CORRECTED
-        for part in parts:
-            momentum, variance = part.state["exp_avg"], part.state["exp_avg_sq"]
-            part.grad.mul_(rates.factor)
-            momentum.lerp_(part.grad, 1.0 - beta1)
-            variance.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
+        for piece in pieces:
+            momentum = piece.state["exp_avg"]
+            variance = piece.state["exp_avg_sq"]
+            piece.grad.mul_(rates.factor)
+            momentum.lerp_(piece.grad, 1.0 - beta1)
+            variance.mul_(beta2).addcmul_(piece.grad, piece.grad, value=1.0 - beta2)
             size = variance.div(1.0 - beta2**step).sqrt_().add_(rates.epsilon)
-            torch.div(momentum, size, out=part.grad).div_(1.0 - beta1**step)
-            part.grad.add_(part.main, alpha=rates.weight_decay)
+            torch.div(momentum, size, out=piece.grad).div_(1.0 - beta1**step)
+            piece.grad.add_(piece.main, alpha=rates.weight_decay)
 
     @property
     def bias_correction(self) -> str:
         """The value of ``lamb_bias_correction``."""
         return self.config.lamb_bias_correction
 
-    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+    def finish_bucket(self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
         """See ``BucketAlgorithm``."""
-        self.move(bucket, whole, runs, self.coefficients(bucket, whole, runs))
+        self.move(bucket, shard, runs, self.coefficients(bucket, shard, runs))
 
     def move(
-        self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]], coefficients: Tensor
+        self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]], coefficients: Tensor
     ) -> None:
         """w = w - lr c r; ``coefficients``: c of each of the bucket's parameters."""
-        factors = coefficients.to(whole.main.dtype)
-        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+        factors = coefficients.to(shard.main.dtype)
+        number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
         for run, rates in runs:
             betas = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
             first, second = (1.0 - beta**rates.step for beta in betas)
-            whole.grad[run].mul_(rates.lr * (second**0.5 / first if self.bias_correction == "rate" else 1.0))
-        for _, parameter, start, stop, at in bucket.pieces():
-            piece = slice(at, at + stop - start)
-            whole.main[piece].sub_(whole.grad[piece] * factors[number[parameter]])
-        write_copy(whole)
+            shard.grad[run].mul_(rates.lr * (second**0.5 / first if self.bias_correction == "rate" else 1.0))
+        for _, parameter, start, stop, offset in bucket.pieces():
+            piece = slice(offset, offset + stop - start)
+            shard.main[piece].sub_(shard.grad[piece] * factors[number[parameter]])
+        write_copy(shard)
 
-    def coefficients(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
+    def coefficients(self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
         """Return c of each of the bucket's parameters, float64."""
         assert self.groups is not None
-        weights, directions = tensor_squares(bucket, (whole.main, whole.grad), self.groups).sqrt()
+        weights, directions = tensor_squares(bucket, (shard.main, shard.grad), self.groups).sqrt()
         ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
         return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))
 
@@ -71,11 +72,11 @@ def tensor_squares(bucket: Bucket, shards: Sequence[Tensor], groups: ParallelGro
     float64 ``[number of shards, number of tensors]``. A collective call of all ranks that share the bucket's tensors.
     """
     squares = torch.zeros(len(shards), len(bucket.parameters), dtype=torch.float64, device=bucket.weights.device)
-    number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+    number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
     # Each element counts once: for replicated elements, on the lowest rank with a copy.
-    for _, parameter, start, stop, at in bucket.pieces():
-        for first, last in spec_of(parameter).owned_flat_ranges():
-            span = slice(max(first, start) - start + at, min(last, stop) - start + at)
+    for _, parameter, start, stop, offset in bucket.pieces():
+        for start_owned, stop_owned in spec_of(parameter).owned_flat_ranges():
+            span = slice(max(start_owned, start) - start + offset, min(stop_owned, stop) - start + offset)
             if span.start < span.stop:
                 for row, tensor in zip(squares, shards, strict=True):
                     row[number[parameter]] += tensor[span].double().square().sum()

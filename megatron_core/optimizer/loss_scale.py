@@ -48,7 +48,9 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Check the settings and start at ``initial``."""
-        minimum, growth, backoff = self.minimum, self.growth_factor, self.backoff_factor
+        minimum = self.minimum
+        growth = self.growth_factor
+        backoff = self.backoff_factor
         _require(minimum > 0, f"min_loss_scale={minimum} is out of range; legal: a number above 0")
         start = f"initial_loss_scale={self.initial} is less than min_loss_scale={minimum}; raise it"
         _require(self.initial >= minimum, start)
@@ -56,12 +58,16 @@ class DynamicLossScale:
         _require(0 < backoff < 1, f"backoff_factor={backoff} is out of range; legal: between 0 and 1")
         _require(self.window >= 1, f"loss_scale_window={self.window} is out of range; legal: 1, 2, 3, ...")
         _require(self.hysteresis >= 1, f"hysteresis={self.hysteresis} is out of range; legal: 1, 2, 3, ...")
-        self.scale, self.minimum = float(self.initial), float(minimum)
-        self._good_steps, self._chances, self._delay = 0, self.hysteresis, 0
+        self.scale = float(self.initial)
+        self.minimum = float(minimum)
+        self._good_steps = 0
+        self._chances = self.hysteresis
+        self._delay = 0
 
     def delay_growth(self, steps: int) -> None:
         """Do not count the first ``steps`` good steps, now and after each overflow; DeepSpeed skips one."""
-        self._delay, self._good_steps = steps, -steps
+        self._delay = steps
+        self._good_steps = -steps
 
     def update(self, found_inf: bool) -> None:
         """Update the scale after a step; ``found_inf``: whether a gradient on any rank was not finite."""

@@ -31,7 +31,9 @@ class LearningRateSchedule:
 
     def __init__(self, config: OptimizerConfig, total_steps: int, *, by_samples: bool = False) -> None:
         """``total_steps``: number of optimizer steps of the training, or of sequences with ``by_samples``."""
-        self.config, self.by_samples, self.total_steps = config, by_samples, max(total_steps, 1)
+        self.config = config
+        self.by_samples = by_samples
+        self.total_steps = max(total_steps, 1)
         decay = config.lr_decay_samples if by_samples else config.lr_decay_iters
         self.decay_steps = total_steps if decay is None else decay
         warmup = config.lr_warmup_samples if by_samples else config.lr_warmup_iters

@@ -21,26 +21,28 @@ CHUNK = 2**20
 
 
 def update_rounded(
-    bucket: Bucket, at: slice, part: ShardSlice, rates: Rates, seed: int, update: Callable[[ShardSlice], None]
+    bucket: Bucket, span: slice, piece: ShardSlice, rates: Rates, seed: int, update: Callable[[ShardSlice], None]
 ) -> None:
-    """Apply ``update`` to float32 values of ``part``, the slice ``at`` of the bucket's shard, and round them."""
+    """Apply ``update`` to float32 values of ``piece``, the slice ``span`` of the bucket's shard, and round them."""
     wide = ShardSlice(
-        part.grad, part.main.float(), part.copy, {name: held.float() for name, held in part.state.items()}
+        piece.grad, piece.main.float(), piece.copy, {name: tensor.float() for name, tensor in piece.state.items()}
     )
     update(wide)
-    pairs = {"main": (part.main, wide.main)} | {name: (part.state[name], wide.state[name]) for name in part.state}
+    pairs = {"main": (piece.main, wide.main)} | {name: (piece.state[name], wide.state[name]) for name in piece.state}
     for name, (stored, values) in pairs.items():
         if stored.dtype != values.dtype:
-            _round_pieces(bucket, at, stored, values, name_seed(seed, f"{rates.step}:{name}"))
+            _round_pieces(bucket, span, stored, values, name_seed(seed, f"{rates.step}:{name}"))
 
 
-def _round_pieces(bucket: Bucket, at: slice, stored: Tensor, values: Tensor, seed: int) -> None:
+def _round_pieces(bucket: Bucket, span: slice, stored: Tensor, values: Tensor, seed: int) -> None:
     """Round each parameter; the padding of the shard remains zero."""
-    first = bucket.shard.start + at.start
+    first = bucket.shard.start + span.start
     for name, parameter, start, stop, offset in bucket.pieces(slice(first, first + values.numel())):
-        own = slice(offset, offset + stop - start)
+        elements_of_parameter = slice(offset, offset + stop - start)
         elements = spec_of(parameter).element_numbers(start, stop, values.device)
-        stored[own] = round_stochastically(values[own], elements, name_seed(seed, name))
+        stored[elements_of_parameter] = round_stochastically(
+            values[elements_of_parameter], elements, name_seed(seed, name)
+        )
 
 
 def round_stochastically(values: Tensor, elements: Tensor, seed: int) -> Tensor:

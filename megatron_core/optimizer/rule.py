@@ -51,9 +51,11 @@ class Algorithm:
         self, config: OptimizerConfig, backend: Backend = "auto", groups: ParallelGroups | None = None
     ) -> None:
         """``groups``: all process groups of this rank, for rules that communicate."""
-        self.config, self.backend, self.groups = config, backend, groups
+        self.config = config
+        self.backend = backend
+        self.groups = groups
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update the weights and the state of each part in place, and its ``copy`` (``write_copy``).
 
         The gradient is ``part.grad * rates.factor``; ``part.grad`` may be overwritten. ``part.state`` has the moments
@@ -65,8 +67,8 @@ class Algorithm:
         """Whether this rank's weights of ``bucket`` differ from those of the other data-parallel ranks."""
         return False
 
-    def synchronize(self, bucket: Bucket, whole: ShardSlice) -> None:
-        """Make the weights and the state of the shard ``whole`` equal on all data-parallel ranks; a collective call."""
+    def synchronize(self, bucket: Bucket, shard: ShardSlice) -> None:
+        """Make the weights and the state of the shard ``shard`` equal on all data-parallel ranks; a collective call."""
 
     def forget_local_changes(self) -> None:
         """Drop the differences between ranks: weights and state have been loaded from a checkpoint."""
@@ -75,15 +77,15 @@ class Algorithm:
 class BucketAlgorithm(Algorithm):
     """An update rule whose ``update`` replaces each gradient by a direction, along which buckets move afterwards."""
 
-    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
-        """Update the weights of the shard ``whole``, whose gradient is the direction.
+    def finish_bucket(self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+        """Update the weights of the shard ``shard``, whose gradient is the direction.
 
         ``runs``: slices of the shard with their rates. A collective call of all ranks that share the bucket's tensors.
         """
         raise NotImplementedError
 
 
-def write_copy(part: ShardSlice) -> None:
+def write_copy(piece: ShardSlice) -> None:
     """Copy the main weights to the weights of the model, with rounding to their dtype."""
-    if part.copy is not None:
-        part.copy.copy_(part.main)
+    if piece.copy is not None:
+        piece.copy.copy_(piece.main)

@@ -34,7 +34,7 @@ class Shard:
     def of(
         cls,
         bucket: Bucket,
-        kind: OptimizerKind,
+        row: OptimizerKind,
         algorithm: Algorithm,
         placement: Placement,
         config: OptimizerConfig,
@@ -47,9 +47,9 @@ class Shard:
         wide = torch.promote_types(main.dtype, torch.float32)
         state = {
             moment.name: placement.tensor(moment.name, main.numel(), torch.bfloat16 if moment.is_bf16(config) else wide)
-            for moment in kind.moments(config)
+            for moment in row.moments(config)
         }
-        return cls(bucket, kind, algorithm, placement, main, state)
+        return cls(bucket, row, algorithm, placement, main, state)
 
     @property
     def is_narrow(self) -> bool:
@@ -78,11 +78,12 @@ class Shard:
 
     def chunks(self, run: slice) -> Iterator[slice]:
         """Yield the slices in which ``run`` is updated."""
-        for at in self.placement.chunks(self.main.numel()):
-            first, last = max(at.start, run.start), min(at.stop, run.stop)
-            step = CHUNK if self.is_rounded else max(last - first, 1)
-            for start in range(first, last, step):
-                yield slice(start, min(start + step, last))
+        for chunk in self.placement.chunks(self.main.numel()):
+            begin = max(chunk.start, run.start)
+            stop = min(chunk.stop, run.stop)
+            step = CHUNK if self.is_rounded else max(stop - begin, 1)
+            for start in range(begin, stop, step):
+                yield slice(start, min(start + step, stop))
 
     @property
     def needs_transfer(self) -> bool:
@@ -105,11 +106,11 @@ class Shard:
         """The whole shard as a slice, with its gradient on the device of the weights."""
         return self.part(slice(0, self.main.numel()))
 
-    def part(self, at: slice) -> ShardSlice:
-        """Return the slice ``at``, with its gradient on the device of the weights."""
-        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_on_other_device else None
-        state = {name: tensor[at] for name, tensor in self.state.items()}
-        return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)
+    def part(self, span: slice) -> ShardSlice:
+        """Return the slice ``span``, with its gradient on the device of the weights."""
+        copy = self.bucket.weight_shard[span] if self.is_narrow and not self.is_on_other_device else None
+        state = {name: tensor[span] for name, tensor in self.state.items()}
+        return ShardSlice(self.bucket.grad_shard[span], self.main[span], copy, state)
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,23 @@ class Optimizer:
         ``lr``, ``weight_decay``, ``eps``, ``betas`` and ``momentum`` (SGD) of the groups instead of its arguments and
         the configuration.
         """
-        self.seed, self.width, self.param_groups = seed, width, param_groups
-        self.config, self.loss_scale, self.backend = config, loss_scale, backend
+        self.seed = seed
+        self.width = width
+        self.param_groups = param_groups
+        self.config = config
+        self.loss_scale = loss_scale
+        self.backend = backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
-        algorithms = {kind.name: update_rule(kind)(config, backend, groups) for kind in config.kinds}
+        algorithms = {row.name: update_rule(row)(config, backend, groups) for row in config.kinds}
         if self.compressor is not None:
             algorithms = {name: self.compressor.update_rule(rule, groups) for name, rule in algorithms.items()}
         # Allocate the state here, so that a checkpoint can be loaded before the first step.
         self.shards = []
         placements = data_parallel.memory.state_placements(data_parallel.buckets)
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
-            kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
-            self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
+            row = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
+            self.shards.append(Shard.of(bucket, row, algorithms[row.name], placement, config))
         if self.compressor is not None:
             self.compressor.attach(self.shards, lambda: self.loss_scale.scale)
         self._joint = next((rule for rule in algorithms.values() if isinstance(rule, JointAlgorithm)), None)
@@ -110,7 +114,8 @@ class Optimizer:
         was skipped. The gradients may be scaled in place.
         """
         # Update the loss scale and decide whether to skip the step.
-        scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
+        scale = self.loss_scale.scale
+        finite = math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
         if skip or not finite:
             if self.compressor is not None:
@@ -158,9 +163,9 @@ class Optimizer:
         jointly: dict[Bucket, Rates] = {}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
-                own = self.param_groups[group]
-                settings = float(own["lr"]), float(own["weight_decay"]), factor, own["eps"]
-                rates = Rates(self.steps_taken, *settings, own.get("betas"), own.get("momentum"))
+                options = self.param_groups[group]
+                settings = float(options["lr"]), float(options["weight_decay"]), factor, options["eps"]
+                rates = Rates(self.steps_taken, *settings, options.get("betas"), options.get("momentum"))
             else:
                 own_lr = lr if decoupled_lr is None or not group.embedding else decoupled_lr
                 decay = (self.config.weight_decay if weight_decay is None else weight_decay) * group.decay
@@ -171,20 +176,20 @@ class Optimizer:
                 jointly.update({shard.bucket: rates for shard, _ in runs})
             else:
                 by_element.append((runs, rates))
-            for shard, at in runs:
+            for shard, span in runs:
                 if shard in scaled:
-                    scaled[shard].append((at, rates))
+                    scaled[shard].append((span, rates))
 
         def update_by_element() -> None:
             jobs: list[Job] = []
             for runs, rates in by_element:
-                if here := [shard.part(at) for shard, at in runs if shard.is_updated_in_place]:
-                    runs[0][0].algorithm.update(here, rates)
+                if pieces := [shard.part(span) for shard, span in runs if shard.is_updated_in_place]:
+                    runs[0][0].algorithm.update(pieces, rates)
                 jobs += [
-                    Job(shard, at, rates)
+                    Job(shard, chunk, rates)
                     for shard, run in runs
                     if not shard.is_updated_in_place
-                    for at in shard.chunks(run)
+                    for chunk in shard.chunks(run)
                 ]
             order = {shard: number for number, shard in enumerate(self.shards)}
             self._updates.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
@@ -194,7 +199,7 @@ class Optimizer:
         else:
             self._joint.update_shards(jointly, meanwhile=update_by_element)
         # Ranks with common tied weights sum their norms in one order.
-        for shard, spans in sorted(scaled.items(), key=lambda each: each[0].bucket.names):
+        for shard, spans in sorted(scaled.items(), key=lambda item: item[0].bucket.names):
             assert isinstance(shard.algorithm, BucketAlgorithm)
             shard.algorithm.finish_bucket(shard.bucket, shard.whole, spans)
 
@@ -224,25 +229,25 @@ class Optimizer:
     def _runs_by_group(self) -> dict[tuple[int | BucketKind, torch.dtype, int], list[tuple[Shard, slice]]]:
         """Return runs of elements by (parameter group or traits, dtype, algorithm); all runs of a key share rates."""
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        found = defaultdict(list)
+        runs = defaultdict(list)
         for shard in self.shards:
-            kind, whole = shard.bucket.kind, (0, shard.main.numel())
-            traits = BucketKind(kind.dtype, kind.decay, kind.matrix, (), embedding=kind.embedding)
-            spans = [(*whole, traits)] if not self.param_groups else list(_spans(shard, group_of))
+            bucket = shard.bucket.kind
+            traits = BucketKind(bucket.dtype, bucket.decay, bucket.matrix, (), embedding=bucket.embedding)
+            spans = list(_spans(shard, group_of)) if self.param_groups else [(0, shard.main.numel(), traits)]
             for start, stop, group in spans:
-                found[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
-        return found
+                runs[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
+        return runs
 
-    def _update_part(self, job: Job, part: ShardSlice) -> None:
+    def _update_part(self, job: Job, piece: ShardSlice) -> None:
         """Update a slice of a shard that is not updated together with others."""
 
-        def update(part: ShardSlice) -> None:
-            job.shard.algorithm.update([part], job.rates)
+        def update(piece: ShardSlice) -> None:
+            job.shard.algorithm.update([piece], job.rates)
 
         if job.shard.is_rounded:
-            update_rounded(job.shard.bucket, job.at, part, job.rates, self.seed, update)
+            update_rounded(job.shard.bucket, job.at, piece, job.rates, self.seed, update)
         else:
-            update(part)
+            update(piece)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Yield each bucket with its flat state.
@@ -275,12 +280,12 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
         yield 0, shard.main.numel(), groups.pop()
         return
     run: tuple[int, int, int] | None = None
-    for _, parameter, start, stop, at in shard.bucket.pieces():
+    for _, parameter, start, stop, offset in shard.bucket.pieces():
         group = group_of[id(parameter)]
         if run is not None and run[2] != group:
             yield run
             run = None
-        run = (at if run is None else run[0], at + stop - start, group)
+        run = (offset if run is None else run[0], offset + stop - start, group)
     if run is not None:
         yield run
 

@@ -63,8 +63,12 @@ class Executor:
         overlap: bool = True,
         listener: Listener = Listener(),
     ) -> None:
-        self.plan, self.p2p, self.message, self.forward = plan, p2p, message, forward
-        self.overlap, self.listener = overlap, listener
+        self.plan = plan
+        self.p2p = p2p
+        self.message = message
+        self.forward = forward
+        self.overlap = overlap
+        self.listener = listener
         # With overlap any lookahead is safe; 1 overlaps a message with an action.
         self._receive_lookahead = 1 if overlap else plan.receive_lookahead
         if message.posts_late and not overlap:
@@ -97,10 +101,10 @@ class Executor:
             interleaver,
             self._telling_failures() as remaining,
         ):
-            for at, turn in enumerate(self.turns):
-                remaining[:] = [action for each in self.turns[at:] for action in each]
+            for position, turn in enumerate(self.turns):
+                remaining[:] = [action for later in self.turns[position:] for action in later]
                 if not self.message.posts_late:
-                    for coming in self.turns[at : at + 1 + self._receive_lookahead]:
+                    for coming in self.turns[position : position + 1 + self._receive_lookahead]:
                         self._post_receives(*coming)
                 for action, output in zip(turn, self._run_turn(turn, interleaver), strict=True):
                     if output is not None and self.plan.consumer(action) is None:
@@ -119,7 +123,7 @@ class Executor:
             yield remaining
         except Exception as error:
             receivers = [self.plan.receiver(action) for action in remaining]
-            for receiver in {each for each in receivers if each is not None}:
+            for receiver in {rank for rank in receivers if rank is not None}:
                 self._sent += self.message.send_failure(self.p2p, error, receiver)
             raise
 
@@ -129,7 +133,7 @@ class Executor:
         METER.switch(PHASES[turn[0].kind], turn[0])
         for action in turn:
             self.listener.on_begin(action)
-        actions = [partial(self._run_action, *each) for each in zip(turn, received, strict=True)]
+        actions = [partial(self._run_action, *operands) for operands in zip(turn, received, strict=True)]
         outputs = interleaver.run(*actions) if len(actions) == 2 else (actions[0](),)
         for action in turn:
             self.listener.on_end(action)
@@ -176,13 +180,14 @@ class Executor:
 
     def _backward(self, action: Action, gradient: Message | None) -> Message | None:
         forward = Action(action.stage, "F", action.micro)
-        edges, inputs = self._outputs.pop(forward), self._inputs.pop(forward)
+        edges = self._outputs.pop(forward)
+        inputs = self._inputs.pop(forward)
         if edges:  # empty: no output requires a gradient
             # gradient is None on the last stage, whose loss is a scalar.
             torch.autograd.backward(edges, None if gradient is None else tensors_of(gradient))
         if self.plan.consumer(action) is None:
             return None
-        grads = tuple(each.grad if each.grad is not None else torch.zeros_like(each) for each in inputs)
+        grads = tuple(edge.grad if edge.grad is not None else torch.zeros_like(edge) for edge in inputs)
         return self.message.packed(grads)
 
     def _run_weights(self, action: Action) -> None:
@@ -193,7 +198,8 @@ class Executor:
     def _post_receives(self, *actions: Action) -> None:
         """Post the receives for ``actions`` and for all earlier messages of their senders, in the senders' order."""
         for action in actions:
-            source, sender = self.plan.source(action), self.plan.sender(action)
+            source = self.plan.source(action)
+            sender = self.plan.sender(action)
             while source is not None and sender is not None and source not in self._arriving and self._unposted[sender]:
                 coming = self._unposted[sender].popleft()
                 self._arriving[coming] = self.message.receive(self.p2p, coming, sender)

@@ -155,9 +155,9 @@ def _tree(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]
     if type(value) in (tuple, list):
-        return [type(value).__name__, [_tree(each, tensors) for each in value]]
+        return [type(value).__name__, [_tree(inner, tensors) for inner in value]]
     if type(value) is dict and all(isinstance(name, str) for name in value):
-        return ["dict", [[name, _tree(each, tensors)] for name, each in value.items()]]
+        return ["dict", [[name, _tree(inner, tensors)] for name, inner in value.items()]]
     if value is None or isinstance(value, bool | int | float | str):
         return ["value", value]
     raise LayoutError(
@@ -167,23 +167,25 @@ def _tree(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    kind, content = tree[0], tree[1]
-    if kind == "tensor":
+    label = tree[0]
+    content = tree[1]
+    if label == "tensor":
         yield tree
-    elif kind != "value":
-        for each in content:
-            yield from _leaves(each[1] if kind == "dict" else each)
+    elif label != "value":
+        for inner in content:
+            yield from _leaves(inner[1] if label == "dict" else inner)
 
 
 def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    kind, content = tree[0], tree[1]
-    if kind == "tensor":
+    label = tree[0]
+    content = tree[1]
+    if label == "tensor":
         return next(tensors)
-    if kind == "dict":
-        return {name: _filled(each, tensors) for name, each in content}
-    if kind in ("tuple", "list"):
-        filled = [_filled(each, tensors) for each in content]
-        return tuple(filled) if kind == "tuple" else filled
+    if label == "dict":
+        return {name: _filled(inner, tensors) for name, inner in content}
+    if label in ("tuple", "list"):
+        filled = [_filled(inner, tensors) for inner in content]
+        return tuple(filled) if label == "tuple" else filled
     return content
 
 
@@ -224,9 +226,9 @@ class StructuredMessages:
 
     def check(self, action: Action, output: Message) -> None:
         """Compare shapes and dtypes with the structure, which ``learn`` has stored."""
-        found = [(tuple(each.shape), each.dtype) for each in tensors_of(output)]
+        formats = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(output)]
         expected = [(shape, dtype) for shape, dtype, _ in self.structure_of(action.stage, action.micro).tensors]
-        assert found == expected, "learn() stores the structure of this output"
+        assert formats == expected, "learn() stores the structure of this output"
 
     def trained(self, action: Action, message: Message) -> list[Tensor]:
         """Return the tensors that required a gradient where they were computed; integers never do."""
@@ -253,8 +255,9 @@ class StructuredMessages:
                 self.learn(source, Structure(text))
             formats = self.structure_of(source.stage, source.micro).tensors
         else:  # gradients of the output of the stage before
-            formats = [each for each in self.structure_of(source.stage - 1, source.micro).tensors if each[2]]
-        tensors, handles = [], []
+            formats = [entry for entry in self.structure_of(source.stage - 1, source.micro).tensors if entry[2]]
+        tensors = []
+        handles = []
         for shape, dtype, _ in formats:
             if prod(shape):
                 tensor, handle = p2p.receive(shape, dtype, self.device, sender)

@@ -30,7 +30,8 @@ class Sending:
     """The handle of a send that keeps the message until it is complete."""
 
     def __init__(self, work: Any, message: Tensor) -> None:
-        self._work, self._message = work, message
+        self._work = work
+        self._message = message
 
     def wait(self) -> None:
         """Wait for the send."""
@@ -53,14 +54,16 @@ class PipelineP2P:
         self._groups = groups
         self.index = groups.index("pp")
         self._ranks = groups.ranks("pp")
-        self._up, self._down = groups.group("pp"), groups.reverse_pp
+        self._up = groups.group("pp")
+        self._down = groups.reverse_pp
 
     def send(self, tensor: Tensor, receiver: int) -> MessageHandle:
         """Start a send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is complete."""
         group = process_group(self._up if receiver > self.index else self._down)
         METER.sent("pp send", tensor.nbytes)
         RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
-        sender, to = self._ranks[self.index], self._ranks[receiver]
+        sender = self._ranks[self.index]
+        to = self._ranks[receiver]
         observer = OBSERVATION.observer
         message = tensor
         if observer is not None and observer.sealing:
@@ -79,7 +82,8 @@ class PipelineP2P:
         """As ``receive``, into ``buffer``."""
         group = process_group(self._up if sender < self.index else self._down)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
-        observer, source = OBSERVATION.observer, self._ranks[sender]
+        observer = OBSERVATION.observer
+        source = self._ranks[sender]
 
         def start(message: Tensor) -> dist.Work:
             handle = dist.irecv(message, src=source, group=group)

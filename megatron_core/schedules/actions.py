@@ -102,14 +102,14 @@ class Plan:
             return Action(action.stage - 1, "F", action.micro) if action.stage else None
         if action.kind == "W":
             return Action(action.stage, "I", action.micro)
-        last = action.stage == self.num_stages - 1
-        return Action(action.stage, "F", action.micro) if last else self.backward(action.stage + 1, action.micro)
+        is_last = action.stage == self.num_stages - 1
+        return Action(action.stage, "F", action.micro) if is_last else self.backward(action.stage + 1, action.micro)
 
     def consumer(self, action: Action) -> Action | None:
         """The action of another stage that consumes the output of ``action``; None if there is none, as for W."""
         if action.kind == "F":
-            last = action.stage == self.num_stages - 1
-            return None if last else Action(action.stage + 1, "F", action.micro)
+            is_last = action.stage == self.num_stages - 1
+            return None if is_last else Action(action.stage + 1, "F", action.micro)
         if action.kind == "W" or action.stage == 0:
             return None
         return self.backward(action.stage - 1, action.micro)
@@ -203,18 +203,18 @@ class Plan:
 
 def _turns(actions: tuple[Action, ...], paired: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
     """Yield the turns of one rank; a forward that is the last action of its rank has no partner."""
-    at = 0
-    while at < len(actions):
-        length = 2 if actions[at] in paired else 1
-        yield actions[at : at + length]
-        at += length
+    position = 0
+    while position < len(actions):
+        length = 2 if actions[position] in paired else 1
+        yield actions[position : position + length]
+        position += length
 
 
 def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
     """Whether every rank reaches the end of its list: see ``Plan.receive_lookahead``."""
     ranks = range(len(plan.ranks))
     links = (plan.messages(sender, receiver) for sender in ranks for receiver in ranks)
-    number = {message: at for messages in links for at, message in enumerate(messages)}
+    number = {message: index for messages in links for index, message in enumerate(messages)}
     posted: defaultdict[tuple[int, int], int] = defaultdict(int)  # receives by sender and receiver
     done: set[Action] = set()
     position = [0] * len(plan.ranks)
@@ -223,9 +223,11 @@ def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
         progress = False
         for rank, turns in enumerate(plan.turns):
             while position[rank] < len(turns):
-                at, turn = position[rank], turns[position[rank]]
-                for early in (action for coming in turns[at : at + 1 + lookahead] for action in coming):
-                    source, sender = plan.source(early), plan.sender(early)
+                index = position[rank]
+                turn = turns[position[rank]]
+                for early in (action for coming in turns[index : index + 1 + lookahead] for action in coming):
+                    source = plan.source(early)
+                    sender = plan.sender(early)
                     if source is not None and sender is not None:
                         posted[sender, rank] = max(posted[sender, rank], number[source] + 1)
                 if turn[0] not in done:
@@ -238,7 +240,7 @@ def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
                     break
                 position[rank] += 1
                 progress = True
-    return all(at == len(turns) for at, turns in zip(position, plan.turns, strict=True))
+    return all(index == len(turns) for index, turns in zip(position, plan.turns, strict=True))
 
 
 def round_robin_stages(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
@@ -256,7 +258,7 @@ def v_shaped_stages(num_ranks: int) -> tuple[int, ...]:
 
 def parse_turn(word: str) -> tuple[Action, ...]:
     """Parse one word of a rank's list: an action, or a pair such as ``0F3&0B1``."""
-    turn = tuple(Action.parse(part) for part in word.split("&"))
+    turn = tuple(Action.parse(text) for text in word.split("&"))
     if len(turn) > 1 and "".join(action.kind for action in turn) != "FB":
         raise LayoutError(f"{word!r} is not a pair; write a forward, &, then a backward (B) of another micro-batch")
     return turn

@@ -15,18 +15,18 @@ def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -
     between two stages are received in the order of sending. Such a plan runs with blocking and with overlapped sends:
     see ``Plan.receive_lookahead``.
     """
-    found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan), *_bad_pairs(plan)]
-    yield from found
+    local_problems = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan), *_bad_pairs(plan)]
+    yield from local_problems
     yield from _stuck(plan)
-    if not found:  # senders and receivers of messages are defined only for a complete plan
+    if not local_problems:  # senders and receivers of messages are defined only for a complete plan
         yield from order_problems(plan)
 
 
 def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
     """Return ``plan`` if it is valid; otherwise ``LayoutError`` with every problem."""
-    found = list(problems(plan, num_microbatches, forward_only=forward_only))
-    if found:
-        raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in found))
+    sentences = list(problems(plan, num_microbatches, forward_only=forward_only))
+    if sentences:
+        raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in sentences))
     return plan
 
 
@@ -40,9 +40,9 @@ def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator
             wanted.update(Action(stage, kind, micro) for kind in kinds)
     yield from (f"{action} is missing" for action in sorted(wanted - set(seen)))
     for action in sorted(set(seen) - wanted):
-        whole = Action(action.stage, "B", action.micro)
-        if action.kind in "IW" and whole in wanted:
-            yield f"the plan has both {action} and {whole}; a backward is either B, or I and W"
+        whole_backward = Action(action.stage, "B", action.micro)
+        if action.kind in "IW" and whole_backward in wanted:
+            yield f"the plan has both {action} and {whole_backward}; a backward is either B, or I and W"
         else:
             yield f"{action} is not part of this step"
     yield from (f"{action} occurs {count} times" for action, count in sorted(seen.items()) if count > 1)
@@ -90,11 +90,12 @@ def order_problems(plan: Plan) -> Iterator[str]:
     and gradients of the other over the same link, and a rank may consume a later message first. The receiver posts its
     receives in the order of sending.
     """
-    position = {action: at for actions in plan.ranks for at, action in enumerate(actions)}
+    position = {action: index for actions in plan.ranks for index, action in enumerate(actions)}
     for receiver, actions in enumerate(plan.ranks):
         latest: dict[tuple[int, bool], Action] = {}
         for action in actions:
-            source, sender = plan.source(action), plan.sender(action)
+            source = plan.source(action)
+            sender = plan.sender(action)
             if source is None or sender is None:
                 continue
             stream = source.stage, source.kind == "F"

@@ -1,4 +1,4 @@
-"""Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them as an image.)"""
+"""Timelines as text for a terminal, and as a Chrome trace. (``reports.plot_pipeline`` draws them as an image.)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_COLUMNS = 8  # of the shortest action: wider boxes add no information
 def shade(colour: str, chunk: int, num_chunks: int) -> str:
     """Return the colour of a chunk: later chunks are paler."""
     white = _PALEST * chunk / max(num_chunks - 1, 1)
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(colour[1:]))
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in bytes.fromhex(colour[1:]))
 
 
 def kinds(plan: Plan) -> list[str]:
@@ -56,14 +56,14 @@ T = TypeVar("T", bound=Interval)
 
 def tracks(intervals: Iterable[T]) -> list[list[T]]:
     """Divide intervals that overlap in time among as few tracks as possible, in the order of their starts."""
-    found: list[list[T]] = []
-    for each in sorted(intervals, key=lambda each: each.start):
-        track = next((track for track in found if track[-1].end <= each.start), None)
+    divided: list[list[T]] = []
+    for interval in sorted(intervals, key=lambda interval: interval.start):
+        track = next((track for track in divided if track[-1].end <= interval.start), None)
         if track is None:
-            found.append([each])
+            divided.append([interval])
         else:
-            track.append(each)
-    return found
+            track.append(interval)
+    return divided
 
 
 def summary(timeline: Timeline) -> str:
@@ -125,32 +125,34 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
     if not shortest:
         return room
     units = timeline.makespan / shortest
-    each = min(int(room / units), _MOST_COLUMNS)
-    return round(each * units) if each else max(room, 1)
+    columns_per_unit = min(int(room / units), _MOST_COLUMNS)
+    return round(columns_per_unit * units) if columns_per_unit else max(room, 1)
 
 
 def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
     """Draw a rank's boxes, with idle time between them; those of a pair are side by side."""
     first = min(timeline.start.values())
     scale = columns / timeline.makespan if timeline.makespan else 0.0
-    text, at = "", 0
+    text = ""
+    column = 0
     for action in timeline.plan.ranks[rank]:
         start, stop = timeline.boxes[action]
-        begin = max(round((start - first) * scale), at)
+        begin = max(round((start - first) * scale), column)
         end = max(round((stop - first) * scale), begin)
-        text += (" " if colour else ".") * (begin - at) + _box(timeline.plan, action, end - begin, colour)
-        at = end
-    return text + (" " if colour else ".") * (columns - at)
+        text += (" " if colour else ".") * (begin - column) + _box(timeline.plan, action, end - begin, colour)
+        column = end
+    return text + (" " if colour else ".") * (columns - column)
 
 
 def _transfer_row(timeline: Timeline, rank: int, columns: int) -> str:
     """Mark the columns in which a transfer is in flight; transfers after the last action are not drawn."""
-    first, marks = min(timeline.start.values()), [" "] * columns
+    first = min(timeline.start.values())
+    marks = [" "] * columns
     scale = columns / timeline.makespan if timeline.makespan else 0.0
-    for each in timeline.transfers[rank]:
-        begin, end = (each.start - first) * scale, (each.end - first) * scale
-        for at in range(max(int(begin), 0), min(max(round(end), int(begin) + 1), columns)):
-            marks[at] = "="
+    for transfer in timeline.transfers[rank]:
+        begin, end = (transfer.start - first) * scale, (transfer.end - first) * scale
+        for column in range(max(int(begin), 0), min(max(round(end), int(begin) + 1), columns)):
+            marks[column] = "="
     return "".join(marks)
 
 
@@ -168,13 +170,13 @@ def _box(plan: Plan, action: Action, width: int, colour: bool) -> str:
 
 def _paint(text: str, colour: str) -> str:
     """Print black text on one of the terminal's 256 colours: a 6 x 6 x 6 cube of red, green and blue."""
-    red, green, blue = (_cube_step(part) for part in bytes.fromhex(colour[1:]))
+    red, green, blue = (_cube_step(channel) for channel in bytes.fromhex(colour[1:]))
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}{_RESET}" if text else ""
 
 
-def _cube_step(part: int) -> int:
+def _cube_step(channel: int) -> int:
     steps = (0, 95, 135, 175, 215, 255)
-    return min(range(6), key=lambda step: abs(steps[step] - part))
+    return min(range(6), key=lambda step: abs(steps[step] - channel))
 
 
 def _legend(plan: Plan, colour: bool) -> str:
@@ -198,7 +200,8 @@ def chrome_trace(
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.plan.ranks):
-        name, number = {"name": f"{label}pipeline rank {rank}"}, first + rank
+        name = {"name": f"{label}pipeline rank {rank}"}
+        number = first + rank
         events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": number, "args": name})
         for action in actions:
             start, end = timeline.boxes[action]
@@ -220,14 +223,14 @@ def chrome_trace(
             events.append({"name": "thread_name", "ph": "M", **numbers, "args": {"name": f"{label}{IN_FLIGHT}"}})
             events += [
                 {
-                    "name": each.name,
+                    "name": flight.name,
                     "cat": IN_FLIGHT,
                     "ph": "X",
-                    "ts": each.start * microseconds,
-                    "dur": (each.end - each.start) * microseconds,
+                    "ts": flight.start * microseconds,
+                    "dur": (flight.end - flight.start) * microseconds,
                     **numbers,
-                    "args": {"waited_us": each.waited * microseconds},
+                    "args": {"waited_us": flight.waited * microseconds},
                 }
-                for each in flights
+                for flight in flights
             ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

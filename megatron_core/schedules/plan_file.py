@@ -69,7 +69,8 @@ def format_plan(plan: Plan) -> str:
 
 def _stage_to_rank(header: str, ranks: list[list[Action]], name: str) -> tuple[int, ...]:
     """Return the rank of each stage, from the value of the line ``stage_to_rank:``."""
-    size, stages = len(ranks), 1 + max(action.stage for actions in ranks for action in actions)
+    size = len(ranks)
+    stages = 1 + max(action.stage for actions in ranks for action in actions)
     actions = sum(map(len, ranks))
     if stages > actions:
         raise LayoutError(

@@ -53,14 +53,15 @@ class Costs:
 
     def time(self, plan: Plan, action: Action) -> float:
         """Time of an action: 1/v of the time of its kind."""
-        whole = self.input_grad + self.weight_grad
-        kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": whole}
+        backward = self.input_grad + self.weight_grad
+        kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": backward}
         return kinds[action.kind] / plan.num_chunks
 
     def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
         """Time of a pair: max(F + B - 2 EXCHANGE, 2 EXCHANGE, F, B), as computations and messages each run in turn."""
-        whole, hidden = self.input_grad + self.weight_grad, 2 * self.exchange
-        return max(self.forward + whole - hidden, hidden, self.forward, whole) / plan.num_chunks
+        full_backward = self.input_grad + self.weight_grad
+        hidden = 2 * self.exchange
+        return max(self.forward + full_backward - hidden, hidden, self.forward, full_backward) / plan.num_chunks
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class StageCosts:
 
     def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
         """Time of a pair."""
-        found = self.pairs.get((forward.stage, backward.stage))
-        return self.time(plan, forward) + self.time(plan, backward) if found is None else found
+        measured = self.pairs.get((forward.stage, backward.stage))
+        return self.time(plan, forward) + self.time(plan, backward) if measured is None else measured
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,13 @@ class Timeline:
     @cached_property
     def boxes(self) -> dict[Action, tuple[float, float]]:
         """Start and end of each action in a drawing: the time of a pair is divided equally between its actions."""
-        found = {}
+        drawn = {}
         for turns in self.plan.turns:
             for turn in turns:
-                for at, action in enumerate(turn):
-                    each = (self.end[action] - self.start[action]) / len(turn)
-                    found[action] = self.start[action] + at * each, self.start[action] + (at + 1) * each
-        return found
+                for index, action in enumerate(turn):
+                    length = (self.end[action] - self.start[action]) / len(turn)
+                    drawn[action] = self.start[action] + index * length, self.start[action] + (index + 1) * length
+        return drawn
 
     @cached_property
     def shares(self) -> tuple[dict[str, float], ...]:
@@ -153,15 +154,15 @@ class Timeline:
     @cached_property
     def traffic(self) -> tuple[dict[str, dict[str, float]], ...]:
         """Totals of each rank's transfers by name: number, time in flight, time in which the rank only waited."""
-        found: list[dict[str, dict[str, float]]] = []
+        totals: list[dict[str, dict[str, float]]] = []
         for transfers in self.transfers:
-            found.append({})
-            for each in transfers:
-                total = found[-1].setdefault(each.name, {"number": 0, "in_flight": 0.0, "waited": 0.0})
+            totals.append({})
+            for transfer in transfers:
+                total = totals[-1].setdefault(transfer.name, {"number": 0, "in_flight": 0.0, "waited": 0.0})
                 total["number"] += 1
-                total["in_flight"] += each.end - each.start
-                total["waited"] += each.waited
-        return tuple(found)
+                total["in_flight"] += transfer.end - transfer.start
+                total["waited"] += transfer.waited
+        return tuple(totals)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -210,12 +211,13 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
             there = end[need] if is_here else end[need] + costs.comm
             if there > begin:
                 begin = there
-        kind = tuple((action.stage, action.kind) for action in turn)
-        if kind not in times:
-            times[kind] = costs.time(plan, *turn) if len(turn) == 1 else costs.pair_time(plan, *turn)
-        free[rank] = begin + times[kind]
+        key = tuple((action.stage, action.kind) for action in turn)
+        if key not in times:
+            times[key] = costs.time(plan, *turn) if len(turn) == 1 else costs.pair_time(plan, *turn)
+        free[rank] = begin + times[key]
         for action in turn:
-            start[action], end[action] = begin, free[rank]
+            start[action] = begin
+            end[action] = free[rank]
     return Timeline(plan, start, end)
 
 
@@ -230,16 +232,16 @@ def peak_activations(
     I frees nothing, is an upper bound; for ZB-H1 it is p. Source: Qi et al. 2023, section 2 (M_B until the I, M_W until
     the W).
     """
-    given_back = {"F": -1.0, "B": 1.0, "I": 1.0 - kept_for_weights, "W": kept_for_weights}
-    kept = {(action.stage, action.micro) for actions in plan.ranks for action in actions if action.kind != "F"}
+    freed = {"F": -1.0, "B": 1.0, "I": 1.0 - kept_for_weights, "W": kept_for_weights}
+    with_backward = {(action.stage, action.micro) for actions in plan.ranks for action in actions if action.kind != "F"}
     sizes, unit = (stage_sizes, 1) if stage_sizes else ([1.0] * plan.num_stages, plan.num_chunks)
     peaks = []
     for actions in plan.ranks:
-        held = peak = 0.0
+        stored = peak = 0.0
         for action in actions:
-            if (action.stage, action.micro) not in kept:
+            if (action.stage, action.micro) not in with_backward:
                 continue
-            held -= given_back[action.kind] * sizes[action.stage]
-            peak = max(peak, held)
+            stored -= freed[action.kind] * sizes[action.stage]
+            peak = max(peak, stored)
         peaks.append(peak / unit)
     return tuple(peaks)

@@ -20,31 +20,32 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
     The number of each letter is not checked here. Errors: ``ConfigError`` with the position of the syntax error.
     """
-    parts: list[str] = []
+    letters: list[str] = []
     outer: list[tuple[int, list[str]]] = []
     left = MOST
     for index, token in _tokens(text):
         if token == "(":
-            outer.append((index, parts))
-            parts = []
+            outer.append((index, letters))
+            letters = []
         elif token == ")" and not outer:
             raise _fault(text, index, "closes nothing", "remove it, or add '('")
         elif token == ")":
-            group, (_, parts) = "".join(parts), outer.pop()
-            parts.append(group)
+            group = "".join(letters)
+            (_, letters) = outer.pop()
+            letters.append(group)
         elif token[0] == "*":
             # An empty string after the repeated part prevents a second repetition, as in t*2*3.
-            if not parts or not parts[-1]:
+            if not letters or not letters[-1]:
                 raise _fault(text, index, "repeats nothing", "put it after a letter, a '|' or a group in parentheses")
-            left -= _times(text, index, token) * len(parts[-1])
+            left -= _times(text, index, token) * len(letters[-1])
             if left < 0:
                 raise _fault(text, index, f"makes more than {MOST} parts", "repeat less")
-            parts += [parts.pop() * int(token[1:]), ""]
+            letters += [letters.pop() * int(token[1:]), ""]
         else:
-            parts.append(token)
+            letters.append(token)
     if outer:
         raise _fault(text, outer[-1][0], "is never closed", "add ')'")
-    return tuple("".join(parts).split("|"))
+    return tuple("".join(letters).split("|"))
 
 
 def _tokens(text: str) -> Iterator[tuple[int, str]]:

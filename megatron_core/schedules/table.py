@@ -154,7 +154,8 @@ def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
     """``factor`` (p - r - 1) forwards ahead, then F I W in turn, with W delayed by ``factor`` r micro-batches."""
     ranks = []
     for rank in range(num_ranks):
-        ahead, late = factor * (num_ranks - rank - 1), factor * rank
+        ahead = factor * (num_ranks - rank - 1)
+        late = factor * rank
         turns: list[tuple[str, int]] = [("F", micro) for micro in range(ahead)]
         for micro in range(num_microbatches + late):
             turns += [("F", micro + ahead), ("I", micro), ("W", micro - late)]
@@ -221,17 +222,18 @@ def _dualpipe_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
 
     The first pair of the rank in the middle is not overlapped, so that its forward need not wait for the backward.
     """
-    inner, split = num_ranks - rank - 1, rank + 1
+    inner = num_ranks - rank - 1
+    split = rank + 1
     yield from [("F", 0)] * (2 * inner)
     yield from [("F", 0), ("F", 1)] * (rank + 1)
     yield from [("I", 1), ("W", 1), ("F", 1)] * inner
     for turn in range(micros - 2 * num_ranks + rank + 1):
         yield from [("F&" if inner or turn else "F", 0), ("B", 1), ("F&", 1), ("B", 0)]
     yield from [("B", 1), ("F&", 1), ("B", 0)] * inner
-    last = [1, 0] * (rank + 1)  # chunks of the backwards without a paired forward; the second half is split
-    yield from [("B", chunk) for chunk in last[:split]]
-    yield from [("I", chunk) for chunk in last[split:]]
-    late = [*last[split:], *[0] * inner]  # weight gradients run in the order of their I
+    unpaired = [1, 0] * (rank + 1)  # chunks of the backwards without a paired forward; the second half is split
+    yield from [("B", chunk) for chunk in unpaired[:split]]
+    yield from [("I", chunk) for chunk in unpaired[split:]]
+    late = [*unpaired[split:], *[0] * inner]  # weight gradients run in the order of their I
     for chunk in late[:inner]:
         yield from [("W", chunk), ("I", 0)]
     yield from [("W", chunk) for chunk in late[inner:]]
@@ -245,7 +247,7 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
         stages = (rank, len(stage_to_rank) - 1 - rank)
         seen: Counter[Turn] = Counter()
         split: dict[int, list[int]] = {0: [], 1: []}
-        found: list[tuple[Action, ...]] = []
+        turns_of_rank: list[tuple[Action, ...]] = []
         joins = False
         for kind, chunk in mine:
             if kind == "W":
@@ -258,11 +260,11 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
                     split[chunk].append(micro)
             action = Action(stages[chunk], kind[0], micro)
             if joins:
-                found[-1] += (action,)
+                turns_of_rank[-1] += (action,)
             else:
-                found.append((action,))
+                turns_of_rank.append((action,))
             joins = paired and kind == "F&"
-        ranks.append(_without_surplus(found, num_microbatches))
+        ranks.append(_without_surplus(turns_of_rank, num_microbatches))
     return plan_of_turns(ranks, stage_to_rank)
 
 

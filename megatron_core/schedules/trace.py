@@ -48,11 +48,13 @@ class Recording:
     """
 
     def __init__(self, clock: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:
-        self._clock, self._waited = clock, waited
+        self._clock = clock
+        self._waited = waited
         self.began = clock()
         self._begun: list[Action] = []
         self._left = 0
-        self._start, self._before = self.began, 0.0
+        self._start = self.began
+        self._before = 0.0
         self.turns: list[tuple[tuple[Action, ...], float, float, float]] = []
         """(actions that ran together, start, end, time of waiting for collectives) in the order of execution."""
         self.transfers: list[Transfer] = []
@@ -60,7 +62,8 @@ class Recording:
 
     def begin(self, action: Action) -> None:
         """Record the start of ``action``; call it when the input has arrived, for a pair twice."""
-        self._start, self._begun = self._clock(), [*self._begun, action]
+        self._start = self._clock()
+        self._begun = [*self._begun, action]
         self._before = self._waited()
         self._left += 1
 
@@ -104,8 +107,8 @@ class TraceWriter:
             for turn, start, end, waited in recording.turns
         ]
         transfers = [
-            [each.name, round(each.start, 6), round(each.end, 6), round(each.waited, 6)]
-            for each in sorted(recording.transfers, key=lambda each: each.start)
+            [transfer.name, round(transfer.start, 6), round(transfer.end, 6), round(transfer.waited, 6)]
+            for transfer in sorted(recording.transfers, key=lambda transfer: transfer.start)
         ]
         self._write("a", {"step": step, "began": round(began, 6), "actions": actions, "transfers": transfers})
         self._left -= 1
@@ -175,8 +178,9 @@ def measured_costs(timeline: Timeline) -> StageCosts:
             pairs[turn[0].stage, turn[1].stage].append(time)
         else:
             times[turn[0].stage, turn[0].kind].append(time)
-    message, together = median(_messages(timeline) or [0.0]), {key: fmean(found) for key, found in pairs.items()}
-    return StageCosts({key: fmean(found) for key, found in times.items()}, message, together)
+    message = median(_messages(timeline) or [0.0])
+    together = {key: fmean(samples) for key, samples in pairs.items()}
+    return StageCosts({key: fmean(samples) for key, samples in times.items()}, message, together)
 
 
 def _messages(timeline: Timeline) -> list[float]:
@@ -184,14 +188,15 @@ def _messages(timeline: Timeline) -> list[float]:
 
     Only messages for which the receiver waited are measured: its previous action had ended before the sender's did.
     """
-    plan, found = timeline.plan, []
+    plan = timeline.plan
+    waits = []
     for turns in plan.turns:
         for (before, *_), turn in pairwise(turns):
             sources = [plan.source(action) for action in turn if plan.sender(action) is not None]
             latest = max((timeline.end[source] for source in sources if source is not None), default=None)
             if latest is not None and timeline.end[before] <= latest:
-                found.append(max(timeline.start[turn[0]] - latest, 0.0))
-    return found
+                waits.append(max(timeline.start[turn[0]] - latest, 0.0))
+    return waits
 
 
 def _path(folder: str | Path, rank: int) -> Path:
@@ -217,13 +222,18 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
 def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:
     """Return the timeline of one step from its entries in all ranks' files; its recorded plan must be complete."""
     first = min(entry["began"] for entry in entries)
-    ranks, start, end, waited, transfers = [], {}, {}, {}, []
+    ranks = []
+    start = {}
+    end = {}
+    waited = {}
+    transfers = []
     for entry in entries:
         later = entry["began"] - first if one_host else 0.0
         turns = [parse_turn(name) for name, *_ in entry["actions"]]
         for turn, (_, begin, stop, wait) in zip(turns, entry["actions"], strict=True):
             for action in turn:
-                start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
+                start[action] = (begin + later) * _MILLISECONDS
+                end[action] = (stop + later) * _MILLISECONDS
             waited[turn[0]] = wait * _MILLISECONDS
         ranks.append(turns)
         found = entry.get("transfers", [])

@@ -15,12 +15,12 @@ from megatron_core.checkpoint.formats import CheckpointFormat, OtherReader, form
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from megatron_core.config.file import convert
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
+from megatron_core.config.values import convert
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.feature import features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,14 +21,12 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
 from megatron_core.training.state import (
     Reader,
     TrainState,
     compression_pieces,
     compression_rows,
-    fp8_pieces,
     held_pieces,
     held_weights,
     open_checkpoint,
@@ -78,9 +77,12 @@ def load_state(
     reader: Reader,
     data: DataParallel,
     optimizer: Optimizer | None,
-    fp8: AmaxHistories | None = None,
+    further: Callable[[Reader], Iterable[TensorBox]] = lambda reader: (),
 ) -> TrainState:
-    """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``)."""
+    """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``).
+
+    ``further(reader)``: other pieces to load if the optimizer continues.
+    """
     settings = config.checkpoint
     continues = isinstance(reader, HostCopy)
     weights_only = not continues and (settings.finetune or reader.only_weights)
@@ -89,16 +91,15 @@ def load_state(
     with reader:
         if not isinstance(reader, HostCopy):
             _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
+        others = () if fresh else tuple(further(reader))
         if isinstance(reader, CopiesReader):
-            reader.fetch(_needed_pieces(data, optimizer, fp8))
+            reader.fetch(chain(held_pieces(data, optimizer), others))
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
         if not fresh:
             pieces += _pieces_of_compression(reader, data)
-            if fp8 is not None and fp8.is_delayed:
-                pieces += _pieces_of_histories(reader, fp8)
-        pieces = list(outside_of_indexers(pieces, lacks))
+        pieces = list(outside_of_indexers([*pieces, *others], lacks))
         fill_together(reader, pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
@@ -119,13 +120,6 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
         for text in gather_from_all_ranks("\n".join(sorted(lines)), device)
         for name, *shape in (line.split() for line in text.splitlines())
     }
-
-
-def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
-    """All pieces that this rank may load."""
-    yield from held_pieces(data, optimizer)
-    if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.allocate())
 
 
 def _check_names(
@@ -219,15 +213,3 @@ def _pieces_of_compression(reader: Reader, data: DataParallel) -> list[TensorBox
         note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
         return coefficients
     return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in by_rank) else ())]
-
-
-def _pieces_of_histories(reader: Reader, fp8: AmaxHistories) -> list[TensorBox]:
-    """Amax histories; if they are missing or of another length, reset them and print a note."""
-    pieces = list(fp8_pieces(fp8, fp8.allocate()))
-    length = reader.state["config"].get("fp8_amax_history_len")
-    if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
-        return pieces
-    fp8.forget()
-    if fp8.group.rank() == 0:
-        print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
-    return []

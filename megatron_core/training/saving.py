@@ -45,7 +45,6 @@ from megatron_core.locations import in_storage, location
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.parts import RunPart
@@ -70,7 +69,6 @@ class CheckpointSaver:
     optimizer: Optimizer
     vocab_size: int = field(kw_only=True)
     tokenizer: Tokenizer | None = field(kw_only=True)
-    fp8: AmaxHistories | None = field(default=None, kw_only=True)
     parts: Sequence[RunPart] = field(default=(), kw_only=True)
     """The parts of features, which may have state in checkpoints."""
     further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
@@ -252,7 +250,7 @@ class CheckpointSaver:
         )
         optimizer = None if settings.no_save_optim else self.optimizer
         updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
-        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
+        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
         for part in self.parts:
             updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
         if temporary and self._hosts is not None:

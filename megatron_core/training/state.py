@@ -22,7 +22,6 @@ from megatron_core.locations import location, real
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
@@ -88,14 +87,12 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
         yield from optimizer_pieces(optimizer, saved=True)
 
 
-def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
+def other_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
     yield from saved_pieces(data, parameter_pieces(data.frozen_on_first_copy()))
     if optimizer is not None:
         yield from compression_pieces(data)
         yield from compression_rows(data)
-        if fp8 is not None:
-            yield from fp8_pieces(fp8, fp8.histories())
 
 
 def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[TensorBox]:
@@ -142,13 +139,6 @@ def compression_rows(data: DataParallel) -> Iterator[TensorBox]:
                 owned = bucket.dp_group.rank() == 0 and has_first
                 shape = tuple(row.shape)
                 yield TensorBox(f"compression.{kind}.{name}", shape, Box((0,), shape), row, owned)
-
-
-def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[TensorBox]:
-    """Pieces of amax ``histories``; every rank with the layer has the complete history."""
-    for name, history in histories.items():
-        shape = tuple(history.shape)
-        yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
 def open_checkpoint(
@@ -293,13 +283,9 @@ def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[Te
     return (piece for piece in pieces if data.is_saved(piece.name))
 
 
-def held_pieces(
-    data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
-) -> Iterator[TensorBox]:
+def held_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """All pieces of this rank, with those that other ranks hold, too."""
     yield from saved_pieces(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from compression_rows(data)
-    if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.histories())

@@ -99,8 +99,8 @@ IN_CONTEXT = (
     Defect(  # torch's operator gives a row without keys the log-sum-exp 0
         "rows without keys take part in the merge",
         "context_parallel.tiles:_with_window",
-        "part = part.cut(seen.start, seen.stop + window - 1)",
-        "part = part",
+        "rows = rows.cut(seen.start, seen.stop + window - 1)",
+        "rows = rows",
         "cp2 p2p, window",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -126,8 +126,8 @@ IN_CONTEXT = (
     Defect(  # Transformer Engine's issue 1557
         "backward of a part takes the part's own softmax",
         "context_parallel.attention:_SplitAttention.backward",
-        "out[at], lse[at]",
-        "*sequence.products.forward(query[at], keys[of], values[of], tile, owner)",
+        "out[rows], lse[rows]",
+        "*sequence.products.forward(query[rows], keys[read], values[read], tile, owner)",
         "cp2 p2p, fused",
         "C23",
         culprit=(
@@ -138,7 +138,7 @@ IN_CONTEXT = (
     Defect(  # diffusers' issue 14265
         "backward begins with the keys that came last",
         "context_parallel.attention:_SplitAttention.forward",
-        "ctx.save_for_backward(query, own,",
+        "ctx.save_for_backward(query, local,",
         "ctx.save_for_backward(query, block,",
         "cp2 p2p, fused",
         "C23",
@@ -160,7 +160,7 @@ IN_CONTEXT = (
         "the last ring step, which returns key gradients to their owner, is missing",
         "context_parallel.exchange:RingExchange.backward",
         "return total",
-        "return part",
+        "return contribution",
         "cp2 p2p, fused",
         "C23",
         culprit=(
@@ -171,7 +171,7 @@ IN_CONTEXT = (
     Defect(
         "gradients of keys omit the contributions of earlier ranks",
         "context_parallel.exchange:RingExchange.backward",
-        "part += total",
+        "contribution += total",
         "pass",
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -197,7 +197,7 @@ IN_CONTEXT = (
         "tokens are put together in the order of ranks",
         "context_parallel.heads:HeadExchange._ascending",
         "first.flatten(0, 1), second.flip(0).flatten(0, 1)",
-        "parts.flatten(0, 1)",
+        "by_rank.flatten(0, 1)",
         "cp2 a2a",
         "C24",
         culprit="output of decoder.layers.0.self_attention",
@@ -205,8 +205,8 @@ IN_CONTEXT = (
     Defect(
         "copies of key-value heads go with other query heads",
         "context_parallel.heads:HeadExchange.to_heads",
-        "x.repeat_interleave(copies, dim=2)",
-        "x.repeat(1, 1, copies, 1)",
+        "tensor.repeat_interleave(copies, dim=2)",
+        "tensor.repeat(1, 1, copies, 1)",
         "cp4 a2a, fused, 2 groups",
         "C19",
         culprit="output of decoder.layers.0.self_attention",

@@ -134,7 +134,7 @@ IN_EXPERTS = (
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
         "tensor_parallel.grouped_linear:_GroupedLinear.backward",
-        "lambda: add_to_grad(weight, add(weight, x, grad_y, counts))",
+        "lambda: add_to_grad(weight, gradients.of_weight(x))",
         "lambda: None",
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
@@ -298,7 +298,7 @@ IN_EXPERTS = (
     Defect(
         "sharded experts are gathered from the ranks of dense layers",
         "data_parallel.fill:make_buckets",
-        '"-".join(kind.replica_axes)',
+        '"-".join(bucket_kind.replica_axes)',
         '"dp-cp"',
         "experts, dp4 ep2 zero1, overlap",
         culprit="updated weight *experts or gradient of the parameter *experts",

@@ -224,8 +224,8 @@ IN_STEPS = (
     Defect(
         "each rank updates its neighbour's shard",
         "data_parallel.buffer:Bucket.__init__",
-        "slice(dp_group.rank() * part, (dp_group.rank() + 1) * part)",
-        "slice(-(dp_group.rank() + 1) * part % padded, (dp_group.size() - dp_group.rank()) * part)",
+        "slice(dp_group.rank() * size, (dp_group.rank() + 1) * size)",
+        "slice(-(dp_group.rank() + 1) * size % padded, (dp_group.size() - dp_group.rank()) * size)",
         "dp2 zero1",
         culprit="updated weight  or gradient of the parameter ",
     ),

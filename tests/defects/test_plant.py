@@ -28,7 +28,7 @@ def test_every_reference_sees_the_change_until_the_end() -> None:
 def test_results_kept_from_before_are_forgotten() -> None:
     whole = ((0, 8),)
     expected = tiles(whole, whole, None, 2)
-    with planted("context_parallel.tiles:_with_window", "part.start - window + 1", "part.start"):
+    with planted("context_parallel.tiles:_with_window", "rows.start - window + 1", "rows.start"):
         assert tiles(whole, whole, None, 2) is not expected
     assert tiles(whole, whole, None, 2) == expected
 

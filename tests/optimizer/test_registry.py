@@ -23,8 +23,8 @@ from megatron_core.optimizer.algorithms import SGD, AdamW
 from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units
-from megatron_core.training.dry_run import RankEstimate
-from megatron_core.training.memory_report import found_bytes, planned_bytes
+from megatron_core.reports.dry_run import RankEstimate
+from megatron_core.reports.memory_report import planned_bytes
 from megatron_core.training.step import train_step
 from megatron_core.verify.gpt import GPTExperiment
 from megatron_core.verify.parity import check_parity
@@ -95,7 +95,7 @@ def test_planned_allocated_and_saved_state_are_equal(
     settings = WHOLE | settings
     run = tiny_run(**settings, save=str(tmp_path))
     train_step(run)
-    allocated = found_bytes(run)
+    allocated = run.state_bytes()
     assert planned_bytes(run) == sum(allocated.values())
     found = RankEstimate.of(tiny_config(**settings), 1)
     units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)
@@ -161,13 +161,13 @@ class Adagrad(Algorithm):
         super().__init__(*args)
         self.decay = decay
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
-        for part in parts:
-            grad = part.grad.mul_(rates.factor)
-            squares = part.state["sum_of_squares"].mul_(self.decay).addcmul_(grad, grad)
-            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
-            part.main.addcdiv_(grad, squares.sqrt().add_(rates.epsilon), value=-rates.lr)
-            write_copy(part)
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
+        for piece in pieces:
+            grad = piece.grad.mul_(rates.factor)
+            squares = piece.state["sum_of_squares"].mul_(self.decay).addcmul_(grad, grad)
+            piece.main.mul_(1.0 - rates.lr * rates.weight_decay)
+            piece.main.addcdiv_(grad, squares.sqrt().add_(rates.epsilon), value=-rates.lr)
+            write_copy(piece)
 
 
 ADAGRAD = OptimizerKind(

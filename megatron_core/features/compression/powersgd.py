@@ -47,10 +47,11 @@ class PowerSGD(Compressor):
     def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
         """Replace ``bucket.grads`` by their approximate sum; see ``Compressor.reduce_``."""
         errors, factors = self._pending.get(bucket) or self._state_of(bucket)
-        group, loss_scale = bucket.dp_group, self.loss_scale()
+        group = bucket.dp_group
+        loss_scale = self.loss_scale()
         # Add the errors; sum the left factors.
         bucket.grads.add_(errors, alpha=loss_scale)
-        matrices, rest = self._split(bucket)
+        matrices, uncompressed = self._split(bucket)
         lefts, handle = _start_sum([m @ q for m, q in zip(matrices, factors, strict=True)], group)
         bucket.wire_bytes += sum(left.nbytes for left in lefts)
         if lefts:
@@ -59,17 +60,18 @@ class PowerSGD(Compressor):
         # numbers; the right factor of a matrix that is not finite is not finite either, so that the step is skipped.
         lefts = [torch.linalg.qr(left.nan_to_num(0.0, 0.0, 0.0)).Q for left in lefts]
         products = [m.mT @ p for m, p in zip(matrices, lefts, strict=True)]
-        totals, handle = _start_sum([*products, *rest], group)
+        totals, handle = _start_sum([*products, *uncompressed], group)
         bucket.wire_bytes += sum(total.nbytes for total in totals)
         yield handle
         # Replace the gradients, and prepare the errors and factors for the next step.
-        rights, plain = totals[: len(lefts)], totals[len(lefts) :]
+        rights = totals[: len(lefts)]
+        plain = totals[len(lefts) :]
         fresh = torch.zeros_like(bucket.grads)
         for matrix, error, left, right in zip(matrices, self._split(bucket, fresh)[0], lefts, rights, strict=True):
             error.copy_(matrix)
             torch.mm(left, right.mT, out=matrix)
             error.sub_(matrix, alpha=1.0 / group.size()).div_(loss_scale)
-        for piece, total in zip(rest, plain, strict=True):
+        for piece, total in zip(uncompressed, plain, strict=True):
             piece.copy_(total)
         self._pending[bucket] = fresh, [right / loss_scale for right in rights]
 
@@ -109,14 +111,14 @@ class PowerSGD(Compressor):
         ``grads``).
         """
         matrices: list[Tensor] = []
-        rest: list[Tensor] = []
-        for parameter, at in zip(bucket.parameters, bucket.offsets, strict=True):
-            piece = (bucket.grads if flat is None else flat)[at : at + parameter.numel()]
+        uncompressed: list[Tensor] = []
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            piece = (bucket.grads if flat is None else flat)[offset : offset + parameter.numel()]
             rows, columns = parameter.shape[0], prod(parameter.shape[1:])
             shrinks = parameter.dim() > 1 and 2 * self.rank * (rows + columns) <= rows * columns
             shrinks = shrinks and not bucket.kind.shared_axes
-            (matrices if shrinks else rest).append(piece.view(rows, columns) if shrinks else piece)
-        return matrices, rest
+            (matrices if shrinks else uncompressed).append(piece.view(rows, columns) if shrinks else piece)
+        return matrices, uncompressed
 
 
 def _start_sum(tensors: list[Tensor], group: Group) -> tuple[list[Tensor], Handle]:

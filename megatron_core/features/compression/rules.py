@@ -10,32 +10,33 @@ def compression_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """All kinds need one instance; sums of signs also their optimizer, with its state on the device in float32."""
     if not compresses(config):
         return
-    parallel, optimizer = config.parallel, config.optimizer
-    kind = parallel.grad_compression
+    parallel = config.parallel
+    optimizer = config.optimizer
+    name = parallel.grad_compression
     instances = parallel.num_distributed_optimizer_instances
-    needed = next(row.optimizer for row in KINDS if row.name == kind)
+    needed = next(row.optimizer for row in KINDS if row.name == name)
     settings = config.section(CompressionConfig)
     if instances > 1:
         yield (
-            f"grad_compression={kind} stores the errors of one sum over all data-parallel ranks, but "
+            f"grad_compression={name} stores the errors of one sum over all data-parallel ranks, but "
             f"num_distributed_optimizer_instances={instances} adds a second sum; use "
             "--num-distributed-optimizer-instances 1, or --grad-compression bf16"
         )
     if needed and optimizer.optimizer != needed:
-        yield f"grad_compression={kind} cannot be used with optimizer={optimizer.optimizer}; use --optimizer {needed}"
+        yield f"grad_compression={name} cannot be used with optimizer={optimizer.optimizer}; use --optimizer {needed}"
     if needed and optimizer.offloads_optimizer:
         yield (
-            f"grad_compression={kind} reads the optimizer's state in every backward, so the state must be on the "
+            f"grad_compression={name} reads the optimizer's state in every backward, so the state must be on the "
             "device; remove --optimizer-cpu-offload and --optimizer-offload-dir, or use --grad-compression powersgd"
         )
-    if kind == "onebit-lamb" and settings.grad_compression_warmup_iters == 0:
+    if name == "onebit-lamb" and settings.grad_compression_warmup_iters == 0:
         yield (
             "grad_compression=onebit-lamb takes coefficients from a warm-up, but grad_compression_warmup_iters=0; "
             "use 15 to 25 % of the training"
         )
     if needed and optimizer.bf16_settings:
         yield (
-            f"grad_compression={kind} needs its state in float32; use fp32 for exp_avg_dtype, exp_avg_sq_dtype and "
+            f"grad_compression={name} needs its state in float32; use fp32 for exp_avg_dtype, exp_avg_sq_dtype and "
             "main_params_dtype"
         )
     if settings.onebit_lamb_factor_min > settings.onebit_lamb_factor_max:
@@ -43,7 +44,7 @@ def compression_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"onebit_lamb_factor_min={settings.onebit_lamb_factor_min} is above "
             f"onebit_lamb_factor_max={settings.onebit_lamb_factor_max}; use a smaller --onebit-lamb-factor-min"
         )
-    if kind == "zero-one-adam":
+    if name == "zero-one-adam":
         yield from _local_step_problems(config)
 
 

@@ -61,8 +61,8 @@ KINDS = (
 
 def _chosen(*names: str) -> Condition:
     """The condition that one of the kinds ``names`` is chosen."""
-    *first, last = names
-    listed = f"{', '.join(first)} or {last}" if first else last
+    *first, final = names
+    listed = f"{', '.join(first)} or {final}" if first else final
     return Condition(f"--grad-compression {listed}", lambda run: run.parallel.grad_compression in names)
 
 
@@ -106,4 +106,4 @@ class CompressionConfig:
 
 def compresses(config: RunConfig) -> bool:
     """Whether a run has one of the kinds of this feature."""
-    return any(kind.name == config.parallel.grad_compression for kind in KINDS)
+    return any(row.name == config.parallel.grad_compression for row in KINDS)

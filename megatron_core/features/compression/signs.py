@@ -54,8 +54,8 @@ class SignSums(Compressor):
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield the errors of this rank's messages and of its share of the sums."""
-        own, share = self._errors_of(bucket)
-        yield "error", own, True
+        errors, share = self._errors_of(bucket)
+        yield "error", errors, True
         yield "share_error", share, True
 
     def _sum(self, bucket: Bucket, message: Tensor, trained: Tensor) -> Generator[Handle, None, Tensor]:
@@ -63,15 +63,16 @@ class SignSums(Compressor):
 
         Elements whose ``trained`` is 0, such as padding, have no sign: their sum and their error are 0.
         """
-        own, share = self._pending.get(bucket) or self._errors_of(bucket)
-        group, size = bucket.dp_group, bucket.dp_group.size()
+        errors, share = self._pending.get(bucket) or self._errors_of(bucket)
+        group = bucket.dp_group
+        size = bucket.dp_group.size()
         # Compress this rank's message and send each rank its share.
-        message.add_(own)
+        message.add_(errors)
         bits, mean, handle = _start_compression(message, bucket.model_group)
         if bucket.model_group.size() > 1:
             yield handle
         scale = mean.sqrt()
-        own = (message - _decompressed(bits, scale)).mul_(trained)
+        errors = (message - _decompressed(bits, scale)).mul_(trained)
         rows = torch.cat([bits.view(size, -1), _as_bytes(scale).expand(size, -1)], dim=1)
         received, handle = start_all_to_all_rows(rows, [1] * size, [1] * size, group)
         yield handle
@@ -90,14 +91,14 @@ class SignSums(Compressor):
         bucket.wire_bytes += rows.nbytes + own_row.nbytes
         yield handle
         # Keep the errors until the step is taken.
-        self._pending[bucket] = own, share
+        self._pending[bucket] = errors, share
         summed = torch.cat([_decompressed(*_parts_of(row, scale.dtype)) for row in gathered.view(size, -1)])
         return summed.mul_(trained)
 
     def _errors_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         if bucket not in self._errors:
-            own = torch.zeros(bucket.grads.shape, dtype=bucket.grads.dtype, device=bucket.grads.device)
-            self._errors[bucket] = own, own.new_zeros(own.numel() // bucket.dp_group.size())
+            errors = torch.zeros(bucket.grads.shape, dtype=bucket.grads.dtype, device=bucket.grads.device)
+            self._errors[bucket] = errors, errors.new_zeros(errors.numel() // bucket.dp_group.size())
         return self._errors[bucket]
 
 
@@ -113,7 +114,8 @@ class OneBitAdam(SignSums):
 
     def __init__(self, beta1: float, warmup: int) -> None:
         super().__init__()
-        self.beta1, self.warmup = beta1, warmup
+        self.beta1 = beta1
+        self.warmup = warmup
         self._sums: dict[Bucket, Tensor] = {}
         """Whole decompressed gradients of this step, for sharded buckets."""
         self._gathered: dict[Bucket, tuple[Tensor, Tensor]] = {}
@@ -124,7 +126,9 @@ class OneBitAdam(SignSums):
 
     def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
         """Replace ``bucket.grads`` by the gradient that leads to the summed momentum; see ``Compressor.reduce_``."""
-        is_first, loss_scale, scale = bucket not in self._pending, self.loss_scale(), self._scale_of(bucket)
+        is_first = bucket not in self._pending
+        loss_scale = self.loss_scale()
+        scale = self._scale_of(bucket)
         momentum, trained = self._moments_of(bucket)
         message = bucket.grads * ((1.0 - self.beta1) / loss_scale)
         if is_first:
@@ -166,14 +170,16 @@ class OneBitAdam(SignSums):
 
     def _moments_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Return the whole momentum, and 1 for elements with a variance above 0, else 0."""
-        momentum, trained = self.moments[bucket]["exp_avg"], self.moments[bucket]["exp_avg_sq"] > 0
+        momentum = self.moments[bucket]["exp_avg"]
+        trained = self.moments[bucket]["exp_avg_sq"] > 0
         if not bucket.is_sharded:
             return momentum, trained
         if bucket not in self._gathered:
-            whole, flags = momentum.new_empty(bucket.weights.numel()), trained.new_empty(bucket.weights.numel())
-            all_gather_flat_(whole, momentum, bucket.dp_group)
+            gathered = momentum.new_empty(bucket.weights.numel())
+            flags = trained.new_empty(bucket.weights.numel())
+            all_gather_flat_(gathered, momentum, bucket.dp_group)
             all_gather_flat_(flags, trained, bucket.dp_group)
-            self._gathered[bucket] = whole, flags
+            self._gathered[bucket] = gathered, flags
         return self._gathered[bucket]
 
 
@@ -216,8 +222,8 @@ class OneBitLAMB(OneBitAdam):
     def _scale_of(self, bucket: Bucket) -> Tensor:
         scale = torch.ones(bucket.grads.shape, dtype=bucket.grads.dtype, device=bucket.grads.device)
         factors = self.coefficients(bucket)[:, 2].to(scale.dtype)
-        for factor, parameter, at in zip(factors, bucket.parameters, bucket.offsets, strict=True):
-            scale[at : at + parameter.numel()] = factor
+        for factor, parameter, offset in zip(factors, bucket.parameters, bucket.offsets, strict=True):
+            scale[offset : offset + parameter.numel()] = factor
         return scale
 
 
@@ -240,12 +246,14 @@ class ZeroOnePolicy:
 
     def updates_variance(self, step: int) -> bool:
         """Whether ``step`` sums gradients without compression and updates the variance."""
-        interval, began = 1, 0
+        interval = 1
+        began = 0
         while True:
             ends = interval * (began // interval + self.var_update_scaler)
             if step <= ends:
                 return step % interval == 0 and not self.is_local(step)
-            interval, began = 2 * interval, ends
+            interval = 2 * interval
+            began = ends
 
     def synchronizes(self, step: int) -> bool:
         """Whether the ranks sum their local changes after ``step``."""

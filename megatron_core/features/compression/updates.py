@@ -27,23 +27,25 @@ class OneBitAdamUpdate(AdamW):
         super().__init__(config, groups=groups)
         self.compressor = compressor
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update all parts; after the warm-up without the variance."""
         if rates.step <= self.compressor.warmup:
-            super().update(parts, rates)
+            super().update(pieces, rates)
             return
-        step, frozen = NEVER_CORRECTED, NEVER_CORRECTED
+        step = NEVER_CORRECTED
+        frozen = NEVER_CORRECTED
         if self.config.adam_bias_correction:
-            step, frozen = rates.step, max(self.compressor.warmup, 1)
+            step = rates.step
+            frozen = max(self.compressor.warmup, 1)
         beta1 = self.config.adam_beta1
         correction = 1.0 - self.config.adam_beta2**frozen
-        for part in parts:
-            momentum = part.state["exp_avg"]
-            momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
-            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
-            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
-            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**step))
-            write_copy(part)
+        for piece in pieces:
+            momentum = piece.state["exp_avg"]
+            momentum.lerp_(piece.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
+            size = piece.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
+            piece.main.mul_(1.0 - rates.lr * rates.weight_decay)
+            piece.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**step))
+            write_copy(piece)
 
 
 class OneBitLAMBUpdate(LAMB):
@@ -67,60 +69,66 @@ class OneBitLAMBUpdate(LAMB):
         """None: the frozen variance belongs to one step."""
         return "none"
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update the moments and replace each gradient by r."""
         if rates.step <= self.compressor.warmup:
-            super().update(parts, rates)
-            for part in parts if rates.step == self.compressor.warmup else ():
-                part.state[FRESH].copy_(part.state["exp_avg_sq"])
+            super().update(pieces, rates)
+            for piece in pieces if rates.step == self.compressor.warmup else ():
+                piece.state[FRESH].copy_(piece.state["exp_avg_sq"])
             return
         beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
-        for part in parts:
-            momentum, grad = part.state["exp_avg"], part.grad.mul_(rates.factor)
+        for piece in pieces:
+            momentum = piece.state["exp_avg"]
+            grad = piece.grad.mul_(rates.factor)
             momentum.lerp_(grad, 1.0 - beta1)
-            part.state[FRESH].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-            torch.div(momentum, part.state["exp_avg_sq"].sqrt().add_(rates.epsilon), out=part.grad)
-            part.grad.add_(part.main, alpha=rates.weight_decay)
+            piece.state[FRESH].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            torch.div(momentum, piece.state["exp_avg_sq"].sqrt().add_(rates.epsilon), out=piece.grad)
+            piece.grad.add_(piece.main, alpha=rates.weight_decay)
 
-    def coefficients(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
+    def coefficients(self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
         """Return c of each of the bucket's parameters, float64; keep the means and factors."""
-        kept, step = self.compressor.coefficients(bucket), runs[0][1].step
+        means = self.compressor.coefficients(bucket)
+        step = runs[0][1].step
         if step > self.compressor.warmup:
-            factors = self._factors(bucket, whole, runs, kept[:, 1])
-            kept[:, 1] = factors
-            return kept[:, 0] * factors
-        found = super().coefficients(bucket, whole, runs)
+            factors = self._factors(bucket, shard, runs, means[:, 1])
+            means[:, 1] = factors
+            return means[:, 0] * factors
+        coefficients = super().coefficients(bucket, shard, runs)
         beta = self.settings.onebit_lamb_coeff_beta
-        kept[:, 0] = torch.where(found == 1.0, kept[:, 0], beta * kept[:, 0] + (1.0 - beta) * found)
+        means[:, 0] = torch.where(coefficients == 1.0, means[:, 0], beta * means[:, 0] + (1.0 - beta) * coefficients)
         if step == self.compressor.warmup:
-            kept[:, 2] = self._message_factors(bucket, whole)
-        return found
+            means[:, 2] = self._message_factors(bucket, shard)
+        return coefficients
 
-    def _factors(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]], last: Tensor) -> Tensor:
-        """Return f of each parameter; ``last`` are those of the last step."""
+    def _factors(
+        self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]], previous: Tensor
+    ) -> Tensor:
+        """Return f of each parameter; ``previous`` are those of the last step."""
         assert self.groups is not None
-        settings, ratio, plain = self.settings, torch.ones_like(whole.main), whole.grad.clone()
+        settings = self.settings
+        ratio = torch.ones_like(shard.main)
+        plain = shard.grad.clone()
         for run, rates in runs:
-            frozen, fresh = (whole.state[name][run].sqrt().add_(rates.epsilon) for name in ("exp_avg_sq", FRESH))
+            frozen, fresh = (shard.state[name][run].sqrt().add_(rates.epsilon) for name in ("exp_avg_sq", FRESH))
             ratio[run] = frozen / fresh
-            plain[run].sub_(whole.main[run], alpha=rates.weight_decay)
-        largest = torch.zeros_like(last)
-        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
-        for _, parameter, start, stop, at in bucket.pieces():
-            largest[number[parameter]] = ratio[at : at + stop - start].max()
+            plain[run].sub_(shard.main[run], alpha=rates.weight_decay)
+        largest = torch.zeros_like(previous)
+        number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
+        for _, parameter, start, stop, offset in bucket.pieces():
+            largest[number[parameter]] = ratio[offset : offset + stop - start].max()
         reduce_over_tensors(bucket, largest, self.groups, maximum=True)
         if any(rates.weight_decay for _, rates in runs):
-            undecayed, directions = tensor_squares(bucket, (plain, whole.grad), self.groups).sqrt()
+            undecayed, directions = tensor_squares(bucket, (plain, shard.grad), self.groups).sqrt()
             share = torch.where(directions > 0, undecayed / directions, torch.ones_like(directions)).clamp(max=1.0)
             largest = largest * share + 1.0 - share
         limited = largest.clamp(settings.onebit_lamb_factor_min, settings.onebit_lamb_factor_max)
         threshold = settings.onebit_lamb_factor_threshold
-        return torch.maximum(torch.minimum(limited, last * (1.0 + threshold)), last * (1.0 - threshold))
+        return torch.maximum(torch.minimum(limited, previous * (1.0 + threshold)), previous * (1.0 - threshold))
 
-    def _message_factors(self, bucket: Bucket, whole: ShardSlice) -> Tensor:
+    def _message_factors(self, bucket: Bucket, shard: ShardSlice) -> Tensor:
         """Return 1 / (root mean square of the momentum) of each parameter; 1 for a momentum of 0."""
         assert self.groups is not None
-        (squares,) = tensor_squares(bucket, (whole.state["exp_avg"],), self.groups)
+        (squares,) = tensor_squares(bucket, (shard.state["exp_avg"],), self.groups)
         sizes = squares.new_tensor([prod(spec_of(parameter).global_shape) for parameter in bucket.parameters])
         return torch.where(squares > 0, (squares / sizes).rsqrt(), torch.ones_like(squares))
 
@@ -128,10 +136,10 @@ class OneBitLAMBUpdate(LAMB):
 class LocalChange:
     """The change of a bucket's weights on this rank since the ranks were equal."""
 
-    def __init__(self, whole: ShardSlice, runs: int) -> None:
-        self.origin = whole.main.clone()
+    def __init__(self, shard: ShardSlice, runs: int) -> None:
+        self.origin = shard.main.clone()
         """The weights when the ranks were equal."""
-        self.change = torch.zeros_like(whole.main)
+        self.change = torch.zeros_like(shard.main)
         self.rates = [0.0] * runs
         """Sum of the learning rates of each run."""
         self.runs: Sequence[tuple[slice, Rates]] = ()
@@ -152,38 +160,43 @@ class ZeroOneAdamUpdate(BucketAlgorithm):
         self.pending: dict[Bucket, LocalChange] = {}
         """Changes that are not synchronized."""
 
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update the moments and replace each gradient by r."""
-        beta1, beta2, policy = self.config.adam_beta1, self.config.adam_beta2, self.compressor.policy
-        for part in parts:
-            momentum, variance, grad = part.state["exp_avg"], part.state["exp_avg_sq"], part.grad.mul_(rates.factor)
+        beta1 = self.config.adam_beta1
+        beta2 = self.config.adam_beta2
+        policy = self.compressor.policy
+        for piece in pieces:
+            momentum = piece.state["exp_avg"]
+            variance = piece.state["exp_avg_sq"]
+            grad = piece.grad.mul_(rates.factor)
             if policy.updates_variance(rates.step):
                 variance.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
             elif policy.is_local(rates.step):
                 grad.mul_(variance > 0)
             momentum.lerp_(grad, 1.0 - beta1)
-            torch.div(momentum, variance.sqrt().add_(rates.epsilon), out=part.grad)
-            part.grad.add_(part.main, alpha=rates.weight_decay)
+            torch.div(momentum, variance.sqrt().add_(rates.epsilon), out=piece.grad)
+            piece.grad.add_(piece.main, alpha=rates.weight_decay)
 
-    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+    def finish_bucket(self, bucket: Bucket, shard: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
         """Move the weights; synchronize them if this step does."""
-        policy, step = self.compressor.policy, runs[0][1].step
+        policy = self.compressor.policy
+        step = runs[0][1].step
         if not policy.is_local(step):
             for run, rates in runs:
-                whole.main[run].sub_(whole.grad[run], alpha=rates.lr)
-            write_copy(whole)
+                shard.main[run].sub_(shard.grad[run], alpha=rates.lr)
+            write_copy(shard)
             return
         if bucket not in self.pending:
-            self.pending[bucket] = LocalChange(whole, len(runs))
+            self.pending[bucket] = LocalChange(shard, len(runs))
         local = self.pending[bucket]
         local.runs = runs
         for number, (run, rates) in enumerate(runs):
-            local.change[run].sub_(whole.grad[run], alpha=rates.lr)
+            local.change[run].sub_(shard.grad[run], alpha=rates.lr)
             local.rates[number] += rates.lr
-        torch.add(local.origin, local.change, out=whole.main)
-        write_copy(whole)
+        torch.add(local.origin, local.change, out=shard.main)
+        write_copy(shard)
         if policy.synchronizes(step):
-            self.synchronize(bucket, whole)
+            self.synchronize(bucket, shard)
 
     def has_local_changes(self, bucket: Bucket) -> bool:
         """See ``Algorithm.has_local_changes``."""
@@ -193,20 +206,20 @@ class ZeroOneAdamUpdate(BucketAlgorithm):
         """See ``Algorithm.forget_local_changes``."""
         self.pending.clear()
 
-    def synchronize(self, bucket: Bucket, whole: ShardSlice) -> None:
+    def synchronize(self, bucket: Bucket, shard: ShardSlice) -> None:
         """Sum the changes of all ranks; afterwards their weights and momenta are equal. A collective call."""
         local = self.pending.pop(bucket, None)
         if local is None:
             return
-        trained = (whole.state["exp_avg_sq"] > 0).to(local.change.dtype)
+        trained = (shard.state["exp_avg_sq"] > 0).to(local.change.dtype)
         size = torch.ones_like(local.change)
         for (run, rates), total in zip(local.runs, local.rates, strict=True):
-            size[run] = whole.state["exp_avg_sq"][run].sqrt().add_(rates.epsilon)
+            size[run] = shard.state["exp_avg_sq"][run].sqrt().add_(rates.epsilon)
             trained[run].mul_(total > 0.0)
         message = (local.change * size).mul_(trained).div_(bucket.dp_group.size())
         summed = self.compressor.sum_now(bucket, message, trained)
         for (run, _), total in zip(local.runs, local.rates, strict=True):
             # Without a learning rate nothing has moved, and the ranks' momenta are not known to each other.
-            torch.mul(summed[run], -1.0 / total if total > 0.0 else 0.0, out=whole.state["exp_avg"][run])
-        torch.addcdiv(local.origin, summed, size, out=whole.main)
-        write_copy(whole)
+            torch.mul(summed[run], -1.0 / total if total > 0.0 else 0.0, out=shard.state["exp_avg"][run])
+        torch.addcdiv(local.origin, summed, size, out=shard.main)
+        write_copy(shard)

@@ -26,7 +26,8 @@ class _Saved:
     """A saved tensor in host memory; until it is copied, and from ``load`` to ``take``, it is also on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._device, self._returns = tensor.device, False
+        self._device = tensor.device
+        self._returns = False
         self._here: Tensor | None = tensor.detach()
         self._host = empty_on_host(tensor)
         self._transfer: Transfer = lane("host copy_out", self._device).copy(self._host, self._here)
@@ -40,15 +41,16 @@ class _Saved:
     def take(self) -> Tensor:
         """Return the tensor on the device."""
         assert self._here is not None
-        here = self._here
+        tensor = self._here
         if self._returns:
             self.settle()
-        return here
+        return tensor
 
     def settle(self) -> None:
         """Wait for the transfer and release the tensor on the device."""
         self._transfer.wait()
-        self._transfer, self._here = Done(), None
+        self._transfer = Done()
+        self._here = None
 
 
 class _Unit:
@@ -135,23 +137,23 @@ class ActivationOffload:
             self._active = unit
             before = [] if unit.before is None else [unit.before]
             self._settle_all_but(unit, *before)
-            for each in (unit, *before):
-                self._prefetch(each)
+            for used_soon in (unit, *before):
+                self._prefetch(used_soon)
 
     def _prefetch(self, unit: _Unit) -> None:
         """Start to load the tensors of ``unit``, in the order of their use in backward."""
-        alive = [saved for each in reversed(unit.saved) if (saved := each()) is not None]
+        alive = [saved for reference in reversed(unit.saved) if (saved := reference()) is not None]
         for saved in alive:
             saved.load()
         unit.moving += [saved for saved in alive if saved not in unit.moving]
         if unit not in self._moving:
             self._moving.append(unit)
 
-    def _settle_all_but(self, *kept: _Unit) -> None:
+    def _settle_all_but(self, *needed: _Unit) -> None:
         for unit in self._moving:
-            if unit not in kept:
+            if unit not in needed:
                 unit.settle()
-        self._moving = [unit for unit in self._moving if unit in kept]
+        self._moving = [unit for unit in self._moving if unit in needed]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -91,9 +91,13 @@ class _Loaded:
     """The tensors of a job, on the device of the shard's state and in memory after ``wait``."""
 
     def __init__(self, job: Job, sent: dict[Shard, _Sent], spare: _Spare) -> None:
-        self._shard, self._at, self._spare = job.shard, job.at, spare
-        shard, at, self._waits = job.shard, job.at, list[Transfer]()
-        weights = shard.bucket.weight_shard[at]
+        self._shard = job.shard
+        self._at = job.at
+        self._spare = spare
+        shard = job.shard
+        span = job.at
+        self._waits = list[Transfer]()
+        weights = shard.bucket.weight_shard[span]
         # The gradient.
         grad = shard.bucket.grad_shard
         if shard.sends_gradient:
@@ -101,10 +105,10 @@ class _Loaded:
             self._waits.append(sent[shard].transfer)
         # The main weights; if they have the dtype of weights on another device, these may have been changed.
         if shard.is_on_other_device and not shard.is_narrow:
-            main = self._memory("main", shard.main_placement, shard.main[at])
+            main = self._memory("main", shard.main_placement, shard.main[span])
             self._waits.append(_copy(main, weights, to_host=shard.placement.is_offloaded))
         else:
-            main = self._fetched("main", shard.main_placement, shard.main[at])
+            main = self._fetched("main", shard.main_placement, shard.main[span])
         # The 16-bit weights, and the moments.
         copy = None
         if shard.is_narrow and shard.is_on_other_device:
@@ -112,8 +116,8 @@ class _Loaded:
             copy = empty_on_host(weights) if on_host else torch.empty_like(weights, device=main.device)
         elif shard.is_narrow:
             copy = self._memory("copy", shard.bucket.placement, weights)
-        state = {name: self._fetched(name, shard.placement, tensor[at]) for name, tensor in shard.state.items()}
-        self.part = ShardSlice(grad[at], main, copy, state)
+        state = {name: self._fetched(name, shard.placement, tensor[span]) for name, tensor in shard.state.items()}
+        self.part = ShardSlice(grad[span], main, copy, state)
 
     def _memory(self, name: str, placement: Placement, stored: Tensor) -> Tensor:
         """Return memory for a stored part, the part itself unless it is on disk."""
@@ -134,16 +138,18 @@ class _Loaded:
 
     def store(self) -> list[Transfer]:
         """Start to write the tensors that the update has changed."""
-        shard, at, part = self._shard, self._at, self.part
-        found = [shard.main_placement.store(shard.main[at], part.main)]
-        found += [shard.placement.store(shard.state[name][at], values) for name, values in part.state.items()]
-        weights = shard.bucket.weight_shard[at]
+        shard = self._shard
+        span = self._at
+        piece = self.part
+        transfers = [shard.main_placement.store(shard.main[span], piece.main)]
+        transfers += [shard.placement.store(shard.state[name][span], values) for name, values in piece.state.items()]
+        weights = shard.bucket.weight_shard[span]
         if shard.is_on_other_device:
-            updated = part.main if part.copy is None else part.copy
-            found.append(_copy(weights, updated, to_host=not shard.placement.is_offloaded))
-        elif part.copy is not None:
-            found.append(shard.bucket.placement.store(weights, part.copy))
-        return found
+            updated = piece.main if piece.copy is None else piece.copy
+            transfers.append(_copy(weights, updated, to_host=not shard.placement.is_offloaded))
+        elif piece.copy is not None:
+            transfers.append(shard.bucket.placement.store(weights, piece.copy))
+        return transfers
 
 
 def _copy(to: Tensor, source: Tensor, *, to_host: bool) -> Transfer:
@@ -168,7 +174,9 @@ class OffloadedMemory(BucketMemory):
     ) -> None:
         """``memory``: the memory of the device; ``parallel``: the settings of weights, which are offloaded with it."""
         super().__init__(memory.device, memory.initialise)
-        self._optimizer, self._parallel, self._rank = optimizer, parallel, rank
+        self._optimizer = optimizer
+        self._parallel = parallel
+        self._rank = rank
 
     def placement_of(self, weights: Tensor) -> Placement:
         """The placement of this rank's shard of a bucket's ``weights`` at stage 3."""

@@ -40,12 +40,12 @@ class HostPlacement(Placement):
         """Return a tensor of zeros in this placement."""
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._is_pinned)
 
-    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
-        """Return memory on ``device`` that has the values of ``part`` after the handle's ``wait``."""
-        if device == part.device:
-            return part, Done()
-        memory = torch.empty_like(part, device=device)
-        return memory, lane("host copy_in", device).copy(memory, part)
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Return memory on ``device`` that has the values of ``piece`` after the handle's ``wait``."""
+        if device == piece.device:
+            return piece, Done()
+        memory = torch.empty_like(piece, device=device)
+        return memory, lane("host copy_in", device).copy(memory, piece)
 
 
 class DiskPlacement(Placement):
@@ -57,7 +57,9 @@ class DiskPlacement(Placement):
     def __init__(self, folder: Path, rank: int, setting: str) -> None:
         """Create ``folder``; ``setting`` is the name of its option, for error messages."""
         super().__init__(torch.device("cpu"))
-        self.folder, self.rank, self.setting = folder, rank, setting
+        self.folder = folder
+        self.rank = rank
+        self.setting = setting
         self._files: dict[int, tuple[BufferedRandom, mmap.mmap]] = {}
         """By the address of the mapped memory."""
         try:
@@ -88,44 +90,47 @@ class DiskPlacement(Placement):
         for start in range(0, numel, CHUNK):
             yield slice(start, min(start + CHUNK, numel))
 
-    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+    def memory_for(self, piece: Tensor, spare: Tensor | None = None) -> Tensor:
         """Return ``spare`` if it is large enough, else new memory: its first use costs as much as reading the file."""
-        if spare is not None and spare.dtype == part.dtype and spare.numel() >= part.numel():
-            return spare[: part.numel()]
-        return torch.empty_like(part)
+        if spare is not None and spare.dtype == piece.dtype and spare.numel() >= piece.numel():
+            return spare[: piece.numel()]
+        return torch.empty_like(piece)
 
-    def read(self, part: Tensor, memory: Tensor) -> Transfer:
-        """Start to read ``part`` in a helper thread."""
-        call = partial(self._transfer, "reading", os.preadv, part, memory)
-        return lane("disk read").start(call, part.nbytes)
+    def read(self, piece: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``piece`` in a helper thread."""
+        call = partial(self._transfer, "reading", os.preadv, piece, memory)
+        return lane("disk read").start(call, piece.nbytes)
 
-    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
-        """Start to read ``part`` into host memory, which is pinned if ``device`` is a GPU."""
-        memory = torch.empty_like(part, pin_memory=device.type == "cuda")
-        return memory, self.read(part, memory)
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Start to read ``piece`` into host memory, which is pinned if ``device`` is a GPU."""
+        memory = torch.empty_like(piece, pin_memory=device.type == "cuda")
+        return memory, self.read(piece, memory)
 
-    def store(self, part: Tensor, values: Tensor) -> Transfer:
+    def store(self, piece: Tensor, values: Tensor) -> Transfer:
         """Start to write ``values`` in a helper thread."""
-        call = partial(self._transfer, "writing", os.pwritev, part, values)
-        return lane("disk write").start(call, part.nbytes)
+        call = partial(self._transfer, "writing", os.pwritev, piece, values)
+        return lane("disk write").start(call, piece.nbytes)
 
     def evict(self) -> None:
         """Remove all files from this process's memory."""
         for _, mapped in self._files.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _transfer(self, what: str, call: Callable[..., int], part: Tensor, memory: Tensor) -> None:
-        """Read the file of ``part`` into ``memory``, or write it; errors reach the thread that waits."""
-        address, bytes_ = part.untyped_storage().data_ptr(), memory.view(torch.uint8).numpy().data
-        file, offset = self._files[address][0], part.data_ptr() - address
+    def _transfer(self, what: str, call: Callable[..., int], piece: Tensor, memory: Tensor) -> None:
+        """Read the file of ``piece`` into ``memory``, or write it; errors reach the thread that waits."""
+        address = piece.untyped_storage().data_ptr()
+        bytes_ = memory.view(torch.uint8).numpy().data
+        file = self._files[address][0]
+        offset = piece.data_ptr() - address
         try:
             while bytes_:
                 moved = call(file.fileno(), [bytes_], offset)
                 if moved == 0:
                     raise OSError("the file ends early")
-                bytes_, offset = bytes_[moved:], offset + moved
+                bytes_ = bytes_[moved:]
+                offset = offset + moved
         except OSError as error:
             raise ConfigError(
-                f"{self.setting}={str(self.folder)!r}: {what} {part.nbytes:,} bytes failed: {error}; give a folder on "
+                f"{self.setting}={str(self.folder)!r}: {what} {piece.nbytes:,} bytes failed: {error}; give a folder on "
                 "another disk, and load the last checkpoint"
             ) from None

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.file import convert, field_types
 from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, write_blocks
 from megatron_core.config.hybrid import AHEAD, read_pattern
-from megatron_core.config.megatron_flags import RENAMED
+from megatron_core.config.run import aliases, field_types
 from megatron_core.config.setting import Resume, names_by_resume
+from megatron_core.config.values import convert
 from megatron_core.errors import CheckpointError, quoted
 
 OFF: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Translate names, and arguments with another form here; an argument with our name precedes its aliases.
     present = {name: value for name, value in arguments.items() if value is not None}
-    given = {RENAMED.get(name, name): value for name, value in present.items()} | present
+    given = {aliases().get(name, name): value for name, value in present.items()} | present
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
     given[LAYERS_JSON] = arguments.get(LAYERS_JSON) or None

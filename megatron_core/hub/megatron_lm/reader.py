@@ -15,7 +15,7 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
-from megatron_core.config.file import field_types
+from megatron_core.config.run import field_types
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
 from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
