@@ -61,6 +61,8 @@ class Feature:
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()
     """Rows ``config.checkpoint.FormatRow``: formats of checkpoints of other programs."""
+    urls: str | None = None
+    """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None

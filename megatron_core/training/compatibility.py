@@ -21,8 +21,8 @@ from megatron_core.config.values import convert
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.feature import features
+from megatron_core.locations import in_storage, local_copy, location
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import in_storage, local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 from megatron_core.training.parts import missing_in, weights_saved_alone
 

@@ -33,7 +33,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
-from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
@@ -129,7 +128,6 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
         run.saver.open(is_new=run.state.iteration == 0)
-        fetch_run_files(config, world)
     with lenient_output():
         if world.rank == 0:
             if is_new:

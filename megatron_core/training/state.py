@@ -18,10 +18,10 @@ from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import location, real
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.storage import location, real
 from megatron_core.training.compatibility import (
     changed_settings,
     check_features,

@@ -22,13 +22,13 @@ SATELLITES = (
         "drop_in",
         "any_model",
         "shell",
+        "storage",
     ),
     *("hub", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
-even the command line, which may not import ``parallel``. ``storage`` is core: it turns the name of each file that a run
-reads or writes into a path, and imports fsspec only for a URL."""
+even the command line, which may not import ``parallel``."""
 
 WAITING = {
     "fp8": "config.fp8",
