@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.depth": "features.presets.depth",
+    "config.presets": "features.presets.published",
     "config.rules_fp8": "features.fp8.rules",
     "data_parallel.fp8_gather": "features.fp8.gather",
     "ops.fp8_product": "features.fp8.scaled_product",
@@ -21,6 +23,7 @@ MOVED = {
     "tensor_parallel.fp8": "features.fp8.products",
     "training.state_hashes": "reports.state_hashes",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
+    "config.megatron_model": "hub.rules",
     "optimizer.torch_optimizer": "any_model.torch_optimizer",
     "verify.verify_module": "verify.module_report",
     "verify.compare": "verify.bounds",

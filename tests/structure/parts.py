@@ -39,8 +39,6 @@ WAITING = {
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
-    "hub": "config.megatron_model",
-    "presets": "config.presets config.depth",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
     "reports": (
         "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
