@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -14,6 +15,21 @@ PACKAGE = "megatron_core"
 MOVED = {
     "config.depth": "features.presets.depth",
     "config.presets": "features.presets.published",
+    "checkpoint.tensor_hashes": "reports.tensor_hashes",
+    "training.state_hashes": "reports.state_hashes",
+    "training.memory_report": "reports.memory_report",
+    "training.dry_run": "reports.dry_run",
+    "monitor.summary": "reports.summary",
+    "monitor.plot_experts": "reports.plot_experts",
+    "monitor.plot_memory": "reports.plot_memory",
+    "monitor.plot_pipeline": "reports.plot_pipeline",
+    "monitor.prediction": "reports.prediction",
+    "monitor.diagnosis_rules": "reports.diagnosis_rules",
+    "monitor.diagnosis": "reports.diagnosis",
+    "monitor.hash_records": "reports.hash_records",
+    "monitor.plot": "reports.plot",
+    "monitor.report": "reports.report",
+    "monitor.page": "reports.page",
     "config.rules_fp8": "features.fp8.rules",
     "data_parallel.fp8_gather": "features.fp8.gather",
     "ops.fp8_product": "features.fp8.scaled_product",
@@ -21,8 +37,6 @@ MOVED = {
     "ops.fp8": "features.fp8.casts",
     "tensor_parallel.amax_history": "features.fp8.amax_history",
     "tensor_parallel.fp8": "features.fp8.products",
-    "training.state_hashes": "reports.state_hashes",
-    "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "config.megatron_model": "hub.rules",
     "optimizer.torch_optimizer": "any_model.torch_optimizer",
     "verify.verify_module": "verify.module_report",
@@ -48,6 +62,10 @@ MOVED = {
     "transformer.invariant_attention": "features.equal_bits.attention",
     "tensor_parallel.invariant_kernels": "features.equal_bits.kernels",
     "tensor_parallel.invariant_linear": "features.equal_bits.linear",
+    "datasets.validate": "preprocess.validate",
+    "datasets.lengths": "preprocess.lengths",
+    "datasets.atomic_write": "preprocess.atomic_write",
+    "datasets.builder": "preprocess.builder",
     "parallel.simulated": "cpu_ranks.simulated",
     "parallel.shared_memory": "cpu_ranks.shared_memory",
     "training.averaged_reader": "hub.averaged_reader",
@@ -171,3 +189,24 @@ def install() -> None:
     """Let old names work in this process."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, OldNames())
+
+
+MOVED_NAMES = {
+    "datasets.IndexedDatasetBuilder": "preprocess.builder",
+    "datasets.write_header": "preprocess.builder",
+}
+"""Names that a package exported in the version before, and the modules that define them now."""
+
+
+def old_names_of(package: str) -> Callable[[str], Any]:
+    """A function ``__getattr__`` of a package that finds names it exported before, with a note."""
+
+    def find(name: str) -> Any:
+        module = MOVED_NAMES.get(f"{package.removeprefix(f'{PACKAGE}.')}.{name}")
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        note = f"{package}.{name} has moved to {PACKAGE}.{module}; import it from there"
+        warnings.warn(note, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+
+    return find

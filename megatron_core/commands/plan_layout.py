@@ -182,7 +182,7 @@ def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
     title = f"memory of pipeline rank {shown.rank} over a step{part}: {layout}"
     print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
     if png is not None:
-        from megatron_core.monitor.plot_memory import plot_memory  # importing matplotlib takes a while
+        from megatron_core.reports.plot_memory import plot_memory  # importing matplotlib takes a while
 
         plot_memory(over.times, over.kinds, search.hardware.usable_bytes, png, title=title)
         print(f"wrote {png}")

@@ -1,36 +1,21 @@
 """Reports about a run: checks of its state, profiles, records of hashes, plots, pages, programs that show metrics."""
 
 from megatron_core.feature import Feature
-from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
+from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig, metric_sink
 
 FEATURES = (
+    metric_sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
+    metric_sink(PrometheusConfig, "prometheus_file", "megatron_core.reports.prometheus:open_prometheus"),
+    metric_sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
+    metric_sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
     Feature(
-        name="tensorboard",
-        settings=TensorBoardConfig,
-        is_used=lambda config: config.section(TensorBoardConfig).tensorboard_dir is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.tensorboard:open_tensorboard",
-    ),
-    Feature(
-        name="prometheus",
-        settings=PrometheusConfig,
-        is_used=lambda config: config.section(PrometheusConfig).prometheus_file is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.prometheus:open_prometheus",
-    ),
-    Feature(
-        name="wandb",
-        settings=WandbConfig,
-        is_used=lambda config: config.section(WandbConfig).wandb_project is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.wandb:WandbSink",
-    ),
-    Feature(
-        name="mlflow",
-        settings=MlflowConfig,
-        is_used=lambda config: config.section(MlflowConfig).mlflow_experiment is not None,
-        in_any_model=True,
-        sink="megatron_core.reports.mlflow:MlflowSink",
+        name="memory",
+        is_used=lambda config: not config.training.skip_train,
+        run_part="megatron_core.reports.memory_report:MemoryPrediction",
+        callbacks=(
+            "megatron_core.reports.memory_report:MemorySnapshots",
+            "megatron_core.reports.memory_report:MemoryReport",
+        ),
     ),
     Feature(
         name="checks",

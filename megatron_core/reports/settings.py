@@ -1,9 +1,10 @@
-"""Settings of the programs that show metrics."""
+"""Settings of the programs that show metrics, and their features."""
 
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, given, section, setting
+from megatron_core.feature import Feature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +52,14 @@ class MlflowConfig:
     """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = setting(None)
     """Store of MLflow, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
+
+
+def metric_sink(settings: type, destination: str, hook: str) -> Feature:
+    """A feature that sends metrics to the ``destination``, a setting of its section."""
+    return Feature(
+        name=hook.partition(":")[0].rpartition(".")[2],
+        settings=settings,
+        is_used=lambda config: config.value(destination) is not None,
+        in_any_model=True,
+        sink=hook,
+    )

@@ -10,11 +10,11 @@ from torch import nn
 from megatron_core.checkpoint import TensorBox, parameter_pieces
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.fill import global_parameters
-from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.reports.hash_records import HashRecord
 from megatron_core.reports.tensor_hashes import GlobalHashes, Hashes
 from megatron_core.training.state import shard_pieces, weight_pieces
 

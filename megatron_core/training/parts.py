@@ -23,6 +23,10 @@ class RunPart:
     def __init__(self, run: Any) -> None:
         """``run``: the ``Run`` that the part belongs to."""
 
+    def descriptions(self) -> Iterator[str]:
+        """Yield lines that describe the run, which the first rank prints before training starts."""
+        yield from ()
+
     def notes(self) -> Iterator[str]:
         """Yield sentences that the first rank prints before training starts."""
         yield from ()

@@ -33,7 +33,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
-from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -156,8 +155,9 @@ def introduce(run: Run) -> None:
     print(f"kernels: {kernels(run)}")
     for line in descriptions(run.config):
         print(line)
-    if not run.config.training.skip_train:
-        print(describe_memory(run))
+    for part in run.parts:
+        for description in part.descriptions():
+            print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe()}")
     for note in notes(run):

@@ -30,7 +30,6 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.memory_report import found_bytes
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -111,7 +110,7 @@ class Measurements(Callback):
         ``activations and buffers``: peak minus current memory. ``process``: current memory minus the training state;
         on a CPU this includes libraries and data.
         """
-        state, now, peak = found_bytes(self.run), current_memory_bytes(), peak_memory_bytes()
+        state, now, peak = self.run.state_bytes(), current_memory_bytes(), peak_memory_bytes()
         known = sum(size for kind, size in state.items() if kind != "units whole")
         rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
         return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}

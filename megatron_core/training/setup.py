@@ -148,6 +148,13 @@ class Run(Trainable):
         """The part of a feature, by its class; None if the run does not use the feature."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
+        state = [tensor for _, named in self.optimizer.tensors() for tensor in named.values()]
+        state += [piece.memory for piece in self.optimizer.joint_state()]
+        of_parts = sum(part.nbytes for part in self.parts)
+        return self.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
+
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
         return StepSize.at(self.config, self.groups.replicas, consumed_samples)

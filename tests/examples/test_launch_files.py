@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.training import read_settings
-from megatron_core.training.dry_run import RankEstimate
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

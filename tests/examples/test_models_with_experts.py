@@ -11,7 +11,7 @@ from megatron_core.config.file import read_config
 from megatron_core.config.flops import flops_per_token, forward_flops_per_token
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.validate import problems
-from megatron_core.training.dry_run import RankEstimate
+from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.verify import shrunk
 from megatron_core.verify.comparison import configured
 

@@ -40,12 +40,6 @@ WAITING = {
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
-    "reports": (
-        "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
-        "monitor.diagnosis_rules monitor.prediction "
-        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
-        "monitor.summary training.dry_run"
-    ),
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 

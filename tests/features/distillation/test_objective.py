@@ -19,9 +19,9 @@ from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.megatron_flags.tables import FLAGS
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
+from megatron_core.reports.dry_run import warnings
 from megatron_core.tokenizers import HuggingFaceTokenizer
 from megatron_core.training.compatibility import open_model
-from megatron_core.training.dry_run import warnings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks, this_world

@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.monitor.summary import Summary
 from megatron_core.planner.hardware import Hardware, Link, known_hardware, read_hardware
 from megatron_core.planner.layout_settings import with_settings
 from megatron_core.planner.search import Candidate, Search
+from megatron_core.reports.summary import Summary
 
 COMPUTED = ("products", "attention", "elements", "launches")
 """Kinds of time of the planner that sum to forward and backward."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.hash_records import HashRecord, HashWriter, first_difference, hash_file, read_hashes
+from megatron_core.reports.hash_records import HashRecord, HashWriter, first_difference, hash_file, read_hashes
 from tests.programs import run_program
 
 compare = partial(run_program, "tools/compare_hashes.py")

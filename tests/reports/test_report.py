@@ -12,13 +12,13 @@ import pytest
 
 from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.monitor.page import bars, chart, digits, table
-from megatron_core.monitor.report import report, write_report
 from megatron_core.parallel.meter import Traffic
+from megatron_core.reports.page import bars, chart, digits, table
+from megatron_core.reports.report import report, write_report
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.monitor.examples import validation
-from tests.monitor.planted import write_run
+from tests.reports.planted import write_run
 from tests.runs import tiny_run
 
 SECTIONS = [

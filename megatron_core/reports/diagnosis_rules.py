@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from megatron_core.monitor.diagnosis import Change, Diagnosis, Finding, flags
 from megatron_core.monitor.expert_load import STARVED_SHARE
-from megatron_core.monitor.prediction import predicted_gain
-from megatron_core.monitor.summary import Summary
+from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags
+from megatron_core.reports.prediction import predicted_gain
+from megatron_core.reports.summary import Summary
 
 SLOW = 1.25
 """A rank is slow if its time per unit of work is at least this multiple of the median of the other ranks."""

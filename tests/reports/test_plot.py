@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.monitor import plot as plot_module
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.monitor.plot import plot_loss
+from megatron_core.reports import plot as plot_module
+from megatron_core.reports.plot import plot_loss
 from tests.monitor.examples import step, validation
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_a_file_without_steps_is_named(tmp_path):
 
 def test_reading_metrics_needs_neither_matplotlib_nor_tensorboard():
     code = (
-        "import sys, megatron_core.monitor, megatron_core.monitor.plot, megatron_core.reports.tensorboard;"
+        "import sys, megatron_core.monitor, megatron_core.reports.plot, megatron_core.reports.tensorboard;"
         "assert not {'matplotlib', 'tensorboard'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -13,17 +13,17 @@ from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.device import ReferenceRate
-from megatron_core.monitor.diagnosis import Diagnosis
-from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
 from megatron_core.monitor.goodput import LOST
-from megatron_core.monitor.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
-from megatron_core.monitor.plot import validations
-from megatron_core.monitor.plot_experts import plot_expert_load
-from megatron_core.monitor.plot_pipeline import plot_timelines
 from megatron_core.monitor.rank_records import find_metrics, read_run
-from megatron_core.monitor.summary import Summary
 from megatron_core.output_file import Kind, prepare_output
+from megatron_core.reports.diagnosis import Diagnosis
+from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
+from megatron_core.reports.plot import validations
+from megatron_core.reports.plot_experts import plot_expert_load
+from megatron_core.reports.plot_pipeline import plot_timelines
+from megatron_core.reports.summary import Summary
 from megatron_core.schedules.simulate import simulate
 from megatron_core.schedules.trace import measured_costs, read_trace
 

@@ -26,6 +26,7 @@ from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.memory import number_size
 from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
 from megatron_core.training.callbacks import Callback
+from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -63,21 +64,14 @@ def planned_bytes(run: Run) -> float:
     return found + wide * of_matrices / run.groups.group("tp-dp-cp").size()
 
 
-def found_bytes(run: Run) -> dict[str, int]:
-    """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
-    state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
-    state += [piece.memory for piece in run.optimizer.joint_state()]
-    of_parts = sum(part.nbytes for part in run.parts)
-    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
-
-
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
     """Return a line for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
-    found, plan = found_bytes(run), planned_bytes(run)
-    parts = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in found.items())
+    sizes = run.state_bytes()
+    plan = planned_bytes(run)
+    parts = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in sizes.items())
     if not after_step:
         return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {parts}"
-    state = sum(size for kind, size in found.items() if kind != "units whole")
+    state = sum(size for kind, size in sizes.items() if kind != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
     return (
@@ -85,6 +79,17 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
         f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
         f"sent {readable_bytes(sent)}, weights {readable_bytes(gathered)} so far"
     )
+
+
+class MemoryPrediction(RunPart):
+    """Describes the predicted memory of the first rank."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def descriptions(self) -> Iterator[str]:
+        """Yield the prediction."""
+        yield describe_memory(self.run)
 
 
 class MemoryReport(Callback):
@@ -177,7 +182,7 @@ class MemorySnapshots(Callback):
 
     def __init__(self, run: Run) -> None:
         self.run, self._wanted = run, False
-        self._other = max(current_memory_bytes() - sum(found_bytes(run).values()), 0)
+        self._other = max(current_memory_bytes() - sum(run.state_bytes().values()), 0)
         """Bytes of the process before the first step, without the training state."""
         self._kept: KeptForBackward | None = None
         """Counts of the current step, if a snapshot of it was requested."""
@@ -222,7 +227,7 @@ class MemorySnapshots(Callback):
         if requested is None or not isinstance(error, RuntimeError | MemoryError):
             return
         now = current_memory_bytes()
-        kinds = self._kinds(now - self._other - sum(found_bytes(self.run).values()))
+        kinds = self._kinds(now - self._other - sum(self.run.state_bytes().values()))
         activations = {} if self._kept is None else self._kept.at_peak
         path = self._write(kinds, activations, self.run.state.iteration + 1)
         raise MegatronError(self._explanation(requested, kinds, now, path)) from error
@@ -233,7 +238,7 @@ class MemorySnapshots(Callback):
         signal.signal(signal.SIGUSR2, self._previous)
 
     def _kinds(self, activations: int) -> dict[str, int]:
-        return found_bytes(self.run) | {"activations": max(activations, 0), "process": self._other}
+        return self.run.state_bytes() | {"activations": max(activations, 0), "process": self._other}
 
     def _write(self, kinds: dict[str, int], activations: dict[str, int], step: int) -> Path:
         run = self.run

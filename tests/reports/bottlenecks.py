@@ -1,6 +1,6 @@
 """Bottlenecks planted in real runs: the first cause of the diagnosis, and the effect of its first recommendation.
 
-python -m tests.monitor.bottlenecks --markdown docs/bottlenecks.md
+python -m tests.reports.bottlenecks --markdown docs/bottlenecks.md
 
 Each run is diagnosed from its records. Then the settings of the first recommendation are applied, or the fault is
 removed if it recommends other hardware; both runs alternate and are compared by tokens per second.
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from megatron_core.monitor.diagnosis import Diagnosis
-from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import read_run
-from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import METER
+from megatron_core.reports.diagnosis import Diagnosis
+from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.summary import Summary
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.transformer.moe.router import TopKRouter
@@ -243,7 +243,7 @@ def examine(name: str, repeats: int, steps: int) -> Outcome:
     return Outcome(name, planted, first, max(rates[1]) / max(rates[0]))
 
 
-INTRODUCTION = """Written by `make verify-all` (`python -m tests.monitor.bottlenecks`). Each run is diagnosed from its
+INTRODUCTION = """Written by `make verify-all` (`python -m tests.reports.bottlenecks`). Each run is diagnosed from its
 records, then its first recommendation is applied: the settings it names, or the planted fault is removed where it asks
 for other hardware. Speedups are tokens/s after the change over tokens/s before it. The fastest of several runs of each
 counts; other programs on the machine change ratios near 1.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.monitor.bottlenecks import BOTTLENECKS, diagnosed, recommended
+from tests.reports.bottlenecks import BOTTLENECKS, diagnosed, recommended
 
 SAMPLE = {
     "a rank computes slowly": "",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_core.reports.memory_report import describe_memory, planned_bytes
 from megatron_core.training.loop import train
-from megatron_core.training.memory_report import describe_memory, found_bytes, planned_bytes
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -18,7 +18,7 @@ def _by_stage() -> list[tuple[float, float, float]]:
     rows = []
     for stage in range(4):
         run = tiny_run(**SIZES, zero_stage=stage, bf16=True)
-        found = sum(size for kind, size in found_bytes(run).items() if kind != "units whole")
+        found = sum(size for kind, size in run.state_bytes().items() if kind != "units whole")
         parameters = sum(p.numel() for model in run.stages.values() for p in model.parameters())
         rows.append((planned_bytes(run), found, found / parameters))
     return rows
@@ -36,7 +36,7 @@ def test_bytes_of_a_rank_follow_the_formula(copies: int) -> None:
 def _with_frozen_weights() -> list[tuple[float, int]]:
     """Planned and measured bytes with adapters: frozen weights are whole, at stage 3 divided."""
     runs = [tiny_run(**SIZES, zero_stage=stage, bf16=True, lora_rank=2) for stage in (0, 3)]
-    return [(planned_bytes(run), sum(found_bytes(run)[kind] for kind in KINDS)) for run in runs]
+    return [(planned_bytes(run), sum(run.state_bytes()[kind] for kind in KINDS)) for run in runs]
 
 
 @pytest.mark.parametrize("copies", [1, 2])

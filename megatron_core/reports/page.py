@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 COLOURS = ("#2f6fde", "#d9742b", "#1f9273", "#a8429a", "#7a7f87", "#c4453a", "#8a6d1d", "#4aa3c7", "#5b4fc9", "#9bbf3b")
 GENERATOR = "megatron_core.monitor.page"
+"""Written into each page. Pages of earlier versions have the same text, so that a report may replace them."""
 Point = tuple[float, float]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.monitor import plot_pipeline as plot_module
-from megatron_core.monitor.plot_pipeline import plot_timelines
+from megatron_core.reports import plot_pipeline as plot_module
+from megatron_core.reports.plot_pipeline import plot_timelines
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.simulate import Costs, Timeline, simulate
 

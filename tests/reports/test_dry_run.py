@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_core.config.cli import DryRun, parse_command_line
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner import state_by_kind
+from megatron_core.reports.dry_run import RankEstimate, describe_rank, readable_bytes
 from megatron_core.training import read_settings
-from megatron_core.training.dry_run import RankEstimate, describe_rank, readable_bytes
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
 

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_core.commands.diagnose import main
 from megatron_core.errors import DataError
-from megatron_core.monitor.diagnosis import Change, Diagnosis
-from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.rank_records import rank_file, read_run
-from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import Traffic
-from tests.monitor.planted import write_run
+from megatron_core.reports.diagnosis import Change, Diagnosis
+from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.summary import Summary
+from tests.reports.planted import write_run
 
 WORK = {"forward": 0.1, "backward": 0.2}
 PP = [{"pp": 0}, {"pp": 1}]
