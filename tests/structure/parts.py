@@ -36,8 +36,6 @@ WAITING = {
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
-    "hub": "config.megatron_model",
-    "presets": "config.presets config.depth",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
