@@ -12,6 +12,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "checkpoint.host_copy": "resilience.host_copy",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "training.state_hashes": "reports.state_hashes",
     "training.memory_report": "reports.memory_report",

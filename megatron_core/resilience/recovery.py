@@ -23,7 +23,6 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
@@ -39,6 +38,7 @@ from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Memb
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
+from megatron_core.resilience.host_copy import HostCopy
 from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
 from megatron_core.training.pretrain import Job, start_once

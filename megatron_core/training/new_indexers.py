@@ -3,16 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_core.checkpoint import CheckpointReader, TensorBox
-from megatron_core.checkpoint.formats import OtherReader
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.parallel.initialization import draw_by_name
 
-Weights = CheckpointReader | OtherReader | HostCopy
 VARIANT = "experimental_attention_variant"
 
 
@@ -41,7 +39,7 @@ def without_indexers(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
     return {name: value for name, value in stored.items() if name != VARIANT and not name.startswith("dsa_")}
 
 
-def lacks_indexers(reader: Weights, model: ModelConfig) -> bool:
+def lacks_indexers(reader: StateReader, model: ModelConfig) -> bool:
     """Whether the weights in ``reader`` are of the same model without its indexers."""
     return has_new_indexers(reader.state.get("config", {}), model)
 
@@ -51,7 +49,7 @@ def is_of_indexer(name: str) -> bool:
     return INDEXER in name
 
 
-def draw_indexers(base: Weights | None, stages: Iterable[GPTModel], config: RunConfig) -> None:
+def draw_indexers(base: StateReader | None, stages: Iterable[GPTModel], config: RunConfig) -> None:
     """Initialize the indexers of a rank's stages if ``base``, from which the weights are loaded, lacks them.
 
     Deferred parameters are drawn when they are allocated.

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.checkpoint import CheckpointReader, open_newest
-from megatron_core.checkpoint.formats import OtherReader, formats_of_settings
+from megatron_core.checkpoint import open_newest
+from megatron_core.checkpoint.formats import formats_of_settings
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.errors import CheckpointError
@@ -18,13 +19,11 @@ from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import check_same_model, check_state
 from megatron_core.training.new_indexers import is_of_indexer, lacks_indexers, outside_of_indexers
-from megatron_core.training.state import Reader, held_weights, open_initial_weights
+from megatron_core.training.state import held_weights, open_initial_weights
 from megatron_core.transformer.adapters import adapters_of, is_adapter
 
-Base = CheckpointReader | OtherReader
 
-
-def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> Base | None:
+def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> StateReader | None:
     """Open the weights that a run fine-tunes: --pretrained-checkpoint or --load-hf; None: drawn by the seed.
 
     If it ``resumes``, only those that are frozen below adapters.
@@ -52,7 +51,7 @@ def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False)
     return open_initial_weights(config)
 
 
-def drawing(config: RunConfig, base: Reader | None) -> Initialise | None:
+def drawing(config: RunConfig, base: StateReader | None) -> Initialise | None:
     """The function that draws deferred weights: adapters in any case, the others unless they are in ``base``."""
     draw = partial(draw_by_name, seed=config.training.seed)
     if base is None:
@@ -68,7 +67,7 @@ def _only(is_drawn: Callable[[str], bool], draw: Initialise) -> Initialise:
 
 
 def prepare_weights(
-    config: RunConfig, data: DataParallel, stages: Iterable[GPTModel], base: Base | None, *, resumes: bool
+    config: RunConfig, data: DataParallel, stages: Iterable[GPTModel], base: StateReader | None, *, resumes: bool
 ) -> None:
     """Load the weights of ``base``; with adapters, set the initial ones unless the run ``resumes`` from others.
 

@@ -82,8 +82,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "second moments are not restored",
         LOADING,
-        "fill_together(reader, pieces,",
-        "fill_together(reader, [piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
+        "reader.fill_together(pieces,",
+        "reader.fill_together([piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
         IN_PLACE,
     ),
     RecoveryDefect(
@@ -117,14 +117,14 @@ IN_RECOVERY = (
     # The copies.
     RecoveryDefect(
         "parts of other ranks are read from the beginning of their copies",
-        "checkpoint.host_copy:_Stored.span",
+        "resilience.host_copy:_Stored.span",
         "return self.at,",
         "return 0,",
         FEWER,
     ),
     RecoveryDefect(
         "only the first copy has tensors",
-        "checkpoint.host_copy:CopyWriter.write",
+        "resilience.host_copy:CopyWriter.write",
         "torch._foreach_copy_(targets,",
         "self._memory.copies() or torch._foreach_copy_(targets,",
         IN_PLACE,

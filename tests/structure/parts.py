@@ -41,7 +41,7 @@ WAITING = {
     "generation": "transformer.paged_attention",
     "hub": "config.megatron_model",
     "presets": "config.presets config.depth",
-    "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
+    "resilience": "checkpoint.copies config.resilience",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 
