@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "parallel.recovery": "resilience.processes",
+    "parallel.links": "resilience.links",
     "checkpoint.host_copy": "resilience.host_copy",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "training.state_hashes": "reports.state_hashes",
@@ -110,7 +112,7 @@ MOVED = {
     "training.recovery_choice": "resilience.recovery_choice",
     "training.recovery": "resilience.recovery",
     "monitor.chrome_trace": "reports.profile",
-    "parallel.links.seal": "parallel.links.recorder",
+    "parallel.links.seal": "resilience.links.recorder",
     "training.checks": "reports.checks",
     "monitor.replicas": "reports.replicas",
     "training.link_checks": "resilience.link_checks",

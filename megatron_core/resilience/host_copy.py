@@ -20,8 +20,8 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.checkpoint.writer import DTYPES
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.recovery.keeper import RemoteCopy
-from megatron_core.parallel.recovery.memory import Copy, HostMemory
+from megatron_core.resilience.processes.keeper import RemoteCopy
+from megatron_core.resilience.processes.memory import Copy, HostMemory
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, start and stop of a box."""

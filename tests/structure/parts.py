@@ -13,18 +13,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_core"
 
 SATELLITES = (
-    *(
-        "planner",
-        "verify",
-        "inference",
-        "preprocess",
-        "commands",
-        "drop_in",
-        "any_model",
-        "shell",
-    ),
-    *("hub", "parallel.links", "parallel.recovery"),
-    *("cpu_ranks", "resilience", "reports"),
+    *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "any_model", "shell"),
+    *("hub", "cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
 even the command line, which may not import ``parallel``. ``storage`` is core: it turns the name of each file that a run
