@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -61,6 +62,10 @@ MOVED = {
     "transformer.invariant_attention": "features.equal_bits.attention",
     "tensor_parallel.invariant_kernels": "features.equal_bits.kernels",
     "tensor_parallel.invariant_linear": "features.equal_bits.linear",
+    "datasets.validate": "preprocess.validate",
+    "datasets.lengths": "preprocess.lengths",
+    "datasets.atomic_write": "preprocess.atomic_write",
+    "datasets.builder": "preprocess.builder",
     "parallel.simulated": "cpu_ranks.simulated",
     "parallel.shared_memory": "cpu_ranks.shared_memory",
     "training.averaged_reader": "hub.averaged_reader",
@@ -184,3 +189,24 @@ def install() -> None:
     """Let old names work in this process."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, OldNames())
+
+
+MOVED_NAMES = {
+    "datasets.IndexedDatasetBuilder": "preprocess.builder",
+    "datasets.write_header": "preprocess.builder",
+}
+"""Names that a package exported in the version before, and the modules that define them now."""
+
+
+def old_names_of(package: str) -> Callable[[str], Any]:
+    """A function ``__getattr__`` of a package that finds names it exported before, with a note."""
+
+    def find(name: str) -> Any:
+        module = MOVED_NAMES.get(f"{package.removeprefix(f'{PACKAGE}.')}.{name}")
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        note = f"{package}.{name} has moved to {PACKAGE}.{module}; import it from there"
+        warnings.warn(note, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+
+    return find

@@ -461,8 +461,8 @@ def test_packages_only_export_names() -> None:
 def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return ast.unparse(node.value).startswith("lazy_loader.attach_stub(")
-    is_old_names = isinstance(node, ast.Expr) and ast.unparse(node) == "moved.install()"
-    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or is_old_names
+    finds_old_names = ("moved.install()", "if not TYPE_CHECKING:\n    __getattr__ = old_names_of(__name__)")
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or ast.unparse(node) in finds_old_names
 
 
 def declares_a_feature(node: ast.stmt) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path, indexed, write_header
-from megatron_core.datasets import validate as validate_module
-from megatron_core.datasets.validate import Checked, total_bytes, validate
+from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path, indexed
 from megatron_core.errors import DataError
+from megatron_core.preprocess import validate as validate_module
+from megatron_core.preprocess.builder import write_header
+from megatron_core.preprocess.validate import Checked, total_bytes, validate
 from tests.datasets.files import index_by_hand, write
 
 LENGTHS = [3, 0, 2, 4]

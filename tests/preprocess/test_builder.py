@@ -8,19 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import (
-    DatasetHeader,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-    read_header,
-    write_header,
-)
-from megatron_core.datasets.atomic_write import atomic_write, partial_path
-from megatron_core.datasets.builder import TokenWriter
+from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.indexed import read_index
 from megatron_core.errors import DataError
+from megatron_core.preprocess.atomic_write import atomic_write, partial_path
+from megatron_core.preprocess.builder import IndexedDatasetBuilder, TokenWriter, write_header
 from tests.datasets.files import write
 
 
@@ -73,7 +65,7 @@ def test_lengths_must_add_up(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.datasets.builder.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("megatron_core.preprocess.builder.BLOCK_BYTES", 4096)
     peaks = []
     for documents in (1_000, 10_000):
         tracemalloc.start()
@@ -89,7 +81,7 @@ def test_memory_does_not_grow_with_the_sequences(tmp_path: Path, monkeypatch: py
 
 
 def test_pointers_run_on_from_block_to_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C46
-    monkeypatch.setattr("megatron_core.datasets.builder.BLOCK_BYTES", 16)
+    monkeypatch.setattr("megatron_core.preprocess.builder.BLOCK_BYTES", 16)
     lengths = np.random.default_rng(0).integers(0, 2**31 - 1, 50).astype(np.int32)
     writer = TokenWriter(tmp_path / "a.bin", np.int32)
     writer.note_sequences(lengths)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron_core.datasets import validate as validate_module
-from megatron_core.datasets.lengths import EDGES, Lengths, document_lengths, plot_lengths
+from megatron_core.datasets import IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.preprocess import validate as validate_module
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
+from megatron_core.preprocess.lengths import EDGES, Lengths, document_lengths, plot_lengths
 from tests.datasets.files import write
 
 RANDOM = np.random.default_rng(3)

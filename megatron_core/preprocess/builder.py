@@ -5,9 +5,10 @@ per document: number of sequences up to its end) and, in multimodal files, `X.bi
 `finalize` copies them into the index.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
@@ -15,7 +16,12 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_core.datasets.atomic_write import (
+from megatron_core.datasets.header import FORMAT, DatasetHeader, check_header_path, get_header_path, remove_header
+from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.output_file import make_folder, refuse_other_file, starting_with
+from megatron_core.preprocess.atomic_write import (
+    atomic_write,
     close_quietly,
     naming_full_disk,
     open_partial,
@@ -24,10 +30,6 @@ from megatron_core.datasets.atomic_write import (
     sync_file,
     syncing_file,
 )
-from megatron_core.datasets.header import remove_header
-from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path, get_idx_path
-from megatron_core.errors import ConfigError, DataError
-from megatron_core.output_file import make_folder, refuse_other_file, starting_with
 
 # Large enough that system calls are negligible next to copying; a few blocks are in memory.
 BLOCK_BYTES = 1 << 20
@@ -208,6 +210,13 @@ def publish_pair(bin_path: str | Path, idx_path: str | Path) -> None:
         os.replace(partial_path(idx_path), idx_path)
     for path in unfinished(bin_path):
         path.unlink(missing_ok=True)
+
+
+def write_header(path_prefix: str, header: DatasetHeader) -> None:
+    """Write the header; DataError if another program's JSON file has its name."""
+    check_header_path(path_prefix)
+    with atomic_write(get_header_path(path_prefix)) as file:
+        file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
