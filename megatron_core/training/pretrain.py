@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint.formats import formats_of_settings
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
@@ -98,7 +98,7 @@ class Job:
     layer_specs: LayerSpecs = layer_spec
     callbacks: Sequence[Callback] = ()
 
-    def set_up(self, config: RunConfig, world: World, copy: HostCopy | None = None) -> Run:
+    def set_up(self, config: RunConfig, world: World, copy: StateReader | None = None) -> Run:
         """Set up a run; ``copy``: state to load in place of a checkpoint."""
         return set_up(config, world, self.datasets_provider, self.layer_specs, copy)
 
