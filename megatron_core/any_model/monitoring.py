@@ -45,22 +45,27 @@ class StepMonitor:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, world: World, layout: str) -> None:
-        self._config, self._groups, self._world, self._layout = config, groups, world, layout
+        self._config = config
+        self._groups = groups
+        self._world = world
+        self._layout = layout
         self.is_on = any(getattr(config.monitor, name) is not None for name in DESTINATIONS)
         self._sinks: list[Sink] = []
         self._writer: RankWriter | None = None
         self._goodput = Goodput()
-        self._is_open, self._began = False, 0.0
+        self._is_open = False
+        self._began = 0.0
 
     def begin(self, iteration: int) -> None:
         """Open the files before the first step; ``iteration``: number of steps so far."""
         if not self.is_on or self._is_open:
             return
-        settings, rank = self._config.monitor, self._world.rank
+        settings = self._config.monitor
+        rank = self._world.rank
         self._is_open = True
         if rank == 0:
-            found = build_sinks(settings, start_iteration=iteration, settings=self._config.flat())
-            self._sinks = [LenientSink(sink) for sink in found if not isinstance(sink, ConsoleSink)]
+            sinks = build_sinks(settings, start_iteration=iteration, settings=self._config.flat())
+            self._sinks = [LenientSink(sink) for sink in sinks if not isinstance(sink, ConsoleSink)]
         about = {
             "world_size": self._world.size,
             "coordinates": dict(self._groups.coordinates),
@@ -95,12 +100,15 @@ class StepMonitor:
         if not self._is_open or not self.is_on:
             return
         now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        times, in_use, peak = METER.take(), current_memory_bytes(), peak_memory_bytes()
+        seconds = now - self._began
+        self._began = now
+        times = METER.take()
+        in_use = current_memory_bytes()
+        peak = peak_memory_bytes()
         memory = {"current": in_use, "peak": peak, "activations and buffers": max(peak - in_use, 0)}
         if self._writer is not None:
-            at = (state.iteration, state.iteration, unix_time())
-            self._goodput.add(self._writer.write(*at, times, memory, int(skipped)))
+            position = (state.iteration, state.iteration, unix_time())
+            self._goodput.add(self._writer.write(*position, times, memory, int(skipped)))
         event = StepEvent(
             iteration=state.iteration,
             total_iterations=self._config.training.train_iters or state.iteration,
@@ -130,4 +138,6 @@ class StepMonitor:
             sink.close()
         if self._writer is not None:
             self._writer.close()
-        self._sinks, self._writer, self.is_on = [], None, False
+        self._sinks = []
+        self._writer = None
+        self.is_on = False
