@@ -146,10 +146,8 @@ class PipelineModule(nn.Module):
     @cached_property
     def skeleton(self) -> list[nn.Module | None]:
         """Each layer's module without memory for its weights, None for functions."""
-        return [
-            _without_memory(spec) if isinstance(spec, LayerSpec) else spec if isinstance(spec, nn.Module) else None
-            for spec in self.specs
-        ]
+        layers = [_without_memory(spec) if isinstance(spec, LayerSpec) else spec for spec in self.specs]
+        return [layer if isinstance(layer, nn.Module) else None for layer in layers]
 
     def parameter_counts(self) -> list[int]:
         """Return the number of trained parameters of each layer."""

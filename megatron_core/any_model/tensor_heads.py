@@ -79,7 +79,8 @@ def counts_in(module: nn.Module, heads: Heads | None) -> dict[str, int]:
     if isinstance(heads, int):
         sizes = (*HEAD_SIZES, *WIDTHS, *QUERIES_PER_KEY)
         return {name: n for name, n in values.items() if (n == heads and name not in sizes) or name in KEY_COUNTS}
-    names = HEAD_COUNTS if heads is None else [heads] if isinstance(heads, str) else heads
+    names = HEAD_COUNTS if heads is None else heads
+    names = [names] if isinstance(names, str) else names
     return {name: values[name] for name in names if name in values}
 
 

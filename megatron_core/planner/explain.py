@@ -28,7 +28,7 @@ def readable_bytes(size: float) -> str:
     while size >= 999.5 and len(units) > 1:
         size = size / 1024
         units = units[1:]
-    decimals = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    decimals = 0 if units[0] == "B" else (size < 99.95) + (size < 9.995)
     return f"{size:.{decimals}f} {units[0]}"
 
 

@@ -79,7 +79,8 @@ def measure_rank(quick: bool) -> Found:
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     rounds = 3 if quick else 8
-    large, small = (8192, 1024) if gpu else (512, 64) if quick else (1024, 64)
+    large, small = (512, 64) if quick else (1024, 64)
+    large, small = (8192, 1024) if gpu else (large, small)
     products = {name: product_rate(large, dtype, device, rounds) for name, dtype in DTYPES.items()}
     # A product of n x n x n runs at 1 / (1 + e / n)^3 of the rate of large ones.
     ratio = (products["float32"] / product_rate(small, torch.float32, device, 20 * rounds)) ** (1 / 3)

@@ -60,8 +60,9 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     if worst is None:
         return "-"
     epsilons = worst.error / epsilon
-    rounded = f"{epsilons:.1f}" if epsilons < 10 else f"{epsilons:.0f}" if epsilons < 1e5 else f"{epsilons:.0e}"
-    return f"{worst.error:.1e} ({rounded} ε)"
+    digits = ".0f" if epsilons < 1e5 else ".0e"
+    digits = ".1f" if epsilons < 10 else digits
+    return f"{worst.error:.1e} ({epsilons:{digits}} ε)"
 
 
 def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> Iterator[str]:
