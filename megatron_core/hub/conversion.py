@@ -39,11 +39,11 @@ from megatron_core.hub.megatron_lm.arguments import Progress
 from megatron_core.hub.megatron_lm.format import state_at
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
+from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.output_file import new_folder, refuse_inputs
 from megatron_core.parallel.boxes import Box
-from megatron_core.storage import in_storage
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files

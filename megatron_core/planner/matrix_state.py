@@ -33,12 +33,12 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
     if elements is None:
         return 0
     model = config.model
-    found = [matrix for layer in layers for matrix in _matrices(config, layer)]
+    owned = [owner for layer in layers for owner in _matrices(config, layer)]
     for _ in range(model.mtp_built_layers * has_mtp):
         if added_tensors(config) is None:
-            found += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
+            owned += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(
-        matrix.copies * elements(config.optimizer, matrix.pieces, matrix.columns, matrix.has_heads) for matrix in found
+        owner.copies * elements(config.optimizer, owner.pieces, owner.columns, owner.has_heads) for owner in owned
     )
 
 

@@ -10,7 +10,7 @@ from megatron_core.config.validate import largest_world_size, problems
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
-from megatron_core.parallel.recovery.rendezvous import Choice, Members
+from megatron_core.resilience.processes.rendezvous import Choice, Members
 
 
 def choice_of(config: RunConfig, size: int) -> Choice:

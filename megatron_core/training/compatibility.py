@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
+from megatron_core.checkpoint import find_newest, open_newest
 from megatron_core.checkpoint.folder import complete_iterations
-from megatron_core.checkpoint.formats import CheckpointFormat, OtherReader, formats_in
+from megatron_core.checkpoint.formats import CheckpointFormat, formats_in
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, section_types, settings
@@ -21,8 +22,8 @@ from megatron_core.config.values import convert
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.feature import features
+from megatron_core.locations import in_storage, local_copy, location
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import in_storage, local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 from megatron_core.training.parts import missing_in, weights_saved_alone
 
@@ -229,7 +230,7 @@ def refuse_other_formats(named: str, load: str | Path) -> None:
 
 def open_model(
     load: str, step: int | None = None, device: torch.device = CPU, name: str = "load"
-) -> tuple[CheckpointReader | OtherReader, RunConfig]:
+) -> tuple[StateReader, RunConfig]:
     """Open ``load``, a checkpoint of this or another program; return its reader and the configuration of its model.
 
     A collective call, with messages on ``device``. Errors: ``CheckpointError``, with the ``name`` of the setting, if

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from megatron_core.checkpoint import CheckpointReader, open_newest
-from megatron_core.checkpoint.formats import OtherReader
+from megatron_core.checkpoint import open_newest
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
@@ -16,12 +16,10 @@ from megatron_core.models import GPTModel
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.training.compatibility import check_same_model, check_state, stored_config
 from megatron_core.training.parts import added_weights, outside_of, weights_saved_alone
-from megatron_core.training.state import Reader, held_weights, open_initial_weights
-
-Base = CheckpointReader | OtherReader
+from megatron_core.training.state import held_weights, open_initial_weights
 
 
-def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> Base | None:
+def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> StateReader | None:
     """Open the weights that a run fine-tunes: --pretrained-checkpoint or --load-hf; None: drawn by the seed.
 
     If it ``resumes``, only those that its own checkpoints do not contain.
@@ -52,7 +50,7 @@ class InitialWeights:
     without either, all are drawn.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: Reader | None, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, checkpoint: StateReader | None, device: torch.device) -> None:
         self.config = config
         self.resumes = checkpoint is not None
         self.base = open_base(config, device, resumes=self.resumes)

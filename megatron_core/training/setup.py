@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
@@ -44,7 +44,7 @@ from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import Reader, TrainState, open_checkpoint
+from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 Part = TypeVar("Part", bound=RunPart)
@@ -109,7 +109,7 @@ class Run(Trainable):
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
-    def begin(self, checkpoint: Reader | None) -> None:
+    def begin(self, checkpoint: StateReader | None) -> None:
         """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
         config = self.config
         self.loaded = checkpoint is not None
@@ -123,7 +123,7 @@ class Run(Trainable):
         if (decoupled := config.optimizer.decoupled()) is not None:
             self.decoupled_schedule = learning_rate_schedule(config, decoupled, self.total_iterations)
 
-    def load(self, config: RunConfig, reader: Reader | None) -> TrainState:
+    def load(self, config: RunConfig, reader: StateReader | None) -> TrainState:
         """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
         if reader is None:
             return TrainState()
@@ -138,7 +138,7 @@ class Run(Trainable):
         for part in self.parts:
             part.after_gradients()
 
-    def _further_pieces(self, reader: Reader) -> Iterator[TensorBox]:
+    def _further_pieces(self, reader: StateReader) -> Iterator[TensorBox]:
         """The pieces of features to load together with model and optimizer."""
         for part in self.parts:
             yield from part.pieces_to_load(reader)
@@ -294,7 +294,7 @@ def set_up(
     world: World,
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
-    copy: HostCopy | None = None,
+    copy: StateReader | None = None,
 ) -> Run:
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 

@@ -188,7 +188,7 @@ def test_published_sizes() -> None:
     """Models with published sizes."""
     from megatron_core.config import RunConfig
     from megatron_core.config.partition import layers_by_stage
-    from megatron_core.config.presets import preset
+    from megatron_core.features.presets.published import preset
 
     sizes = {"llama3-8b": 8_030_261_248, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "gpt2": 124_439_808}
     sizes["deepseek-v2-lite"] = 15_706_484_224

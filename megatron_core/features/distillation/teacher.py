@@ -12,7 +12,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.distillation.settings import DistillationConfig
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
-from megatron_core.storage import location
+from megatron_core.locations import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import MODEL, open_model

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.features.outer_steps import state
 from megatron_core.features.outer_steps.optimizer import OuterOptimizer
@@ -18,7 +18,6 @@ from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
-from megatron_core.training.state import Reader
 
 
 def groups_report(config: RunConfig, step: int) -> bool:
@@ -96,10 +95,10 @@ class OuterSteps(RunPart):
         sent = [fragment.number for fragment in self.outer.fragments if fragment.sent is not None]
         return self.stored_values() | {state.SENT: sent, state.GROUP: self.outer.number}
 
-    def load(self, config: RunConfig, reader: Reader) -> bool:
+    def load(self, config: RunConfig, reader: StateReader) -> bool:
         """Load the state of groups, if ``reader`` has it."""
         data, optimizer = self.run.data_parallel, self.run.optimizer
-        if isinstance(reader, HostCopy):
+        if reader.continues:
             state.load_copy(reader, data, optimizer, self.outer)
             return True
         if not isinstance(reader, CheckpointReader) or _starts(config) or state.IN_FLIGHT not in reader.state:
@@ -108,7 +107,7 @@ class OuterSteps(RunPart):
             state.load_groups(reader, data, optimizer, self.outer)
         return True
 
-    def after_load(self, config: RunConfig, reader: Reader) -> None:
+    def after_load(self, config: RunConfig, reader: StateReader) -> None:
         """Start all groups at the loaded weights, which are those of a run without groups."""
         self.outer.start()
         if isinstance(reader, CheckpointReader) and not _starts(config):

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core.parallel.meter import unix_time
-from megatron_core.parallel.recovery.memory import Copy
 from megatron_core.parallel.texts import listed
+from megatron_core.resilience.processes.memory import Copy
 
 NO_STATE, LOST_STATE = -1, -2
 """Iterations of ``Members``: no rank has begun to train; a part of the state has no copy left."""

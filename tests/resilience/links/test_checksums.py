@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from megatron_core.config.resilience import LINK_DAMAGES
-from megatron_core.parallel.links.checksums import (
+from megatron_core.parallel.tensor_hash import bit_hash, hash_on_device
+from megatron_core.resilience.links.checksums import (
     block_length,
     block_sums,
     differs,
     maxima,
     maximum_differs,
 )
-from megatron_core.parallel.links.faults import LinkFault, LinkFaults, damage
-from megatron_core.parallel.links.recorder import is_intact, payload, sealed
-from megatron_core.parallel.tensor_hash import bit_hash, hash_on_device
+from megatron_core.resilience.links.faults import LinkFault, LinkFaults, damage
+from megatron_core.resilience.links.recorder import is_intact, payload, sealed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

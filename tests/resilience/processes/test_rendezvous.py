@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.memory import Copy
-from megatron_core.parallel.recovery.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
+from megatron_core.resilience.processes.memory import Copy
+from megatron_core.resilience.processes.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery_choice import (
     choice_of,
     groups_left_out,

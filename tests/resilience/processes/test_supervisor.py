@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_core.parallel.recovery import supervisor
-from megatron_core.parallel.recovery.memory import GENERATION, INVITED, WAITS, HostMemory
-from megatron_core.parallel.recovery.rendezvous import Rendezvous
-from megatron_core.parallel.recovery.supervisor import Supervisor
+from megatron_core.resilience.processes import supervisor
+from megatron_core.resilience.processes.memory import GENERATION, INVITED, WAITS, HostMemory
+from megatron_core.resilience.processes.rendezvous import Rendezvous
+from megatron_core.resilience.processes.supervisor import Supervisor
 from tests.memory import needs_proc
 
 pytestmark = needs_proc

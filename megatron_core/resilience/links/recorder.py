@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import block_sums, maxima
-from megatron_core.parallel.links.faults import LinkFaults
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.watched import OBSERVATION, Parts, Watched
+from megatron_core.resilience.links.checksums import block_sums, maxima
+from megatron_core.resilience.links.faults import LinkFaults
 
 _WORD = 8
 """Bytes of a checksum."""

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.checkpoint.writer import DTYPES
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.recovery.keeper import RemoteCopy
-from megatron_core.parallel.recovery.memory import Copy, HostMemory
+from megatron_core.resilience.processes.keeper import RemoteCopy
+from megatron_core.resilience.processes.memory import Copy, HostMemory
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, start and stop of a box."""
@@ -106,10 +107,10 @@ class _Stored:
         return self.at, self.box.numel * self.dtype.itemsize
 
 
-class HostCopy:
-    """The copies of one iteration; the interface of ``CheckpointReader`` that loading uses."""
+class HostCopy(StateReader):
+    """The copies of one iteration."""
 
-    only_weights = False
+    continues = True
 
     def __init__(self, sources: Iterable[LocalCopy | RemoteCopy]) -> None:
         """``sources``: opened in this order until all is found; boxes of a tensor are equal or disjoint in all of them.
@@ -133,12 +134,6 @@ class HostCopy:
             self._found.setdefault(name, {}).setdefault(box, stored)
         self._sources.append(source)
         return True
-
-    def __enter__(self) -> HostCopy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """Whether there is a part of the tensor; its ``shape`` cannot have changed."""

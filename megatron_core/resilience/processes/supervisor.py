@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 from megatron_core.errors import visible
 from megatron_core.launcher import read_integer
-from megatron_core.parallel.recovery.keeper import own_address, start_keeper
-from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
-from megatron_core.parallel.recovery.rendezvous import End, Failure, Rendezvous
 from megatron_core.parallel.texts import listed
+from megatron_core.resilience.processes.keeper import own_address, start_keeper
+from megatron_core.resilience.processes.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
+from megatron_core.resilience.processes.rendezvous import End, Failure, Rendezvous
 
 CHECK = 0.2
 """Seconds between checks of the training process and questions to the store; a death is noticed at once."""
@@ -223,7 +223,8 @@ class Supervisor:
             self._late_since = 0.0
             return ""
         self._late_since = self._late_since or now
-        limit = ENDING if ended is not None else ARRIVAL if self._respawns else ARRIVAL_WITHOUT_SPARE
+        limit = ARRIVAL if self._respawns else ARRIVAL_WITHOUT_SPARE
+        limit = limit if ended is None else ENDING
         if now - self._late_since > limit:
             what = "end" if ended is not None else "interrupt its step"
             return f"did not {what} within {limit:.0f} s and was killed"

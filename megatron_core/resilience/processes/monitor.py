@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron_core.errors import visible
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.flight_recorder import RECORDER
-from megatron_core.parallel.recovery.memory import BEATS, ITERATION, HostMemory
-from megatron_core.parallel.recovery.rendezvous import Failure, Rendezvous
 from megatron_core.parallel.watchdog import SLACK
+from megatron_core.resilience.processes.memory import BEATS, ITERATION, HostMemory
+from megatron_core.resilience.processes.rendezvous import Failure, Rendezvous
 
 POLL = 0.05
 """Seconds between questions to the store."""
@@ -95,7 +95,8 @@ class Monitor:
                 ended = self._rendezvous.ended() if self._numbers[BEATS] % ENDS == 0 else None
                 if ended is not None and ended.status == 0:
                     continue  # all ranks are complete
-                reason = ended.reason if ended is not None else failure.what if failure is not None else ""
+                reason = "" if failure is None else failure.what
+                reason = reason if ended is None else ended.reason
             except (RuntimeError, OSError):
                 reason = LOST
             if reason:

@@ -30,8 +30,8 @@ from torch import Tensor
 from megatron_core.errors import LayoutError, visible
 from megatron_core.launcher import read_integer
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
-from megatron_core.parallel.recovery.rendezvous import Rendezvous
+from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, Copy, HostMemory
+from megatron_core.resilience.processes.rendezvous import Rendezvous
 
 PATIENCE = 30.0
 """Seconds without received data after which a keeper counts as lost."""

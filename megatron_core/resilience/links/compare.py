@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import differs, maximum_differs
-from megatron_core.parallel.links.recorder import LINKS, Call
 from megatron_core.parallel.texts import gather_strings, listed
+from megatron_core.resilience.links.checksums import differs, maximum_differs
+from megatron_core.resilience.links.recorder import LINKS, Call
 
 MOST = 4
 """Wrong deliveries that each rank describes."""
