@@ -62,6 +62,8 @@ class Feature:
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()
     """Rows ``config.checkpoint.FormatRow``: formats of checkpoints of other programs."""
+    urls: str | None = None
+    """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None
@@ -70,6 +72,11 @@ class Feature:
     change_stage: str | None = None
     """Hook: a function from the ``RunConfig``, a stage of the model, and the groups, which freezes parameters or adds
     parts when the stage has been built; with ``initialise`` it draws the weights of its parts."""
+    added_weights: str | None = None
+    """Class derived from ``training.parts.AddedWeights``: parameters that it adds to a model trained without them."""
+    added_tensors: str | None = None
+    """Hook: a function from the ``RunConfig``, a ``ParallelConfig``, and the number of a layer to the
+    ``config.linear_layers.AddedTensor`` of the layer, which are all that a run trains."""
     check_device: str | None = None
     """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
     what the feature needs; called on all ranks before the model is built."""

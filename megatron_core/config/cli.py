@@ -21,7 +21,7 @@ from megatron_core.config.rules_single import missing_modes, unknown_words, unre
 from megatron_core.config.run import RunConfig, aliases, feature_sections, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
-from megatron_core.feature import shorthands
+from megatron_core.feature import features, shorthands
 from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
@@ -197,7 +197,9 @@ def _parse(
 
 def settings_from_folder(config: RunConfig) -> bool:
     """Whether settings without a flag come from a checkpoint or model, which is read later."""
-    folders = config.checkpoint.load_hf, config.tuning.lora_load
+    rows = (row for feature in features() for row in feature.checkpoint_formats)
+    values = config.flat()
+    folders = (values.get(row.setting) for row in rows if row.setting is not None)
     return config.checkpoint.use_checkpoint_args or any(folder is not None for folder in folders)
 
 

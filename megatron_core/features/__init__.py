@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, hub, reports, resilience
+from megatron_core import cpu_ranks, hub, reports, resilience, storage
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -53,5 +53,6 @@ FEATURES = (
     *hub.FEATURES,
     *reports.FEATURES,
     *resilience.FEATURES,
+    *storage.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -36,8 +36,8 @@ def format_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
     if checkpoint.ckpt_format == "torch_dist":
         yield from (f"{named} does not write {reason}" for reason in _unlike_megatron(config.model))
-    if config.tuning.lora_rank is not None:
-        yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
+    if (rank := config.optional("lora_rank")) is not None:
+        yield f"{named} does not write low-rank adapters: lora_rank={rank}; remove --ckpt-format"
 
 
 def _unlike_megatron(model: ModelConfig) -> Iterator[str]:

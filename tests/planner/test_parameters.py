@@ -161,7 +161,7 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         held = sum(unit.total + unit.frozen + unit.frozen_experts for unit in units[own])
         assert held == found.parameters
         model = found.config.model
-        frozen = found.config.tuning.lora_rank is not None or model.dsa_indexer_warmup
+        frozen = found.config.value("lora_rank") is not None or model.dsa_indexer_warmup
         frozen = frozen or model.has_sparse_attention > model.trains_indexers
         assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
