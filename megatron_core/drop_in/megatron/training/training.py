@@ -9,7 +9,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.unsupported import unsupported
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.from_arguments import (
@@ -39,6 +38,7 @@ from megatron.training.program import (
 )
 from megatron.training.startup import set_startup_timestamps
 from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
+from megatron_core.drop_in.unsupported import unsupported
 
 training_log = unsupported(
     "training_log writes to TensorBoard, which programs of the drop-in do not have; leave out tensorboard_dir, and log "

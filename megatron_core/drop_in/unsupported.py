@@ -25,6 +25,18 @@ class Unsupported:
         raise ConfigError(self.message)
 
 
+def unsupported_class(path: str, message: str) -> type[Unsupported]:
+    """Return a class for programs that import ``path``."""
+    module, _, name = path.rpartition(".")
+    text = "Stands for the class of this name; building it raises ConfigError."
+    return type(name, (Unsupported,), {"message": message, "__module__": module, "__doc__": text})
+
+
+def refused(path: str, instead: str) -> type[Unsupported]:
+    """Return a class in place of DeepSpeed's ``path``; ``instead`` says what to use."""
+    return unsupported_class(path, f"{path} is not available in megatron_core.drop_in: {instead}")
+
+
 def is_unsupported(value: Any) -> bool:
     """Whether ``value`` is such a function or class."""
     if isinstance(value, type):
