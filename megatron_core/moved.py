@@ -13,6 +13,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.resilience": "resilience.settings",
     "parallel.recovery": "resilience.processes",
     "parallel.links": "resilience.links",
     "checkpoint.host_copy": "resilience.host_copy",

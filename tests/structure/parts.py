@@ -31,7 +31,7 @@ WAITING = {
     "generation": "transformer.paged_attention",
     "hub": "config.megatron_model",
     "presets": "config.presets config.depth",
-    "resilience": "checkpoint.copies config.resilience",
+    "resilience": "checkpoint.copies",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 

@@ -31,7 +31,7 @@ class OuterSteps(RunPart):
             run.groups,
             config.model.num_layers,
             partial(gather_weights, [run.data_parallel]),
-            keeps_sent=config.resilience.recover != "none",
+            keeps_sent=config.optional("recover") not in (None, "none"),
             number=run.world.group_number(config.outer.num_groups),
         )
 
