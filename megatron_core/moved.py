@@ -26,6 +26,7 @@ MOVED = {
     "tensor_parallel.lora": "features.lora.layer",
     "config.depth": "features.presets.depth",
     "config.presets": "features.presets.published",
+    "config.resilience": "resilience.settings",
     "parallel.recovery": "resilience.processes",
     "parallel.links": "resilience.links",
     "checkpoint.host_copy": "resilience.host_copy",

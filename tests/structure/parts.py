@@ -25,7 +25,7 @@ WAITING = {
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
-    "resilience": "checkpoint.copies config.resilience",
+    "resilience": "checkpoint.copies",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 
