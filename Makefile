@@ -86,7 +86,7 @@ verify-all: install-test
 	$(foreach dtype,float32 bfloat16,$(BIN)/python tools/verify_layout.py $(EXPERTS) --attention-dropout 0 \
 	  --layout-invariant --bits --dtype $(dtype) --steps 5 --device simulated --all --pairwise --world-size 2 4 8 \
 	  --markdown docs/equal_bits_of_experts_$(dtype).md &&) true
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitor.bottlenecks --repeats 3 --markdown docs/bottlenecks.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reports.bottlenecks --repeats 3 --markdown docs/bottlenecks.md
 
 browser: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright

@@ -21,13 +21,13 @@ from typing import Any
 import tyro
 
 from megatron_core.errors import MegatronError
-from megatron_core.models.megatron_lm import settings_of_arguments
-from megatron_core.models.megatron_lm.arguments import training_settings
-from megatron_core.training.megatron_state import megatron_config
+from megatron_core.hub.megatron_lm import settings_of_arguments
+from megatron_core.hub.megatron_lm.arguments import training_settings
+from megatron_core.hub.megatron_lm.format import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
-from tests.models import megatron_training as theirs
-from tests.models.test_continue_megatron import AFTER, BEFORE, Tokens, continued
+from tests.hub import megatron_training as theirs
+from tests.hub.test_continue_megatron import AFTER, BEFORE, Tokens, continued
 
 RANKS = 4
 TP, PP, EP, ETP = theirs.SIZES["tp"], theirs.SIZES["pp"], theirs.SIZES["ep"], theirs.SIZES["etp"]

@@ -23,9 +23,9 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import DataConfig
 from megatron_core.datasets import build_datasets, get_bin_path, get_idx_path
-from megatron_core.datasets.builder import TokenWriter
 from megatron_core.features.megatron_order.blend_index import build_blend_index, normalize
 from megatron_core.features.megatron_order.order import OrderOptions, build_order, build_sample_index, count_samples
+from megatron_core.preprocess.builder import TokenWriter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK
-from megatron_core.ops.fp8_product import product, unavailable_reason
+from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.scaled_product import product, unavailable_reason
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
@@ -145,7 +145,7 @@ def steps(settings: Settings) -> list[Row]:
 
 def linear(x: Tensor, weight: nn.Parameter, grad: Tensor, fp8: FP8Products | None) -> None:
     """A linear layer, forward and backward."""
-    parallel_linear(x, weight, None, fp8=fp8).backward(grad)
+    parallel_linear(x, weight, None, products=fp8).backward(grad)
 
 
 def products(settings: Settings) -> list[Row]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.bench_ops import Case, as_tuple, contender
 from benchmarks.op_cases import CASES
 from benchmarks.results import Row, append
-from megatron_core.ops import fp8
+from megatron_core.features.fp8 import casts as fp8
 from megatron_core.ops.backend import LIBRARIES
 
 GIGA = 1e9

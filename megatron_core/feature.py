@@ -43,8 +43,12 @@ class Feature:
     resume_problems: Callable[[Mapping[str, Any], Any, Path], Iterable[str]] | None = None
     """Its rules for a run that resumes: messages about the stored settings, the ``RunConfig`` of the run, and the
     checkpoint's folder; called whether or not the run uses the feature."""
+    describe: Callable[[Any], str] | None = None
+    """From a ``RunConfig`` that uses the feature to a line in the description of the run, or ""."""
     shorthands: Mapping[str, Shorthand] = field(default_factory=dict)
     """Flags, by names with underscores, that stand for settings."""
+    spellings: str | None = None
+    """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
     ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
@@ -55,11 +59,13 @@ class Feature:
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
+    checkpoint_formats: tuple[Any, ...] = ()
+    """Rows ``config.checkpoint.FormatRow``: formats of checkpoints of other programs."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None
-    """Hook: a function from the ``RunConfig``, the ranks over which a sequence is split, and the data-parallel ranks to
-    the ``tensor_parallel.arithmetic.LayerArithmetic`` of the layers."""
+    """Hook: a function from the ``RunConfig``, the group over which sequences are split, and the number of
+    data-parallel ranks to the ``tensor_parallel.arithmetic.LayerArithmetic`` of the layers."""
     change_stage: str | None = None
     """Hook: a function from the ``RunConfig``, a stage of the model, and the groups, which freezes parameters or adds
     parts when the stage has been built; with ``initialise`` it draws the weights of its parts."""
@@ -82,6 +88,9 @@ class Feature:
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
     start: str | None = None
     """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
+    sink: str | None = None
+    """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
+    each step and each evaluation on the first rank."""
     callbacks: tuple[str, ...] = ()
     """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
     steps of a training."""
@@ -131,6 +140,12 @@ def shorthands() -> dict[str, Shorthand]:
 def used_features(config: Any) -> tuple[Feature, ...]:
     """The features that a run with this configuration uses."""
     return tuple(feature for feature in features() if feature.is_used(config))
+
+
+def descriptions(config: Any) -> list[str]:
+    """The lines of the features that a run with this configuration uses in its description."""
+    lines = [feature.describe(config) for feature in used_features(config) if feature.describe is not None]
+    return [line for line in lines if line]
 
 
 def load_hook(hook: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,6 +13,44 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "checkpoint.tensor_hashes": "reports.tensor_hashes",
+    "training.state_hashes": "reports.state_hashes",
+    "training.memory_report": "reports.memory_report",
+    "training.dry_run": "reports.dry_run",
+    "monitor.summary": "reports.summary",
+    "monitor.plot_experts": "reports.plot_experts",
+    "monitor.plot_memory": "reports.plot_memory",
+    "monitor.plot_pipeline": "reports.plot_pipeline",
+    "monitor.prediction": "reports.prediction",
+    "monitor.diagnosis_rules": "reports.diagnosis_rules",
+    "monitor.diagnosis": "reports.diagnosis",
+    "monitor.hash_records": "reports.hash_records",
+    "monitor.plot": "reports.plot",
+    "monitor.report": "reports.report",
+    "monitor.page": "reports.page",
+    "config.rules_fp8": "features.fp8.rules",
+    "data_parallel.fp8_gather": "features.fp8.gather",
+    "ops.fp8_product": "features.fp8.scaled_product",
+    "ops.fp8_grouped": "features.fp8.grouped_product",
+    "ops.fp8": "features.fp8.casts",
+    "tensor_parallel.amax_history": "features.fp8.amax_history",
+    "tensor_parallel.fp8": "features.fp8.products",
+    "optimizer.torch_optimizer": "any_model.torch_optimizer",
+    "verify.verify_module": "verify.module_report",
+    "verify.compare": "verify.bounds",
+    "config.trainer_flags": "features.megatron_flags.tables",
+    "config.launch_flags": "features.megatron_flags.launch_flags",
+    "config.megatron_flags": "features.megatron_flags.tables",
+    "config.translate": "config.flags",
+    "config.short_schedules": "verify.shrink",
+    "config.together": "verify.together",
+    "config.shrink": "verify.shrink",
+    "config.comparison": "verify.comparison",
+    "monitor.trainer_callback": "reports.trainer_callback",
+    "monitor.tensorboard": "reports.tensorboard",
+    "monitor.prometheus": "reports.prometheus",
+    "monitor.mlflow": "reports.mlflow",
+    "monitor.wandb": "reports.wandb",
     "config.invariance": "config.tree",
     "config.rules_invariance": "features.equal_bits.rules",
     "parallel.invariance": "features.equal_bits.invariance",
@@ -20,8 +59,13 @@ MOVED = {
     "transformer.invariant_attention": "features.equal_bits.attention",
     "tensor_parallel.invariant_kernels": "features.equal_bits.kernels",
     "tensor_parallel.invariant_linear": "features.equal_bits.linear",
+    "datasets.validate": "preprocess.validate",
+    "datasets.lengths": "preprocess.lengths",
+    "datasets.atomic_write": "preprocess.atomic_write",
+    "datasets.builder": "preprocess.builder",
     "parallel.simulated": "cpu_ranks.simulated",
     "parallel.shared_memory": "cpu_ranks.shared_memory",
+    "training.averaged_reader": "hub.averaged_reader",
     "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",
@@ -78,6 +122,22 @@ MOVED = {
     "training.hash_records": "reports.hash_callback",
     "training.profile": "reports.profile",
     "training.rerun": "resilience.rerun",
+    "training.adapter_export": "hub.adapter_export",
+    "training.megatron_state": "hub.megatron_lm.format",
+    "training.deepspeed_conversion": "hub.deepspeed_conversion",
+    "training.conversion": "hub.conversion",
+    "models.deepspeed": "hub.deepspeed",
+    "models.megatron_lm": "hub.megatron_lm",
+    "models.hf.expert_rules": "hub.hugging_face.rules",
+    "models.hf.pickled": "hub.hugging_face.files",
+    "models.hf.mxfp4": "hub.hugging_face.quantized",
+    "models.hf.fp8_blocks": "hub.hugging_face.quantized",
+    "models.deepspeed.joining": "hub.deepspeed.checkpoint",
+    "models.deepspeed.universal": "hub.deepspeed.shards",
+    "models.megatron_lm.pickle_keys": "hub.megatron_lm.pickles",
+    "models.megatron_lm.stored_state": "hub.megatron_lm.arguments",
+    "models.megatron_lm.mixers": "hub.megatron_lm.tensor_map",
+    "models.hf": "hub.hugging_face",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""
@@ -126,3 +186,24 @@ def install() -> None:
     """Let old names work in this process."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, OldNames())
+
+
+MOVED_NAMES = {
+    "datasets.IndexedDatasetBuilder": "preprocess.builder",
+    "datasets.write_header": "preprocess.builder",
+}
+"""Names that a package exported in the version before, and the modules that define them now."""
+
+
+def old_names_of(package: str) -> Callable[[str], Any]:
+    """A function ``__getattr__`` of a package that finds names it exported before, with a note."""
+
+    def find(name: str) -> Any:
+        module = MOVED_NAMES.get(f"{package.removeprefix(f'{PACKAGE}.')}.{name}")
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        note = f"{package}.{name} has moved to {PACKAGE}.{module}; import it from there"
+        warnings.warn(note, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+
+    return find

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_core.moved import MOVED, new_name
+from megatron_core.moved import MOVED, MOVED_NAMES, new_name
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
@@ -35,3 +35,13 @@ def test_other_names_are_not_touched() -> None:
     assert new_name("torch.training.engine") is None
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'megatron_core\.training\.nothing'"):
         importlib.import_module("megatron_core.training.nothing")
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED_NAMES.items())
+def test_an_old_name_of_a_package(old: str, new: str) -> None:
+    package, _, name = f"megatron_core.{old}".rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved to megatron_core.{new}"):
+        found = getattr(importlib.import_module(package), name)
+    assert found is getattr(importlib.import_module(f"megatron_core.{new}"), name)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        importlib.import_module(package).nothing  # noqa: B018

@@ -25,7 +25,7 @@ def test_modules_that_wait_to_be_moved_exist() -> None:
 def test_features_are_not_the_core() -> None:
     assert part_of("features.qk_clip.clip") == "feature qk_clip"
     assert part_of("training.loop") == "core"
-    assert part_of("models.hf.reader") == "models.hf"
+    assert part_of("hub.hugging_face.reader") == "hub"
 
 
 def test_imports_are_followed_as_python_loads_them() -> None:

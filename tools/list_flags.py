@@ -8,9 +8,9 @@ from __future__ import annotations
 import typing
 
 from megatron_core.command import run_tool
-from megatron_core.config import megatron_flags
-from megatron_core.config.run import section_types
-from megatron_core.config.translate import command_line
+from megatron_core.config.flags import command_line
+from megatron_core.config.run import aliases, section_types
+from megatron_core.features.megatron_flags import tables as megatron_flags
 
 HEAD = """# Flags of Megatron-LM
 
@@ -42,7 +42,7 @@ def _settings() -> list[str]:
 
 def _translated() -> list[str]:
     rows = [f"| {_flag(name)} | `{' '.join(ours)}` |" for name, ours in megatron_flags.SAME_AS.items()]
-    rows += [f"| {_flag(name)} | `{_plain(ours)}` |" for name, ours in megatron_flags.RENAMED.items()]
+    rows += [f"| {_flag(name)} | `{_plain(ours)}` |" for name, ours in aliases().items()]
     rows += [
         f"| {_flag(name)} | `{' '.join(ours)}`, unless such a flag is given, too |"
         for name, ours in megatron_flags.OVERRIDDEN_BY_FLAG.items()

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from benchmarks.gpu.stages import ROOT
 from megatron_core.errors import DataError
-from megatron_core.monitor.page import BLOCKS, chart, page, table
+from megatron_core.reports.page import BLOCKS, chart, page, table
 from megatron_core.schema import flag, items, maybe, real, text, wrong
 
 STATUSES = ("ok", "failed", "skipped")

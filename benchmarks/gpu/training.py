@@ -22,9 +22,9 @@ from benchmarks.gpu.figures import arguments, skip, write_figures
 from benchmarks.gpu.stages import MODES
 from megatron_core import parallel_state
 from megatron_core.config import RunConfig
-from megatron_core.config.rules_fp8 import block_size
+from megatron_core.features.fp8.rules import block_size
+from megatron_core.features.fp8.scaled_product import unavailable_reason
 from megatron_core.inference import Generator, Request, Sampling, generate
-from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World
 from megatron_core.training import pretrain
 from megatron_core.training.setup import set_up

@@ -1,4 +1,4 @@
-// Casts to 8 bits with a scale per block of a matrix (Micikevicius et al. 2022; megatron_core/ops/fp8.py).
+// Casts to 8 bits with a scale per block of a matrix (Micikevicius et al. 2022; megatron_core/features/fp8/casts.py).
 //
 // x is [matrices, rows, columns]. Blocks have block_rows x block_columns elements, fewer at the end of a matrix. 0
 // means the whole extent; other extents are powers of two up to 128, and at most kTileBlocks blocks are in a tile of

@@ -95,7 +95,7 @@ print_table(
 # damage (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; DeepSeek-V3, section 3.3, for blocks):
 
 # %%
-from megatron_core.ops.fp8 import E4M3, Blocks, quantise
+from megatron_core.features.fp8.casts import E4M3, Blocks, quantise
 
 generator = torch.Generator().manual_seed(1)
 matrix = torch.randn(256, 256, generator=generator)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.parallel.meter import METER
-from megatron_core.training.memory_report import KeptForBackward, found_bytes
+from megatron_core.reports.memory_report import KeptForBackward
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify import run_ranks, this_world
@@ -77,7 +77,7 @@ def train_rank(steps: int, settings: dict[str, Any]) -> Rank:
         losses=losses,
         sent={name: traffic.bytes / steps for name, traffic in times.traffic.items()},
         calls={name: traffic.calls / steps for name, traffic in times.traffic.items()},
-        state=found_bytes(run),
+        state=run.state_bytes(),
         activations=kept.peak,
         seconds=times.seconds / steps,
     )

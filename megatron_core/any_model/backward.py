@@ -8,6 +8,7 @@ from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.arithmetic import fp8_of
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
@@ -199,6 +200,6 @@ def _layer_with_own_sums(module: nn.Module) -> str | None:
     for layer in module.modules():
         sources = [base.__module__ for base in type(layer).__mro__]
         inside = any(s.startswith("megatron_core.") and not s.startswith("megatron_core.training.") for s in sources)
-        if inside or getattr(layer, "fp8", None) is not None:
+        if inside or fp8_of(layer) is not None:
             return f"{type(layer).__name__}{' in FP8' if not inside else ''}"
     return None

@@ -10,14 +10,14 @@ from torch import nn
 from megatron_core.any_model.arguments import folder_name
 from megatron_core.any_model.deepspeed import load_deepspeed, open_deepspeed
 from megatron_core.any_model.scheduler import is_json
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.deepspeed import is_deepspeed_folder
+from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.loading import load_state
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint
@@ -75,7 +75,6 @@ class EngineCheckpoints:
                 vocab_size=0,
                 tokenizer=None,
                 further=self._further,
-                fp8=self._fp8,
             )
         state.param_groups = [
             {name: _numbers(group[name]) for name in CHANGED_BY_SCHEDULERS if name in group}
@@ -121,7 +120,8 @@ class EngineCheckpoints:
             reader.fill(self._buffers())
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
                 self._optimizer.load(reader, stored.get("param_groups", []))
-            loaded = load_state(config, reader, self._data, self._optimizer, self._fp8)
+            further = (lambda reader: ()) if self._fp8 is None else self._fp8.pieces_to_load
+            loaded = load_state(config, reader, self._data, self._optimizer, further)
         if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
@@ -158,6 +158,8 @@ class EngineCheckpoints:
         yield from self._buffers()
         if isinstance(self._optimizer, TorchOptimizer) and not self._config.checkpoint.no_save_optim:
             yield from self._optimizer.saved_boxes()
+        if self._fp8 is not None and not self._config.checkpoint.no_save_optim:
+            yield from self._fp8.pieces()
 
     def _buffers(self) -> Iterator[TensorBox]:
         """Persistent buffers, such as running statistics of batch norm; one rank saves each."""

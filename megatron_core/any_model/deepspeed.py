@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import TensorBox
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.state import TrainState, held_weights, optimizer_pieces

@@ -34,15 +34,16 @@ from megatron_core.any_model.scheduler import (
     share_groups,
 )
 from megatron_core.any_model.tensor import whole_tensor
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
 from megatron_core.any_model.zero_grad import discard_with
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.meter import METER
@@ -81,6 +82,7 @@ class Engine(EngineBackward, nn.Module):
         prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
         self.groups = prepared.groups
         self.fp8 = prepared.fp8
+        self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
             config,
@@ -250,7 +252,7 @@ class Engine(EngineBackward, nn.Module):
         data = self.data_parallel
         sharded = self._sharded
         METER.switch("gradients")
-        finish_gradients(data, self.fp8)
+        finish_gradients(data, self._after_gradients)
         self.before_update()
         METER.switch("optimizer")
         totals = self._losses
@@ -392,7 +394,7 @@ class Engine(EngineBackward, nn.Module):
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
-        ``folder`` may also be one of DeepSpeed, see ``models.deepspeed``; ``iteration`` is then its global step.
+        ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
         Gradients of an incomplete step are discarded. Errors: ``CheckpointError`` if there is none, it is damaged, or
         it belongs to another model.
         """

@@ -9,13 +9,13 @@ from torch import nn
 from megatron_core.any_model.tensor import ParallelLinear, conv1d
 from megatron_core.config import RunConfig
 from megatron_core.config.fp8 import FP8Config
-from megatron_core.config.rules_fp8 import block_size
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.rules import block_size
 from megatron_core.parallel.groups import ALONE, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks, raising_on_all_ranks
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
-from megatron_core.tensor_parallel.fp8 import FP8Products
 
 STEP = 16
 """Extents of a product in FP8 are multiples of this (torch._scaled_mm)."""
@@ -95,5 +95,5 @@ def _in_fp8(path: str, linear: Any, settings: FP8Config, config: RunConfig) -> P
             "parallel rank: scales would depend on the layout; use fp8_recipe=rowwise or fewer ranks"
         )
     of_input, of_output = (linear.group, ALONE) if splits_input else (ALONE, linear.group)
-    linear.fp8 = FP8Products(settings, of_input, of_output, backend=config.model.kernel_backend)
+    linear.product = FP8Products(settings, of_input, of_output, backend=config.model.kernel_backend)
     return linear

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.file import convert, describe, field_types, perhaps, read_config
+from megatron_core.config.file import read_config
 from megatron_core.config.fp8 import Recipe
-from megatron_core.config.run import names_in_any_model
+from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
+from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
@@ -38,8 +39,7 @@ READ = frozenset(
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
         *("overlap_p2p_communication", "compile", "compile_backend"),
-        *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
-        *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
+        *("metrics_file", "record_times"),
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""

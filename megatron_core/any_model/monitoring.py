@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_core.config import RunConfig
-from megatron_core.monitor.build import build_sinks, metrics_path
-from megatron_core.monitor.console import ConsoleSink
+from megatron_core.feature import used_features
+from megatron_core.monitor.build import SinkContext, build_sinks, metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent
 from megatron_core.monitor.goodput import Goodput
@@ -17,8 +17,6 @@ from megatron_core.monitor.rank_records import RankWriter
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.training.state import TrainState
-
-DESTINATIONS = ("metrics_file", "tensorboard_dir", "wandb_project", "mlflow_experiment", "prometheus_file")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,8 @@ class StepMonitor:
         self._groups = groups
         self._world = world
         self._layout = layout
-        self.is_on = any(getattr(config.monitor, name) is not None for name in DESTINATIONS)
+        has_sink = any(feature.sink is not None for feature in used_features(config))
+        self.is_on = has_sink or config.monitor.metrics_file is not None
         self._sinks: list[Sink] = []
         self._writer: RankWriter | None = None
         self._goodput = Goodput()
@@ -64,8 +63,8 @@ class StepMonitor:
         rank = self._world.rank
         self._is_open = True
         if rank == 0:
-            sinks = build_sinks(settings, start_iteration=iteration, settings=self._config.flat())
-            self._sinks = [LenientSink(sink) for sink in sinks if not isinstance(sink, ConsoleSink)]
+            context = SinkContext(self._config, start_iteration=iteration, logged=self._config.flat())
+            self._sinks = [LenientSink(sink) for sink in build_sinks(context)]
         about = {
             "world_size": self._world.size,
             "coordinates": dict(self._groups.coordinates),

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from megatron_core.any_model.scheduler import refuse_group, refuse_hook, refuse_state
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
-from megatron_core.data_parallel import DataParallel
-from megatron_core.errors import ConfigError
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
-from megatron_core.optimizer.torch_optimizer import (
+from megatron_core.any_model.torch_optimizer import (
     STEP_HOOKS,
     TorchOptimizer,
     coupling_of,
     needs_closure,
     register_class,
 )
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import ConfigError
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups
 
 PER_GROUP = ("lr", "weight_decay", "eps")

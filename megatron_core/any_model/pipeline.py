@@ -27,6 +27,7 @@ from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_set
 from megatron_core.any_model.tensor import check_plan, equalize_and_split, split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
+from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
@@ -76,7 +77,7 @@ class PipelineEngine(Engine):
             split=SequenceSplit.of(self.groups, sequence_parallel=False),
             data_parallel=self.data_parallel,
             optimizer=self._sharded,
-            fp8=self.fp8,
+            after_gradients=update_of(self.fp8),
             p2p=p2p,
             message=StructuredMessages(device, (), False, self._structures),
             deferrable=[*self.staged.places],

@@ -20,11 +20,11 @@ from megatron_core.any_model.module import (
 from megatron_core.any_model.optimizer import Groups, groups_of
 from megatron_core.any_model.tensor import equalize_and_split
 from megatron_core.config import RunConfig, TrainingConfig
+from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.parallel.compiled import compile_forward
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.parallel.world import World
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Parameters keep their names and identity, so that tied weights stay tied and par
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,8 +38,6 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.collectives import copy_to_region, gather_channels, reduce_from_region, scatter_channels
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import ShardSpec, Split, replicated, spec_of, split, split_fused
-from megatron_core.tensor_parallel.fp8 import FP8Products
-from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 
 
@@ -59,23 +58,18 @@ class ParallelLinear(nn.Module):
         out, into = (1, 0) if transposed else (0, 1)
         self.out_features = self.weight.shape[out]
         self.in_features = self.weight.shape[into]
-        self.fp8: FP8Products | None = None
-        """If given, computes the matrix products."""
+        self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = nn.functional.linear
+        """Computes x W^T + b."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
         weight = self.weight.t() if self.transposed else self.weight
         if self.style.startswith("rowwise"):
             local = scatter_channels(x, self.group) if self.style == "rowwise_split_input" else x
-            product = reduce_from_region(self._product(local, weight, None), self.group)
+            product = reduce_from_region(self.product(local, weight, None), self.group)
             return product if self.bias is None else product + self.bias
-        output = self._product(copy_to_region(x, self.group), weight, self.bias)
+        output = self.product(copy_to_region(x, self.group), weight, self.bias)
         return gather_channels(output, self.group) if self.style == "colwise_gather_output" else output
-
-    def _product(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        if self.fp8 is None:
-            return nn.functional.linear(x, weight, bias)
-        return parallel_linear(x, weight, bias, fp8=self.fp8)
 
 
 class ParallelEmbedding(nn.Module):

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import re
-import shlex
 import socket
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_core.checkpoint.formats import formats_in
 from megatron_core.checkpoint.hashes import sync_folder, write_file, wrong_sizes
 from megatron_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from megatron_core.config.checkpoint import TEMPORARY_FOLDER
@@ -206,14 +206,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         return Candidates((root,), named=True)
     restore_replaced(root)
     complete = complete_iterations(root)
-    if not complete and is_of_megatron(root):
-        source = root.absolute()
-        target = shlex.quote(str(source.with_name(f"{source.name}-converted")))
-        iteration = "" if step is None else f" --ckpt-step {step}"
-        raise CheckpointError(
-            f"load={load} is a checkpoint of Megatron-LM; run megatron-convert --from megatron --to "
-            f"native --load {shlex.quote(str(source))} --save {target}{iteration}, then give --load {target}"
-        )
+    # Iterations of other programs may have the same names, and are not incomplete checkpoints of this one.
+    for form in () if complete else formats_in(root, resumes=True):
+        raise CheckpointError(form.refusal(f"load={load}", root, step))
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
         incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)
@@ -247,12 +242,6 @@ def _is_written(folder: Path) -> bool:
     """Whether ``folder`` contains a rank's file; without a manifest it is then a damaged checkpoint, not an empty
     folder."""
     return any(folder.glob("rank_*.safetensors"))
-
-
-def is_of_megatron(root: Path) -> bool:
-    """Whether ``root``, or an iteration's folder in it, has files of Megatron-LM."""
-    folders = (root, *root.glob("iter_*"), root / "release")
-    return any((each / ".metadata").is_file() or any(each.glob("mp_rank_*/*.pt")) for each in folders)
 
 
 def find_checkpoint(load: str, step: int | None = None) -> Path | None:

@@ -109,6 +109,8 @@ class _Stored:
 class HostCopy:
     """The copies of one iteration; the interface of ``CheckpointReader`` that loading uses."""
 
+    only_weights = False
+
     def __init__(self, sources: Iterable[LocalCopy | RemoteCopy]) -> None:
         """``sources``: opened in this order until all is found; boxes of a tensor are equal or disjoint in all of them.
         Errors: ``KeyError`` if there are none."""

@@ -31,6 +31,8 @@ from megatron_core.storage import in_storage
 class CheckpointReader:
     """An open checkpoint folder; a context manager."""
 
+    only_weights = False
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder / MANIFEST)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import DataError
 from megatron_core.output_file import json_line_with, prepare_output
+from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.terminal import parse_flags
 
 LIBRARY_PATTERNS = ("*.py",)

@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.hash_records import ORDER, HashRecord, compared_iterations, first_difference, read_hashes
+from megatron_core.reports.hash_records import ORDER, HashRecord, compared_iterations, first_difference, read_hashes
 from megatron_core.terminal import parse_flags
 
 

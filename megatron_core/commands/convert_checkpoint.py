@@ -31,18 +31,18 @@ import torch
 import tyro
 
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.models.megatron_lm.writer import Format
-from megatron_core.output_file import refuse_url
-from megatron_core.storage import location
-from megatron_core.terminal import parse_flags
-from megatron_core.training.adapter_export import export_adapter
-from megatron_core.training.conversion import (
+from megatron_core.hub.adapter_export import export_adapter
+from megatron_core.hub.conversion import (
     export_distributed,
     export_hugging_face,
     import_hugging_face,
     import_megatron,
 )
-from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
+from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
+from megatron_core.hub.megatron_lm.writer import Format
+from megatron_core.output_file import refuse_url
+from megatron_core.storage import location
+from megatron_core.terminal import parse_flags
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
 FORMATS: dict[str, Format] = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"}

@@ -33,14 +33,12 @@ from megatron_core.command import program
 from megatron_core.commands.plan_layout import vocabulary
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import read_flags, without_mode
-from megatron_core.config.comparison import described, require_legal
 from megatron_core.config.file import WRITTEN, changed_settings, write_config
-from megatron_core.config.launch_flags import LaunchFlags, is_flag
+from megatron_core.config.flags import grouped, plain
 from megatron_core.config.rules_single import unread_settings
-from megatron_core.config.shrink import changes
-from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError, shortened, visible
+from megatron_core.features.megatron_flags.launch_flags import LaunchFlags, is_flag
 from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
@@ -51,6 +49,8 @@ from megatron_core.planner.search import Search
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
+from megatron_core.verify.comparison import described, require_legal
+from megatron_core.verify.shrink import changes
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
@@ -143,7 +143,7 @@ class TranslatedLaunch:
         faults_found += problems(config, ranks)
         folder = None if config.checkpoint.load is None else path_of(config.checkpoint.load)
         if folder is not None and folder.is_dir():
-            from megatron_core.training.megatron_state import checkpoint_changes  # it imports torch
+            from megatron_core.hub.megatron_lm.format import checkpoint_changes  # it imports torch
 
             faults_found += checkpoint_changes(config)
         return cls(launch, flags, config, ranks, tuple(faults_found), told)

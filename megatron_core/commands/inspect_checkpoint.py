@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
-from megatron_core.checkpoint.tensor_hashes import checkpoint_hashes
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.tensor_hash import combined
+from megatron_core.reports.tensor_hashes import checkpoint_hashes
 from megatron_core.terminal import parse_flags
 
 MOST_LINES = 50

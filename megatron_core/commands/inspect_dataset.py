@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import get_header_path
-from megatron_core.datasets.lengths import Lengths, document_lengths
-from megatron_core.datasets.validate import total_bytes, validate
 from megatron_core.errors import ConfigError, visible
 from megatron_core.output_file import picture_kind, prepare_output
+from megatron_core.preprocess.lengths import Lengths, document_lengths
+from megatron_core.preprocess.validate import total_bytes, validate
 from megatron_core.storage import location
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
@@ -91,7 +91,7 @@ def inspect_dataset(settings: Settings) -> None:
     print(made_by(settings.prefix), end="\n\n")
     print("\n".join(picture(lengths, shutil.get_terminal_size((100, 24)).columns)))
     if settings.png is not None:
-        from megatron_core.datasets.lengths import plot_lengths  # matplotlib takes a while to load
+        from megatron_core.preprocess.lengths import plot_lengths  # matplotlib takes a while to load
 
         try:
             plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")

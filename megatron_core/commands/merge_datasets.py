@@ -23,20 +23,12 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from megatron_core.datasets import (
-    DatasetHeader,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-    read_header,
-    write_header,
-)
-from megatron_core.datasets.builder import refuse_existing, refuse_other_files
+from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
 from megatron_core.output_file import make_output_folder
+from megatron_core.preprocess.builder import IndexedDatasetBuilder, refuse_existing, refuse_other_files, write_header
 from megatron_core.terminal import exact, parse_flags
 
 

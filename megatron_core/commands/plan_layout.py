@@ -27,7 +27,7 @@ from megatron_core.command import program
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.file import names_in
-from megatron_core.config.translate import grouped, plain
+from megatron_core.config.flags import grouped, plain
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline
@@ -185,7 +185,7 @@ def explain_memory(search: Search, candidate: Candidate, png: str | None) -> Non
     title = f"memory of pipeline rank {candidate.rank} over a step{shortened}: {layout}"
     print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
     if png is not None:
-        from megatron_core.monitor.plot_memory import plot_memory  # importing matplotlib takes a while
+        from megatron_core.reports.plot_memory import plot_memory  # importing matplotlib takes a while
 
         plot_memory(over.times, over.kinds, search.hardware.usable_bytes, png, title=title)
         print(f"wrote {png}")

@@ -14,9 +14,9 @@ import tyro
 
 from megatron_core.command import program
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.plot import plot_loss
-from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.output_file import picture_kind, prepare_output
+from megatron_core.reports.plot import plot_loss
+from megatron_core.reports.plot_experts import plot_expert_load
 from megatron_core.terminal import parse_flags
 
 

@@ -22,7 +22,7 @@ import tyro
 
 from megatron_core.command import program
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.report import write_report
+from megatron_core.reports.report import write_report
 from megatron_core.terminal import parse_flags
 
 

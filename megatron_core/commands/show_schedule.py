@@ -103,7 +103,7 @@ def show_schedule(settings: Settings) -> None:
     if settings.trace is not None and settings.measured is None and len(drawings) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
     if settings.png is not None:
-        from megatron_core.monitor.plot_pipeline import plot_timelines  # importing matplotlib takes a while
+        from megatron_core.reports.plot_pipeline import plot_timelines  # importing matplotlib takes a while
 
         unit = "" if settings.measured is None else "ms"
         plot_timelines([(drawing.title, drawing.timeline) for drawing in drawings], settings.png, unit=unit)

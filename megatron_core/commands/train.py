@@ -13,8 +13,8 @@ import os
 import sys
 
 from megatron_core.parallel import World, run_job
+from megatron_core.reports.dry_run import describe_rank
 from megatron_core.training import pretrain, read_settings
-from megatron_core.training.dry_run import describe_rank
 
 
 def main() -> None:

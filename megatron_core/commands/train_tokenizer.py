@@ -27,10 +27,10 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.output_file import NEW, prepare_output
 from megatron_core.preprocess import find_inputs, read_texts
+from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.report import counted
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import build_tokenizer

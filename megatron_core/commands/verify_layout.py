@@ -20,7 +20,14 @@ import tyro
 from megatron_core.command import program
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
-from megatron_core.config.comparison import (
+from megatron_core.config.validate import problems
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import Output, json_with, prepare_output, starting_with
+from megatron_core.terminal import parse_flags
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
+from megatron_core.verify.comparison import (
     OF_EVERY_LAYOUT,
     Task,
     configured,
@@ -29,17 +36,10 @@ from megatron_core.config.comparison import (
     require_legal,
     said_of_stages,
 )
-from megatron_core.config.shrink import at_full_size, changes, small_run
-from megatron_core.config.together import incomparable
-from megatron_core.config.validate import problems
-from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.output_file import Output, json_with, prepare_output, starting_with
-from megatron_core.terminal import parse_flags
-from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.vocabulary import vocabulary_size
-from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.pairwise import pairwise
+from megatron_core.verify.shrink import at_full_size, changes, small_run
 from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary, verdict_line
+from megatron_core.verify.together import incomparable
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""

@@ -16,6 +16,18 @@ TEMPORARY_FOLDER = "non_persistent"
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormatRow:
+    """A row of ``Feature.checkpoint_formats``."""
+
+    hook: str
+    """Class derived from ``checkpoint.formats.CheckpointFormat``."""
+    setting: str | None = None
+    """Setting that names a folder in this format, from which settings without a flag are taken."""
+    writes: tuple[str, ...] = ()
+    """Values of --ckpt-format that it writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 @section()
 class CheckpointConfig:
     """Folders, intervals and contents of checkpoints. A checkpoint can be loaded in any layout."""
@@ -24,7 +36,7 @@ class CheckpointConfig:
     """Folder or URL (docs/storage.md) for checkpoints, every --save-interval steps and at the end of the run."""
     save_interval: int | None = setting(None, r.COUNT, when=c.TRAINING, aliases="persistent_save_interval")
     """With --save: steps between checkpoints; default: only at the end of the run."""
-    save_retain_interval: int | None = setting(None, r.COUNT, needs=c.SAVE, aliases="keep_every")
+    save_retain_interval: int | None = setting(None, r.COUNT, needs=c.SAVE, aliases="keep_every", is_refinement=True)
     """Keep checkpoints whose step is a multiple of this (also --keep-every) and the newest --keep-last; delete the
     others when a newer one is complete."""
     keep_last: int | None = setting(None, r.COUNT, needs=c.SAVE)
@@ -40,7 +52,7 @@ class CheckpointConfig:
     torch.distributed.checkpoint. They are all kept. Training waits while they are written, also with --async-save."""
     ckpt_format_interval: int | None = setting(None, r.COUNT, needs=c.OTHER_FORMAT)
     """With --ckpt-format: write the other format only at steps that are multiples of this; default: each checkpoint."""
-    async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING)
+    async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING, is_refinement=True)
     """Copy checkpoints to the host's memory and write them in the background during the next steps."""
     non_persistent_save_interval: int | None = setting(None, r.COUNT, needs=c.SAVE)
     """With --save: steps between checkpoints for a fast restart; only the newest one is kept."""

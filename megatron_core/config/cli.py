@@ -16,12 +16,11 @@ import tyro
 from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
+from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
-from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAMED
 from megatron_core.config.presets import preset
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
-from megatron_core.config.run import RunConfig, feature_sections, field_types, section_types
-from megatron_core.config.translate import Translation, command_line, grouped, plain
+from megatron_core.config.run import RunConfig, aliases, feature_sections, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.feature import shorthands
@@ -143,17 +142,9 @@ def read_flags(args: list[str], *, prog: str = "pretrain_gpt.py") -> tuple[RunCo
     return RunConfig.of_sections(_parsed_sections(parsed)), faults
 
 
-def known_flags(args: list[str]) -> tuple[list[str], list[str]]:
-    """The part of ``args`` with flags of this project or of Megatron-LM, and the other flags without their values."""
-    groups = list(Translation.each(args, _types(_TrainingCommandLine)))
-    known = [word for words, one in groups if not one.unknown for word in words]
-    return known, [flag for _, one in groups for flag in one.unknown]
-
-
-def without_parts(args: list[str]) -> list[str]:
-    """``args`` without the flags for parts of a model, such as ``--spec``, that only a program can read."""
-    groups = grouped(args)
-    return [word for flag, values in groups if plain(flag) not in IN_PROGRAMS for word in (flag, *values)]
+def training_flags() -> dict[str, Any]:
+    """The type of each flag of a program that trains."""
+    return _types(_TrainingCommandLine)
 
 
 def _parse(
@@ -178,9 +169,8 @@ def _parse(
     if depth is not None and depth.removeprefix("-").isdecimal():  # any other value is an error of its type
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
         defaults = RunConfig.from_flat(defaults.flat() | settings_of_depth(int(depth), names))
-    pattern = _last_value(found.flags, "--hybrid-layer-pattern")
     for name, shorthand in shorthands().items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = to_flag(name)
         value = _last_value(found.flags, flag)
         if value is None:
             continue
@@ -193,12 +183,9 @@ def _parse(
         if remark and _is_first_rank():
             print(f"note: {flag}: {remark}", file=sys.stderr)
     if path is not None:
-        defaults, faults = config_and_faults(path, defaults, pattern)
+        overridden = {plain(flag) for flag, _ in grouped(found.flags)}
+        defaults, faults = config_and_faults(path, defaults, overridden)
         found.faults += faults
-    if pattern is None and path is not None and "num_layers" not in names_in(path):
-        pattern = defaults.model.hybrid_layer_pattern
-    if pattern:
-        defaults = replace(defaults, model=replace(defaults.model, num_layers=len(pattern)))
     parsed = parse_flags(
         kind,
         prog=prog,
@@ -217,7 +204,7 @@ def _parse(
     if off:
         config = RunConfig.from_flat(config.flat() | {name: values[name] for name in off})
         parsed = replace(parsed, **config.sections())
-        found.ignored |= {f"--{name.replace('_', '-')}": reason for name, reason in off.items()}
+        found.ignored |= {to_flag(name): reason for name, reason in off.items()}
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
@@ -231,9 +218,14 @@ def settings_from_folder(config: RunConfig) -> bool:
 
 def without_mode(config: RunConfig, flags: list[str]) -> dict[str, str]:
     """The settings of ``flags`` that Megatron-LM ignores without a mode which ``config`` does not have; the reason."""
-    names = {RENAMED.get(name := plain(flag), name).removeprefix("no_") for flag, _ in grouped(flags)}
-    missing = missing_modes(config, sorted(names & REFINEMENTS))
+    names = {aliases().get(name := plain(flag), name).removeprefix("no_") for flag, _ in grouped(flags)}
+    missing = missing_modes(config, sorted(names & refinements()))
     return {name: f"no effect {'with' if mode.excludes else 'without'} {mode.words}" for name, mode in missing.items()}
+
+
+def refinements() -> set[str]:
+    """The settings that refine a mode."""
+    return {name for name, declared in settings().items() if declared.is_refinement}
 
 
 def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
@@ -279,9 +271,9 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
     if not _is_first_rank() or any(problems(config, world_size)):
         return  # what cannot be used is an error
     values, defaults = config.flat(), RunConfig().flat()
-    flags = Translation.of(list(sys.argv[1:] if args is None else args), _types(_TrainingCommandLine)).flags
+    flags = Translation.of(list(sys.argv[1:] if args is None else args), training_flags()).flags
     given = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
-    given -= REFINEMENTS  # _parse has named them
+    given -= refinements()  # _parse has named them
     same = [name for name in values if name in given and values[name] == defaults[name] and values[name] is not False]
     if unread := unread_settings(config, world_size, device="", names=same):
         print(f"note: without effect here: {unread}", file=sys.stderr)

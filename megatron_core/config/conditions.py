@@ -206,8 +206,6 @@ RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_ti
 TIMING_LOG = given("timing_log_level", "1")
 PROFILE = given("profile")
 PYTORCH_PROFILER = given("use_pytorch_profiler")
-WANDB = given("wandb_project", "NAME")
-MLFLOW = given("mlflow_experiment", "NAME")
 BAD_STEPS = given("max_bad_steps", "N")
 RERUN = Condition("--rerun-mode validate_results", lambda run: run.resilience.rerun_mode != "disabled")
 NO_SPARE = Condition("--recover-without-spare", lambda run: run.resilience.recover_without_spare)

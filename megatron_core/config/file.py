@@ -1,20 +1,16 @@
 """A configuration as a file: YAML or JSON, flat or nested by section."""
 
-import difflib
-import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from megatron_core.config.help import ALL
-from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, read_layers_file
-from megatron_core.config.hybrid import read_pattern
-from megatron_core.config.megatron_flags import FLAGS, SAME_VALUE
+from megatron_core.config.flags import Spellings, spellings_of_features
 from megatron_core.config.run import RunConfig, field_types, section_types
+from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import Output, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
@@ -24,18 +20,18 @@ WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
 """Files of ``write_config``."""
 
 
-def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: str | None = None) -> RunConfig:
+def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfig:
     """The configuration in a file, as ``config_and_faults``; one ``ConfigError`` for all faults."""
-    config, faults = config_and_faults(path, defaults, pattern)
+    config, faults = config_and_faults(path, defaults)
     _raise_together(faults, path)
     return config
 
 
 def config_and_faults(
-    path: str | Path, defaults: RunConfig | None = None, pattern: str | None = None
+    path: str | Path, defaults: RunConfig | None = None, overridden: Collection[str] = ()
 ) -> tuple[RunConfig, list[str]]:
-    """The configuration in a file; settings that are not in the file come from ``defaults``. ``pattern`` replaces its
-    pattern of layers, with the settings that this one implies.
+    """The configuration in a file; settings that are not in the file come from ``defaults``. Those among ``overridden``
+    imply no further settings.
 
     Names are those of the fields, with underscores or hyphens, at the top level or under their section
     (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). Each unknown name,
@@ -43,16 +39,16 @@ def config_and_faults(
     ``ConfigError``: the file cannot be read.
     """
     values, faults = settings_and_faults(path)
-    if pattern is not None:
-        values["hybrid_layer_pattern"] = pattern
-    elif (given := values.get("hybrid_layer_pattern")) is not None:
-        values["hybrid_layer_pattern"], implied = read_pattern(given)
-        for name, value in implied.items():
-            if values.setdefault(name, value) != value:
-                faults.append(
-                    f"hybrid_layer_pattern={given} in {path} means {name}={value}, but {name}={values[name]}; remove "
-                    "one of them"
-                )
+    for setting in [name for name in values if name not in overridden]:
+        text = values[setting]
+        for spelling in spellings_of_features():
+            values[setting], implied = spelling.implied(setting, values[setting])
+            for name, value in implied.items():
+                if values.setdefault(name, value) != value:
+                    faults.append(
+                        f"{setting}={text} in {path} means {name}={value}, but {name}={values[name]}; remove one of "
+                        "them"
+                    )
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values), faults
 
 
@@ -70,16 +66,16 @@ def settings_and_faults(path: str | Path, flag: str = "--config") -> tuple[dict[
     """The settings in a file by name, and a message for each that cannot be used; see ``config_and_faults``."""
     values: dict[str, Any] = {}
     kinds, faults = field_types(), list[str]()
+    spellings = spellings_of_features()
     for name, value in _flat_items(_load(Path(path), flag), str(path), faults):
         try:
-            if name == LAYERS_FILE:
-                name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
+            for spelling in spellings:
+                name, value = spelling.entry(name, value)
             if name not in kinds:
-                raise ConfigError(_unknown(name, str(path), kinds))
+                raise ConfigError(_unknown(name, str(path), kinds, spellings))
             if name in values:
                 raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
-            same = SAME_VALUE.get(name, {}).get(value, value) if isinstance(value, str) else value
-            values[name] = _checked(name, same, kinds[name], str(path))
+            values[name] = _checked(name, value, kinds[name], str(path))
         except ConfigError as error:
             faults.append(str(error))
     return values, faults
@@ -170,24 +166,14 @@ def _plain(key: object) -> str:
     return (key if isinstance(key, str) else quoted(key)).lstrip("-").replace("-", "_")
 
 
-def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
+def _unknown(name: str, path: str, kinds: dict[str, Any], spellings: Iterable[Spellings]) -> str:
     """The message for a name that is not a setting."""
-    if name in FLAGS:
-        flag = FLAGS[name]
-        what = f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else f"{flag.reason}"
-        return f"Megatron-LM's {name} in {path} is not a setting here: {what}"
+    for spelling in spellings:
+        explanation = spelling.explain(name)
+        if explanation is not None:
+            return f"{explanation[0]} {name} in {path} is not a setting here: {explanation[1]}"
     shown = name.replace("\n", "\\n")
     return f"{shown} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
-
-
-ALL_SETTINGS = f"--help {ALL} lists every setting"
-
-
-def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = ALL_SETTINGS) -> str:
-    """A hint at known names that are similar to an unknown one; ``otherwise`` if there is none."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    shown = " or ".join(prefix + (each.replace("_", "-") if prefix else each) for each in close)
-    return f"perhaps you meant {shown}" if close else otherwise
 
 
 def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
@@ -196,52 +182,3 @@ def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
         return convert(value, kind)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name}={quoted(value)} in {path} does not fit; legal: {describe(kind)}") from None
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """``value`` converted to type ``kind``; ``ValueError`` or ``TypeError`` if it does not fit.
-
-    Strings are accepted as numbers because YAML 1.1 reads ``1e-3`` as a string.
-    """
-    options = typing.get_args(kind)
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        if value is None or value == "None":
-            return None
-        return convert(value, next(option for option in options if option is not type(None)))
-    if typing.get_origin(kind) is Literal:
-        return options[[str(option) for option in options].index(_convert_plain(value, str))]
-    if typing.get_origin(kind) is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
-        kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
-        return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
-    return _convert_plain(value, kind)
-
-
-def _convert_plain(value: Any, kind: type) -> Any:
-    """``value`` as bool, int, float or str."""
-    if (kind is bool) != isinstance(value, bool) or not isinstance(value, bool | int | float | str):
-        raise TypeError
-    if kind is int:
-        number = float(value) if isinstance(value, str) else value
-        if number != int(number):
-            raise ValueError
-        whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
-        if abs(whole) >= 2**63:
-            raise OverflowError
-        return whole
-    return kind(value)
-
-
-def describe(kind: Any, nothing: str = "null") -> str:
-    """The legal values of a type, for messages; ``nothing`` stands for None."""
-    options = typing.get_args(kind)
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join(nothing if option is type(None) else describe(option) for option in options)
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(map(str, options))
-    if typing.get_origin(kind) is tuple:
-        if options[-1] is not Ellipsis:
-            return f"a list of {len(options)} integers"
-        plural = {str: "strings", int: "integers"}.get(options[0])
-        return f"a list of {plural or describe(options[0])}"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]

@@ -21,27 +21,29 @@ class FP8Config:
     fp8_format: Literal["e4m3", "hybrid"] | None = setting(None, when=ALWAYS)
     """Compute linear layers of attention, MLP and experts in FP8; default: no FP8. e4m3: all matrices are e4m3. hybrid:
     gradients are e5m2, the others e4m3. Embedding, output layer, router, norms and attention products are unchanged."""
-    fp8_recipe: Recipe = setting("delayed")
+    fp8_recipe: Recipe = setting("delayed", is_refinement=True)
     """Granularity of scales. delayed: one scale per matrix, from previous steps. tensorwise: one per matrix, from its
     values. rowwise: one per row or column along which the product sums. blockwise: one per 128 x 128 elements of a
     weight and per 128 elements of other matrices (DeepSeek-V3). mxfp8: one per 32 elements (OCP)."""
-    fp8_margin: int = setting(0, r.integer(0, 126), needs=c.DELAYED)
+    fp8_margin: int = setting(0, r.integer(0, 126), needs=c.DELAYED, is_refinement=True)
     """With --fp8-recipe delayed: divide scales by 2 to the power of this, as headroom for growing values."""
-    fp8_amax_history_len: int = setting(1, r.SMALL_COUNT, needs=c.DELAYED, when=c.LARGEST_AMAX)
+    fp8_amax_history_len: int = setting(1, r.SMALL_COUNT, needs=c.DELAYED, when=c.LARGEST_AMAX, is_refinement=True)
     """With --fp8-recipe delayed: number of steps in the history of largest absolute values."""
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = setting("most_recent", needs=c.DELAYED, when=c.AMAX_HISTORY)
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = setting(
+        "most_recent", needs=c.DELAYED, when=c.AMAX_HISTORY, is_refinement=True
+    )
     """With --fp8-recipe delayed: value of the history that is scaled to the format's largest number."""
-    fp8_wgrad: bool = setting(True)
+    fp8_wgrad: bool = setting(True, is_refinement=True)
     """Compute weight gradients in FP8; --no-fp8-wgrad: in the precision of activations."""
     fp8_param_gather: bool = setting(False, when=c.SEVERAL_DATA_RANKS)
     """Gather the weights of these layers over the data-parallel ranks in FP8, in half the bytes, with equal results to
     the bit; weights are stored in 16 bits. Needs --fp8-recipe tensorwise, delayed or blockwise and --zero-stage 1 to
     3."""
-    first_last_layers_bf16: bool = setting(False)
+    first_last_layers_bf16: bool = setting(False, is_refinement=True)
     """Exclude the first --num-layers-at-start-in-bf16 and the last --num-layers-at-end-in-bf16 layers from FP8."""
-    num_layers_at_start_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS)
+    num_layers_at_start_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS, is_refinement=True)
     """Number of first layers that --first-last-layers-bf16 excludes."""
-    num_layers_at_end_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS)
+    num_layers_at_end_in_bf16: int = setting(1, r.COUNT_FROM_0, needs=c.FIRST_LAST_LAYERS, is_refinement=True)
     """Number of last layers that --first-last-layers-bf16 excludes."""
     fp8_statistics_interval: int | None = setting(None, r.COUNT, resume=Resume.FREE)
     """Steps between tables of the shares of elements that FP8 clamps or rounds to 0 in each layer."""

@@ -125,7 +125,9 @@ class ModelConfig(
     window_size: tuple[int, int] | None = setting(None, when=c.WINDOWED_LAYER)
     """Sliding-window attention: number of tokens before (-1: all) and after (0, since the model is causal) a token to
     which it attends."""
-    window_attn_skip_freq: tuple[int, ...] | None = setting(None, needs=c.WINDOW, when=c.WINDOWED_LAYER)
+    window_attn_skip_freq: tuple[int, ...] | None = setting(
+        None, needs=c.WINDOW, when=c.WINDOWED_LAYER, is_refinement=True
+    )
     """Layers without the window. One number n: every n-th layer has full attention. One number per layer: 1 window, 0
     full attention. Default: every layer has the window."""
     kernel_backend: Literal["auto", "native", "reference", "apex", "transformer_engine"] = setting(
@@ -137,7 +139,7 @@ class ModelConfig(
     cross_entropy_loss_fusion: bool = setting(False, when=ALWAYS, resume=Resume.FREE)
     """Fuse the loss with the method --cross-entropy-fusion-impl; default: native."""
     cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
-        "native", needs=given("cross_entropy_loss_fusion"), resume=Resume.FREE
+        "native", needs=given("cross_entropy_loss_fusion"), resume=Resume.FREE, is_refinement=True
     )
     """With --cross-entropy-loss-fusion. native: the loss in one pass over the logits. linear: output layer and loss
     together, a few tokens at a time, which saves the memory of logits and costs one more matrix product."""
@@ -154,13 +156,13 @@ class ModelConfig(
     recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING, resume=Resume.FREE)
     """Activations that backward recomputes. full: of whole layers. selective: of --recompute-modules."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(
-        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, resume=Resume.FREE
+        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, resume=Resume.FREE, is_refinement=True
     )
     """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
     attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these
     modules as a whole. moe_act: the activation function of experts."""
     recompute_method: Literal["uniform", "block"] | None = setting(
-        None, needs=c.FULL_RECOMPUTE, resume=Resume.FREE, aliases="activations_checkpoint_method"
+        None, needs=c.FULL_RECOMPUTE, resume=Resume.FREE, aliases="activations_checkpoint_method", is_refinement=True
     )
     """With full recompute. uniform: keep the input of every --recompute-num-layers layers. block: recompute the first
     --recompute-num-layers layers of each stage."""
@@ -170,6 +172,7 @@ class ModelConfig(
         needs=c.FULL_RECOMPUTE,
         resume=Resume.FREE,
         aliases="activations_checkpoint_num_layers checkpoint_num_layers",
+        is_refinement=True,
     )
     """uniform: number of layers between stored inputs. block: number of recomputed layers of each stage."""
     cpu_offloading: bool = setting(False, when=c.GPU, resume=Resume.FREE)

@@ -78,7 +78,12 @@ class MoEConfig:
     not on tensor and context parallelism (Megatron-LM balances the tokens of each of these ranks). seq_sinkhorn: over
     the tokens of each sequence, the same in every layout. none: no balancing."""
     moe_aux_loss_coeff: float = setting(
-        0.0, r.NON_NEGATIVE, needs=c.AUXILIARY_LOSS, resume=Resume.REPORTED, aliases="moe_loss_coeff moe_loss_weight"
+        0.0,
+        r.NON_NEGATIVE,
+        needs=c.AUXILIARY_LOSS,
+        resume=Resume.REPORTED,
+        aliases="moe_loss_coeff moe_loss_weight",
+        is_refinement=True,
     )
     """Coefficient of the load balancing loss; 0: no loss. Of several values, each is that of the type of
     --moe-router-load-balancing-type at the same place; the further ones are --moe-further-aux-loss-coeffs."""
@@ -94,7 +99,7 @@ class MoEConfig:
     """Choose experts by score plus a bias. After every step the bias is raised for experts with less than average load
     and lowered for the others (Wang et al. 2024)."""
     moe_router_bias_update_rate: float = setting(
-        1e-3, r.NON_NEGATIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED
+        1e-3, r.NON_NEGATIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED, is_refinement=True
     )
     """Change of the expert bias in a step; 0: the bias is not trained."""
     moe_input_jitter_eps: float | None = setting(None, r.BELOW_1, resume=Resume.REPORTED)
@@ -105,7 +110,7 @@ class MoEConfig:
         None, r.above_0(2**16), aliases="moe_capacity_factor moe_train_capacity_factor"
     )
     """Maximum tokens of an expert per sequence of S tokens: ceil(S k / E x factor); default: no maximum."""
-    moe_token_drop_policy: Literal["probs", "position"] = setting("probs", needs=c.CAPACITY)
+    moe_token_drop_policy: Literal["probs", "position"] = setting("probs", needs=c.CAPACITY, is_refinement=True)
     """Tokens that an expert beyond its capacity keeps. probs: with the highest probabilities. position: the first
     ones."""
     moe_pad_expert_input_to_capacity: bool = setting(False, needs=c.CAPACITY, resume=Resume.FREE)

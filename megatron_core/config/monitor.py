@@ -11,7 +11,7 @@ from megatron_core.config.setting import ALWAYS, given, section, setting
 @dataclass(frozen=True, kw_only=True)
 @section()
 class MonitorConfig:
-    """Console, metrics file, TensorBoard, and checks during training."""
+    """Console, metrics file, and checks during training."""
 
     log_interval: int = setting(10, r.COUNT, when=ALWAYS)
     """Steps between console lines."""
@@ -22,23 +22,6 @@ class MonitorConfig:
     """Print no lines of steps, no progress bar and no table at the end; evaluations and warnings remain."""
     metrics_file: str | None = setting(None, r.FILE, when=ALWAYS)
     """JSON Lines file of metrics, one line for each step; default: metrics.jsonl in the --save folder."""
-    tensorboard_dir: str | None = setting(None, r.FOLDER, when=ALWAYS)
-    """Folder for TensorBoard event files."""
-    wandb_project: str | None = setting(None, when=ALWAYS, aliases="wandb_project_name")
-    """Project of Weights & Biases for metrics; needs the package wandb. With WANDB_MODE=offline they stay on this
-    machine."""
-    wandb_exp_name: str | None = setting(None, when=c.WANDB)
-    """Name of the run in Weights & Biases."""
-    wandb_entity: str | None = setting(None, when=c.WANDB, aliases="wandb_entity_name")
-    """User or team that owns the project."""
-    wandb_save_dir: str | None = setting(None, when=c.WANDB)
-    """Folder for files of Weights & Biases; default: wandb in the --save folder."""
-    mlflow_experiment: str | None = setting(None, when=ALWAYS)
-    """Experiment of MLflow for metrics; needs the packages mlflow-skinny, sqlalchemy and alembic."""
-    mlflow_run_name: str | None = setting(None, when=c.MLFLOW)
-    """Name of the run in MLflow."""
-    mlflow_tracking_uri: str | None = setting(None, when=c.MLFLOW)
-    """Store of MLflow, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
     log_params_norm: bool = setting(False, when=ALWAYS)
     """Log the norm of all weights before each step."""
     log_num_zeros_in_grad: bool = setting(False, when=ALWAYS)
@@ -99,7 +82,5 @@ class MonitorConfig:
     """With --use-pytorch-profiler: record the shapes of operations' inputs."""
     pytorch_profiler_collect_callstack: bool = setting(False, when=(c.PROFILE, c.PYTORCH_PROFILER))
     """With --use-pytorch-profiler: record the Python call stack of each operation."""
-    prometheus_file: str | None = setting(None, r.FILE, when=ALWAYS)
-    """File for the last step's metrics in Prometheus' text format, for the textfile collector of the node exporter."""
     poison_buffers: bool = setting(False, when=ALWAYS)
     """Fill new and outdated buffers with NaN, so that reading them too early gives NaN; slow, for debugging."""

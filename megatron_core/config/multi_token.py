@@ -14,7 +14,9 @@ class MultiTokenConfig:
 
     mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS)
     """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
-    mtp_loss_scaling_factor: float = setting(0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"))
+    mtp_loss_scaling_factor: float = setting(
+        0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), is_refinement=True
+    )
     """Weight of the mean loss of the multi-token prediction layers."""
     mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"))
     """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many

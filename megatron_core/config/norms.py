@@ -44,5 +44,5 @@ class NormConfig:
     """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
     qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))
     """With --qk-l2-norm: only in layers with rotary positions."""
-    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
+    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED, is_refinement=True)
     """With --qk-layernorm: apply weight decay to the weights of these norms."""

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.compression import compression_of
-from megatron_core.config.hybrid import BOTH, CONVOLUTION
-from megatron_core.config.megatron_model import without_arguments
-from megatron_core.config.model import ModelConfig
 from megatron_core.config.resilience import (
     FAULTS_OF_RANKS,
     FAULTS_ON_DISK,
@@ -19,47 +16,15 @@ from megatron_core.config.resilience import (
 )
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
-from megatron_core.locations import path_of
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Contradictory folders of checkpoints, and unknown names of model settings."""
     checkpoint = config.checkpoint
     yield from _fast_restart_problems(checkpoint)
-    yield from _format_problems(config)
     unknown = tuple(name for name in checkpoint.changed_model_settings if not hasattr(config.model, name))
     if unknown:
         yield (f"changed_model_settings={shown(unknown)} names no setting of the model; give names such as rotary_base")
-
-
-def _format_problems(config: RunConfig) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if checkpoint.ckpt_format == "native" or checkpoint.save is None:
-        return
-    named = f"ckpt_format={checkpoint.ckpt_format}"
-    if path_of(checkpoint.save) is None:
-        yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
-    if checkpoint.ckpt_format == "torch_dist":
-        yield from (f"{named} does not write {reason}" for reason in _unlike_megatron(config.model))
-    if config.tuning.lora_rank is not None:
-        yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
-
-
-def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
-    """The settings of a model whose training cannot continue in Megatron-LM, with the way out."""
-    if model.experimental_attention_variant == "kimi_delta_attention":
-        yield (
-            f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
-            "--ckpt-format"
-        )
-    for letter in (BOTH, CONVOLUTION):
-        if letter in (model.hybrid_layer_pattern or ""):
-            yield (
-                f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks; use "
-                "torch_dcp, or remove --ckpt-format"
-            )
-    if settings := without_arguments(model):
-        yield f"{', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"
 
 
 def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:

@@ -175,6 +175,11 @@ def settings() -> dict[str, Setting]:
     return _settings_of(tuple(section_types().values()))
 
 
+def aliases() -> dict[str, str]:
+    """The setting of each other name of a flag, in releases of Megatron-LM or its forks."""
+    return _aliases_of(tuple(section_types().values()))
+
+
 def field_types() -> dict[str, Any]:
     """The type of every setting by name."""
     return _types_of(tuple(section_types().values()))
@@ -183,6 +188,11 @@ def field_types() -> dict[str, Any]:
 @cache
 def _settings_of(sections: tuple[type[Any], ...]) -> dict[str, Setting]:
     return {name: declared for kind in sections for name, declared in declarations(kind)}
+
+
+@cache
+def _aliases_of(sections: tuple[type[Any], ...]) -> dict[str, str]:
+    return {alias: name for name, declared in _settings_of(sections).items() for alias in declared.aliases}
 
 
 @cache

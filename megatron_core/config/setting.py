@@ -87,6 +87,11 @@ class Setting:
     """The consequence of another value in a resumed run; None: the default of the section."""
     aliases: tuple[str, ...]
     """Other names of the flag, in releases of Megatron-LM or its forks."""
+    is_refinement: bool = False
+    """Whether it refines the mode of ``needs``, such as its number of layers, a factor or a dtype."""
+    # Megatron-LM ignores a refinement without the mode, so that its flag is left out with a note; so are CUDA graphs,
+    # which change only speed. Any other setting is refused without its mode: the run would train another model than
+    # its flags say, on other data or from other weights, or Megatron-LM refuses it, too.
 
 
 def setting(
@@ -97,12 +102,13 @@ def setting(
     when: Condition | tuple[Condition, ...] = (),
     resume: Resume | None = None,
     aliases: str = "",
+    is_refinement: bool = False,
 ) -> T:
     """A field of a configuration class; see ``Setting`` for the arguments, ``aliases`` are separated by spaces.
 
     Every field needs ``needs`` or ``when``, its own or its section's: ``ALWAYS`` if it is read in every run.
     """
-    declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()))
+    declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()), is_refinement)
     made: T = field(default=default, metadata={"setting": declared})
     return made
 

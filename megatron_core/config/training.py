@@ -140,9 +140,9 @@ class OptimizerConfig(AlgorithmConfig):
         "exponential", when=c.WSD, resume=Resume.SCHEDULE
     )
     """Shape of the last phase of WSD (warm-up, stable, decay)."""
-    lr_wsd_decay_iters: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE)
+    lr_wsd_decay_iters: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE, is_refinement=True)
     """Number of steps of the last phase of WSD."""
-    lr_wsd_decay_samples: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE)
+    lr_wsd_decay_samples: int | None = setting(None, r.COUNT, needs=c.WSD, resume=Resume.SCHEDULE, is_refinement=True)
     """As --lr-wsd-decay-iters, in sequences; with --train-samples."""
     weight_decay: float = setting(0.01, r.NON_NEGATIVE, when=c.CONSTANT_WEIGHT_DECAY, resume=Resume.SCHEDULE)
     """Decoupled weight decay of matrices and embeddings; not applied to biases and norms."""
@@ -155,7 +155,12 @@ class OptimizerConfig(AlgorithmConfig):
     decoupled_lr: float | None = setting(None, r.POSITIVE, resume=Resume.SCHEDULE)
     """Highest learning rate of embeddings and output layer; default: --lr."""
     decoupled_min_lr: float | None = setting(
-        None, r.NON_NEGATIVE, needs=given("decoupled_lr", "X"), when=c.LR_DECAY, resume=Resume.SCHEDULE
+        None,
+        r.NON_NEGATIVE,
+        needs=given("decoupled_lr", "X"),
+        when=c.LR_DECAY,
+        resume=Resume.SCHEDULE,
+        is_refinement=True,
     )
     """Lowest learning rate of embeddings and output layer; default: --min-lr."""
     clip_grad: float = setting(1.0, r.NON_NEGATIVE)
@@ -164,7 +169,9 @@ class OptimizerConfig(AlgorithmConfig):
     """Maximum absolute value of gradient elements after --clip-grad; 0: no limit."""
     optimizer_cpu_offload: bool = setting(False, when=(c.NO_OFFLOAD_DIR, c.GPU), resume=Resume.FREE)
     """Keep optimizer state and main weights in the host's memory and update them there."""
-    optimizer_offload_fraction: float = setting(1.0, r.POSITIVE_UP_TO_1, needs=c.OPTIMIZER_OFFLOAD, resume=Resume.FREE)
+    optimizer_offload_fraction: float = setting(
+        1.0, r.POSITIVE_UP_TO_1, needs=c.OPTIMIZER_OFFLOAD, resume=Resume.FREE, is_refinement=True
+    )
     """Share of the optimizer state that is offloaded."""
     optimizer_offload_dir: str | None = setting(None, r.FOLDER, resume=Resume.FREE)
     """Keep optimizer state and main weights in files in this folder; each step processes them in pieces."""
@@ -173,7 +180,7 @@ class OptimizerConfig(AlgorithmConfig):
     rounded stochastically."""
     main_params_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16))
     """Main weights. bf16: none; the optimizer updates the --bf16 weights directly."""
-    loss_scale: float | None = setting(None, r.POSITIVE, needs=given("fp16"))
+    loss_scale: float | None = setting(None, r.POSITIVE, needs=given("fp16"), is_refinement=True)
     """Constant loss scale for --fp16; default: dynamic."""
     initial_loss_scale: float = setting(2.0**32, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE)
     """First value of the dynamic loss scale."""

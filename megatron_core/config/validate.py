@@ -6,7 +6,6 @@ from dataclasses import replace
 from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
-from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
@@ -58,7 +57,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
     yield from average_problems(config)
-    yield from fp8_problems(config)
     yield from tuning_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)

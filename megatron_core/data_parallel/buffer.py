@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
@@ -119,7 +118,7 @@ class Bucket:
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
-        self.gathering: Handle | Arriving | Arrival = Done()
+        self.gathering: Handle | Arrival = Done()
         self._fetched: tuple[Tensor, Transfer] | None = None
         """This rank's weights in transfer from ``placement``, until they have been gathered."""
         self.reduced = False
@@ -293,10 +292,10 @@ class Bucket:
     def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
-        if self.kind.narrow:
+        if self.kind.start_gather is not None:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)
-            self.gathering, sent = start_fp8_gather(self.weights, weight_shard, spans, list(named), self.dp_group)
+            self.gathering, sent = self.kind.start_gather(self.weights, weight_shard, spans, list(named), self.dp_group)
         else:
             self.gathering = all_gather_flat_(self.weights, weight_shard, self.dp_group, async_op=True)
             sent = weight_shard.nbytes

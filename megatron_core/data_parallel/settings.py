@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_core.data_parallel.bucket_layout import InOrder, Rule, WholeInShards
-from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
+
+Span = tuple[nn.Parameter, int, int, int]
+"""Parameter, its first element in a shard, its end there, and the offset of the first element in the shard."""
+
+
+class StartGather(Protocol):
+    """Function that fills the weights of a bucket with the shards of all ranks."""
+
+    def __call__(
+        self,
+        weights: Tensor,
+        shard: Tensor,
+        spans: Sequence[Span],
+        parameters: Sequence[tuple[int, nn.Parameter]],
+        group: Group,
+    ) -> tuple[Handle, int]:
+        """Start to fill ``weights`` with every rank's ``shard``; return the handle and the number of bytes sent.
+
+        ``parameters`` are the bucket's parameters with their offsets in ``weights``, ``spans`` the parts of them in the
+        shard.
+        """
+        ...
+
 
 SHARD_MULTIPLE = 8
 """A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
@@ -36,8 +61,8 @@ class BucketKind:
     """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
     tied: tuple[int, ...] = ()
     """Pipeline ranks over which gradients are summed first (weights of several stages)."""
-    narrow: bool = False
-    """Whether weights are gathered in FP8."""
+    start_gather: StartGather | None = None
+    """Gathers the weights in another format; set as an attribute of parameters by their layers."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
@@ -54,7 +79,7 @@ class BucketKind:
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             tied=spec.tied,
-            narrow=getattr(parameter, "fp8", None) is not None,
+            start_gather=getattr(parameter, "start_gather", None),
         )
 
     @property

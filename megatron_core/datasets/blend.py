@@ -66,6 +66,7 @@ class BlendedDataset:
         """Number of the data set of sample `index` >= 0, and the index within it."""
         if index < 0:
             raise IndexError(f"sample {index}: the order starts at 0")
+        # The period is short and the same for all data sets, so nothing is stored for each sample of a run.
         period, slot = divmod(index, PERIOD)
         dataset = int(self._dataset_of_slot[slot])
         return dataset, period * self.slots[dataset] + int(self._item_of_slot[slot])
@@ -102,6 +103,8 @@ def slots(weights: Sequence[float]) -> tuple[int, ...]:
 
 def _period(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The data set and the item of each slot: both int32 [PERIOD]."""
+    # The items of a data set are at equal distances, so that every stretch of a period has the weights' shares: a run
+    # that ends early has read them, too.
     items = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     datasets = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])

@@ -1,11 +1,10 @@
 """Header of a token file: records the tokenizer, so that training with another one is detected at start."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import DataError
 from megatron_core.storage import location
 from megatron_core.terminal import print_once
@@ -61,13 +60,6 @@ class DatasetHeader:
 def get_header_path(path_prefix: str) -> str:
     """Path of the header."""
     return f"{path_prefix}.json"
-
-
-def write_header(path_prefix: str, header: DatasetHeader) -> None:
-    """Write the header; DataError if another program's JSON file has its name."""
-    check_header_path(path_prefix)
-    with atomic_write(get_header_path(path_prefix)) as file:
-        file.write(json.dumps({"format": FORMAT, **asdict(header)}, indent=2).encode("utf-8") + b"\n")
 
 
 def check_header_path(path_prefix: str) -> None:

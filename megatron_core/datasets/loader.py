@@ -159,6 +159,7 @@ class BatchLoader:
         samples: list[Any] = [dataset[index] for index in indices]
         keys = ("tokens", "labels", "loss_mask")
         batch = {key: np.stack([sample[key][: step.length] for sample in samples]) for key in keys}
+        # On the host, before the copy to a GPU: there a wrong id ends the process without naming the sample.
         self._check(batch["tokens"], first)
         self._check(batch["labels"], first)
         tensors = {key: torch.from_numpy(value) for key, value in batch.items()}

@@ -119,6 +119,7 @@ class _Changes:
             if same:
                 pairs[key] = same[0]
                 self.facts.append(f"{old[key].path} was renamed to {new[same[0]].path}")
+        # Files are compared by use and path first, so that a file with new content is not taken for a new file.
         for key, other in pairs.items():
             self._compare(old[key], new[other])
         removed = [k for k in old if k not in pairs]

@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, reports, resilience
+from megatron_core import cpu_ranks, hub, reports, resilience
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -9,9 +9,11 @@ from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.fp8 import FP8
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
+from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.offload import OFFLOAD
@@ -31,9 +33,11 @@ FEATURES = (
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
+    FP8,
     LAYER_SIZES,
     LORA,
     MATRIX_OPTIMIZERS,
+    MEGATRON_FLAGS,
     MEGATRON_ORDER,
     MULTI_TOKEN,
     OUTER_STEPS,
@@ -44,6 +48,7 @@ FEATURES = (
     RECURRENT,
     SPARSE_ATTENTION,
     *cpu_ranks.FEATURES,
+    *hub.FEATURES,
     *reports.FEATURES,
     *resilience.FEATURES,
 )

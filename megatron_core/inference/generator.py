@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
+from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import AttentionKind
 from megatron_core.config.mixers import mixer_of
@@ -24,7 +25,6 @@ from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.models.gpt.model import HeadOptions
-from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
 from megatron_core.parallel.groups import ALONE
@@ -60,7 +60,7 @@ class Generator:
     @classmethod
     def load(
         cls,
-        reader: CheckpointReader | HuggingFaceReader,
+        reader: CheckpointReader | OtherReader,
         config: RunConfig,
         groups: ParallelGroups,
         device: torch.device,
@@ -218,7 +218,7 @@ class GenerationLayout:
 
 
 def start_generator(
-    reader: CheckpointReader | HuggingFaceReader,
+    reader: CheckpointReader | OtherReader,
     trained: RunConfig,
     layout: GenerationLayout,
     world: World,
@@ -250,6 +250,7 @@ def start_generator(
         if config.parallel.layout_invariant:
             check_same_kernels(config, world.device)
         generator = Generator.load(reader, config, groups, world.device)
-        if isinstance(reader, HuggingFaceReader):  # as in transformers; token files of a training do not have them
+        # As in transformers; token files of a training do not have them.
+        if reader.only_weights:
             generator.ids_before_prompt = getattr(tokenizer, "ids_before_prompt", ())
         return generator, tokenizer

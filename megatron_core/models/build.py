@@ -11,13 +11,12 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
-from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
+from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, LocalGroup
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
-from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -62,7 +61,6 @@ def build_stages(
 
     # The settings of parallel layers.
     sequence = groups.context if context_parallel else WHOLE_SEQUENCES
-    fp8_layers = config.training.fp8_layers(config.model.num_layers)
     parallel = ModelParallelConfig(
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=getattr(torch, config.training.compute_dtype),
@@ -71,9 +69,8 @@ def build_stages(
         cp_comm_type=config.parallel.cp_comm_type,
         perform_initialization=initialise and not deferred,
         kernel_backend=config.model.kernel_backend,
-        fp8_precision=FP8Precision(config.training, fp8_layers, sequence.whole) if fp8_layers else None,
         device=torch.device("meta") if deferred else device,
-        arithmetic=arithmetic_of(config, sequence.whole.size(), groups.size("dp")),
+        arithmetic=arithmetic_of(config, sequence.whole, groups.size("dp")),
     )
 
     # This rank's stages.
@@ -108,14 +105,14 @@ def _change(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initi
             load_hook(hook)(config, model, groups, initialise=initialise)
 
 
-def arithmetic_of(config: RunConfig, context_ranks: int, data_ranks: int) -> LayerArithmetic:
-    """The products and sums of the layers; ``context_ranks``: ranks with parts of each sequence."""
+def arithmetic_of(config: RunConfig, context: Group, data_ranks: int) -> LayerArithmetic:
+    """The products and sums of the layers; the ranks of ``context`` have parts of each sequence."""
     hooks = {feature.name: feature.arithmetic for feature in used_features(config) if feature.arithmetic is not None}
     if len(hooks) > 1:
         raise ConfigError(f"only one feature can replace the arithmetic of layers, not {' and '.join(hooks)}; use one")
     arithmetic = PLAIN
     for hook in hooks.values():
-        arithmetic = load_hook(hook)(config, context_ranks, data_ranks)
+        arithmetic = load_hook(hook)(config, context, data_ranks)
     return arithmetic
 
 

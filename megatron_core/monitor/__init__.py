@@ -1,5 +1,5 @@
-"""Events of a run and their sinks: console, JSON Lines, TensorBoard; plots."""
+"""Events of a run and their sinks: console and JSON Lines."""
 
-from megatron_core.monitor.build import build_sinks
+from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.jsonl import JsonLinesSink, read_metrics

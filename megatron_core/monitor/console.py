@@ -1,5 +1,7 @@
 """Log lines on standard output, short or in Megatron-LM's format, and a progress bar on standard error."""
 
+from __future__ import annotations
+
 import math
 import re
 import shutil
@@ -10,6 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.terminal import colours, exact
@@ -171,6 +174,12 @@ class ConsoleSink:
         self._bar: tqdm | None = None
         self._pending: list[StepEvent] = []
         self._summary = None if megatron or quiet else Summary()
+
+    @classmethod
+    def of(cls, config: MonitorConfig) -> ConsoleSink:
+        """The console of a run."""
+        is_megatron = config.log_format == "megatron"
+        return cls(config.log_interval, megatron=is_megatron, progress=config.progress, quiet=config.quiet)
 
     def on_step(self, event: StepEvent) -> None:
         """Advance the bar, and print a line if it is due."""

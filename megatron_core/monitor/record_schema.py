@@ -3,8 +3,9 @@
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.file import convert, field_types
 from megatron_core.config.rules_single import illegal_values
+from megatron_core.config.run import field_types
+from megatron_core.config.values import convert
 from megatron_core.errors import ConfigError
 from megatron_core.schema import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
 

@@ -14,12 +14,12 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from megatron_core.datasets.atomic_write import DiskFullError, partial_path
-from megatron_core.datasets.builder import refuse_existing, refuse_other_files, unfinished
-from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path, write_header
+from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
+from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
+from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe, find_inputs
 from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool

@@ -11,7 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megatron_core.datasets.atomic_write import (
+from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
+from megatron_core.errors import DataError
+from megatron_core.output_file import make_folder, no_follow
+from megatron_core.preprocess.atomic_write import (
     atomic_write,
     close_quietly,
     naming_full_disk,
@@ -19,10 +22,7 @@ from megatron_core.datasets.atomic_write import (
     partial_path,
     sync_file,
 )
-from megatron_core.datasets.builder import Extent, TokenWriter, publish_pair
-from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
-from megatron_core.errors import DataError
-from megatron_core.output_file import make_folder, no_follow
+from megatron_core.preprocess.builder import Extent, TokenWriter, publish_pair
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings

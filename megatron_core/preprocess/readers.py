@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from megatron_core.datasets.atomic_write import naming_full_disk, sync_file
+from megatron_core.preprocess.atomic_write import naming_full_disk, sync_file
 from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe
 from megatron_core.preprocess.settings import Limits
 

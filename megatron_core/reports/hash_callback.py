@@ -4,10 +4,10 @@ import time
 
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.monitor.build import metrics_path
-from megatron_core.monitor.hash_records import HashRecord, HashWriter, hash_file
+from megatron_core.reports.hash_records import HashRecord, HashWriter, hash_file
+from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
-from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
@@ -123,7 +124,7 @@ class StateCopies(Callback):
         """The pieces to copy; those of weights and optimizer state are the same as long as their memory is."""
         run = self.run
         if copies_are_whole(run.config):
-            return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
+            return self._with_parts(held_pieces(run.data_parallel, run.optimizer))
         flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
         flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
         flat += [piece.memory for piece in run.optimizer.joint_state()]
@@ -131,8 +132,11 @@ class StateCopies(Callback):
         if memory != self._memory:
             self._memory = memory
             self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
-        others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
-        pieces = [*self._updated, *(piece for piece in others if piece.owned)]
-        for part in run.parts:
-            pieces = [piece for piece in part.copied_pieces(pieces) if piece.owned]
-        return pieces
+        others = other_pieces(run.data_parallel, run.optimizer)
+        return [piece for piece in self._with_parts(chain(self._updated, others)) if piece.owned]
+
+    def _with_parts(self, pieces: Iterable[TensorBox]) -> list[TensorBox]:
+        """The pieces with the state of features."""
+        for part in self.run.parts:
+            pieces = part.copied_pieces(pieces)
+        return list(pieces)

@@ -1,4 +1,4 @@
-"""Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them as an image.)"""
+"""Timelines as text for a terminal, and as a Chrome trace. (``reports.plot_pipeline`` draws them as an image.)"""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class Chunks:
 class Product(Protocol):
     """A product with a weight and the collectives of its layer; see ``parallel_linear``."""
 
-    def __call__(
-        self, x: Tensor, weight: Any, bias: Tensor | None, comm: LinearComm = NO_COMM, *, fp8: Any = None
-    ) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Any, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor: ...
 
 
 def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,12 +64,16 @@ class LayerArithmetic:
     core_attention: Callable[..., nn.Module] | None = None
     """Constructor from (context, layer number, window size) that replaces those of ``core_attention_of``."""
 
+    def of_layer(self, layer_number: int) -> LayerArithmetic:
+        """The arithmetic inside of a transformer layer; embeddings and the output layer use this object."""
+        return self
+
     def parts_on(self, group: Group) -> int:
         """Number of parts of features, heads and vocabulary on each rank of ``group`` that are summed separately."""
         return 1
 
-    def output_product(self, spec: ShardSpec, split_over: SplitOver) -> Product:
-        """The product with a weight whose output features are split as ``spec``."""
+    def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
+        """The product with a weight whose output features are split over ``group`` as ``spec``."""
         return parallel_linear
 
     def input_product(self, inputs: int, group: Group) -> Product:
@@ -86,7 +88,7 @@ class LayerArithmetic:
         """As ``whole_product`` for the few outputs of a router or gate, called with (x, weight, bias)."""
         return plain_product
 
-    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver) -> Callable[..., Tensor]:
+    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
         """As ``output_product`` for a stack of experts, called as ``grouped_linear`` with the chunks of the rows."""
         return expert_product
 
@@ -157,8 +159,6 @@ class LayerArithmetic:
 PLAIN = LayerArithmetic()
 
 
-def expert_product(
-    x: Tensor, weight: nn.Parameter, counts: Sequence[int], chunks: Chunks | None = None, *, fp8: Any = None
-) -> Tensor:
+def expert_product(x: Tensor, weight: nn.Parameter, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
     """``grouped_linear`` with the arguments of the products of experts."""
-    return grouped_linear(x, weight, counts, fp8=fp8)
+    return grouped_linear(x, weight, counts)

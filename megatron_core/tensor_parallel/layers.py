@@ -17,11 +17,10 @@ from megatron_core.parallel.collectives import (
     scatter_channels,
 )
 from megatron_core.parallel.current import tensor_parallel_group
-from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
-from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 
@@ -43,9 +42,7 @@ class ModelParallelConfig:
     perform_initialization: bool = True
     """Initialize weights in the layer's constructor; False: the caller does it."""
     kernel_backend: Backend = "auto"
-    """Backend of the casts to FP8; see --kernel-backend."""
-    fp8_precision: FP8Precision | None = None
-    """FP8 settings of linear layers; None: no FP8."""
+    """Backend of the fused operations; see --kernel-backend."""
     device: torch.device | str = "cpu"
     """Device of the weights."""
     arithmetic: LayerArithmetic = PLAIN
@@ -107,24 +104,6 @@ class _ParallelLayer(nn.Module):
             initialise(weight, self.init_method)
         return weight
 
-    def _fp8(self, *, splits_output: bool) -> FP8Products | None:
-        """The FP8 products of the layer, if configured; ``splits_output``: ranks split the output features, else the
-        input's."""
-        precision, tp = self.config.fp8_precision, self.tp_group
-        if precision is None:
-            return None
-        of_input, of_output = (ALONE, tp) if splits_output else (tp, ALONE)
-        fp8 = FP8Products(
-            precision.settings,
-            of_input,
-            of_output,
-            sequence=precision.sequence_group,
-            backend=self.config.kernel_backend,
-        )
-        if precision.settings.fp8_param_gather and isinstance(self.weight, nn.Parameter):
-            self.weight.fp8 = fp8  # read by data parallelism
-        return fp8
-
     def _bias(self, spec: ShardSpec) -> nn.Parameter:
         bias = allocate(spec, self.config.params_dtype, self.config.device)
         bias.init_method = nn.init.zeros_
@@ -176,9 +155,8 @@ class ColumnParallelLinear(_ParallelLayer):
             overlap=self.config.tp_comm_overlap,
             chunks=self.config.tp_comm_overlap_chunks,
         )
-        self.fp8 = self._fp8(splits_output=True)
         split_over = partial(spec_of_part, (output_size, input_size), index=0)
-        self.product = arithmetic.output_product(weight_spec, split_over)
+        self.product = arithmetic.output_product(weight_spec, split_over, self.tp_group)
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
         """Multiply by the layer's weight, or by ``weight`` if given (a tied embedding)."""
@@ -187,9 +165,9 @@ class ColumnParallelLinear(_ParallelLayer):
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
         if self.adapter is None:
-            output = self.product(input_, weight, bias, self.comm, fp8=self.fp8)
+            output = self.product(input_, weight, bias, self.comm)
         else:
-            product = partial(self.product, weight=weight, bias=None, comm=self.comm, fp8=self.fp8)
+            product = partial(self.product, weight=weight, bias=None, comm=self.comm)
             output = self.adapter(input_, product, weight)
             output = output if bias is None else output + bias
         if self.gather_output:
@@ -239,7 +217,6 @@ class RowParallelLinear(_ParallelLayer):
             overlap=self.config.tp_comm_overlap,
             chunks=self.config.tp_comm_overlap_chunks,
         )
-        self.fp8 = self._fp8(splits_output=False)
         self.product = arithmetic.input_product(self.weight.shape[1], self.tp_group)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -254,7 +231,7 @@ class RowParallelLinear(_ParallelLayer):
 
     def _product(self, input_: Tensor) -> Tensor:
         """The product with the whole weight, summed over ranks."""
-        return self.product(input_, self.weight, None, self.comm, fp8=self.fp8)
+        return self.product(input_, self.weight, None, self.comm)
 
 
 class VocabParallelEmbedding(_ParallelLayer):

@@ -4,9 +4,7 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -20,7 +18,6 @@ from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.compiled import group_named
 from megatron_core.parallel.groups import process_group
 from megatron_core.parallel.handles import Done, Handle
-from megatron_core.tensor_parallel.fp8 import FP8Gradients, FP8Products
 from megatron_core.tensor_parallel.linear_comm import (
     NO_COMM,
     LinearComm,
@@ -34,51 +31,86 @@ from megatron_core.tensor_parallel.linear_comm import (
 )
 
 
+class LinearGradients:
+    """The products of backward in the precision of ``grad_y``."""
+
+    def __init__(self, weight: nn.Parameter, grad_y: Tensor) -> None:
+        self.weight = weight
+        self.grad_y = grad_y
+
+    def of_input(self) -> Tensor:
+        """dL/dx = dL/dy W, not yet summed over ranks."""
+        return input_grad(self.grad_y, self.weight)
+
+    def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
+        """Start gathering the input along the sequence, for ``of_weight``."""
+        return start_gather_sequence(x, comm.group) if comm.gather_sequence else (x, Done())
+
+    def of_weight(self, x: Tensor) -> Tensor | None:
+        """``weight_grad`` from the result of ``start_gather``."""
+        return weight_grad(self.weight, x, self.grad_y)
+
+
+class MatrixProducts:
+    """The products of a linear layer in the precision of its tensors.
+
+    The base class of products in another precision, each object of which belongs to one layer and may keep its state.
+    """
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
+    ) -> tuple[Tensor, Any]:
+        """y_SBO of ``parallel_linear``, and data for ``gradients``."""
+        return _output(x, weight, bias, comm), None
+
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> LinearGradients:
+        """The products of backward from the gathered ``grad_y`` and the data of ``output``."""
+        return LinearGradients(weight, grad_y)
+
+
+PLAIN_PRODUCTS = MatrixProducts()
+
+
 def parallel_linear(
     x: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
     comm: LinearComm = NO_COMM,
     *,
-    fp8: FP8Products | None = None,
+    products: MatrixProducts | None = None,
 ) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO (or y_sBO).
 
     A product whose output is summed over ranks has no bias: each rank would add it. If ``weight`` has a ``main_grad``,
     its gradient is added there and autograd gets None. If it has a collecting ``grad_queue``
-    (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``fp8``, if given, computes the
-    matrix products.
+    (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``products``, if given, computes
+    the matrix products.
     """
     if torch.compiler.is_compiling():
-        assert fp8 is None, "validated: no FP8 with torch.compile"
+        assert products is None, "validated: torch.compile has no products in another precision"
         return _compiled_linear(x, weight, bias, comm)
     training = torch.is_grad_enabled()
-    if fp8 is None and not training:
+    if products is None and not training:
         return _output(x, weight, bias, comm)
-    return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
+    return _ParallelLinear.apply(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, comm, fp8, training):
+    def forward(ctx, x, weight, bias, comm, products, training):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
-        ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
-        if fp8 is None:
-            return _output(x, weight, bias, comm)
-        if comm.gather_sequence and fp8.per_tensor:
-            y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
-        else:
-            y, ctx.scales = fp8.output(gather_input(x, comm), weight, record=training)
-        y = reduced_output(y, comm)
-        return y if bias is None else y + bias
+        ctx.weight, ctx.comm, ctx.has_bias, ctx.products = weight, comm, bias is not None, products
+        y, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
+        return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        narrow = None if ctx.fp8 is None else partial(FP8Gradients, ctx.fp8, ctx.weight, scales=ctx.scales)
-        grad_x, grad_weight = _input_and_weight_grads(ctx.weight, grad_y, x, ctx.comm, needs_x, needs_weight, narrow)
+        grad_x, grad_weight = _input_and_weight_grads(
+            ctx.weight, grad_y, x, ctx.comm, needs_x, needs_weight, ctx.products, ctx.saved_by_products
+        )
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
 
 
@@ -188,35 +220,6 @@ torch.library.register_autograd("megatron_core::parallel_linear", _backward_of_l
 torch.fx.node.has_side_effect(_linear_backward)  # it may only add to main_grad
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The products of backward: in FP8 with ``narrow``, if given, else in the precision of ``grad_y``."""
-
-    weight: nn.Parameter
-    grad_y: Tensor
-    narrow: FP8Gradients | None
-
-    def of_input(self) -> Tensor:
-        """dL/dx = dL/dy W, not yet summed over ranks."""
-        return input_grad(self.grad_y, self.weight) if self.narrow is None else self.narrow.of_input()
-
-    def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-        """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is in FP8."""
-        if comm.gather_sequence and self.narrow is not None and self.narrow.takes_bytes():
-            x = self.narrow.input_bytes(x)
-        return start_gather_sequence(x, comm.group) if comm.gather_sequence else (x, Done())
-
-    def of_weight(self, x: Tensor) -> Tensor | None:
-        """``weight_grad`` from the result of ``start_gather``."""
-        if self.narrow is None or not self.narrow.fp8.multiplies_weight_grad():
-            return weight_grad(self.weight, x, self.grad_y)
-        main_grad = main_grad_of(self.weight)
-        if main_grad is None:
-            return self.narrow.of_weight(x, self.weight.dtype)
-        main_grad.add_(self.narrow.of_weight(x, main_grad.dtype))
-        return None
-
-
 def _input_and_weight_grads(
     weight: nn.Parameter,
     grad_y: Tensor,
@@ -224,10 +227,13 @@ def _input_and_weight_grads(
     comm: LinearComm,
     needs_x: bool,
     needs_weight: bool,
-    narrow: Callable[[Tensor], FP8Gradients] | None = None,
+    products: MatrixProducts = PLAIN_PRODUCTS,
+    saved: Any = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, without that of the weight if it is deferred; the communication of each overlaps with the
-    computation of the other. ``narrow`` makes the products in FP8 from the gathered dL/dy."""
+    """Both gradients, without that of the weight if it is deferred.
+
+    The communication of each overlaps with the computation of the other.
+    """
     # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
     grad_x: Tensor | None = None
     reducing: Handle = Done()
@@ -235,7 +241,7 @@ def _input_and_weight_grads(
         grad_y, grad_x = multiply_arriving(grad_y, weight.t(), None, comm)
     else:
         grad_y = gather_output_grad(grad_y, comm)
-    gradients = Gradients(weight, grad_y, None if narrow is None else narrow(grad_y))
+    gradients = products.gradients(weight, grad_y, saved)
     needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
     if needs_x and grad_x is None:
@@ -249,13 +255,13 @@ def _input_and_weight_grads(
     return grad_x, grad_weight
 
 
-def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor | None, Handle]:
+def _start_input_grad(gradients: LinearGradients, comm: LinearComm) -> tuple[Tensor | None, Handle]:
     if comm.is_pipelined and (comm.gather_sequence or comm.reduce_input_grad):
         return start_multiply_and_sum(gradients.grad_y, gradients.weight.t(), comm, scatter=comm.gather_sequence)
     return start_input_grad_reduction(gradients.of_input(), comm)
 
 
-def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
+def _is_deferred(gradients: LinearGradients, x: Tensor, comm: LinearComm) -> bool:
     """Queue the weight gradient if a split backward attached a queue to the weight; returns whether it did."""
     weight = gradients.weight
     queue = getattr(weight, "grad_queue", None)

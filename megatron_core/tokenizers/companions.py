@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 NAME_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 # Its eos_token_id is one id or a list of ids.
 GENERATION_FILE = "generation_config.json"
+# Templates are only copied here, from a tokenizer to checkpoints; conversations read them.
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 BUILT_IN_TEMPLATES = Path(__file__).with_name("templates")

@@ -1,6 +1,5 @@
 """Comparison of the settings stored in a checkpoint with the settings of a run."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
@@ -11,27 +10,23 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
-from megatron_core.checkpoint.folder import complete_iterations, is_of_megatron
+from megatron_core.checkpoint.folder import complete_iterations
+from megatron_core.checkpoint.formats import CheckpointFormat, OtherReader, formats_in
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from megatron_core.config.file import convert
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
+from megatron_core.config.values import convert
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.feature import features
-from megatron_core.models.deepspeed import is_deepspeed_folder
-from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.models.hf.peft import CONFIG as ADAPTER
-from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
 from megatron_core.storage import in_storage, local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
-from megatron_core.training.megatron_state import megatron_config, megatron_folder
 from megatron_core.training.new_indexers import has_new_indexers, without_indexers
 
 CPU = torch.device("cpu")
@@ -92,22 +87,6 @@ def check_features(stored: Mapping[str, Any], config: RunConfig, folder: Path) -
     for feature in features():
         for problem in () if feature.resume_problems is None else feature.resume_problems(stored, config, folder):
             raise CheckpointError(problem)
-
-
-def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if a run resumes a stage of sparse attention that trained other weights, whose
-    optimizer state is not that of this run."""
-    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
-        return
-    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
-    now = {name: getattr(config.model, name) for name in names}
-    before = {name: stored.get(name, now[name]) for name in names}
-    if any(bool(before[name]) != bool(now[name]) for name in names):
-        given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
-        raise CheckpointError(
-            f"{given}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
-            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
-        )
 
 
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -207,8 +186,8 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
 
 def stored_config(folder: Path) -> RunConfig:
     """The configuration stored in the checkpoint in ``folder``; paths of tokenizer files refer to the copies in it."""
-    if not (folder / MANIFEST).is_file() and is_of_megatron(folder):
-        return megatron_config(folder)
+    for form in () if (folder / MANIFEST).is_file() else formats_in(folder, resumes=True):
+        return RunConfig.from_flat(form.settings(folder))
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
@@ -231,43 +210,47 @@ def tokenizer_folder(folder: Path) -> Path:
     return local_copy(kept) if kept.is_dir() else kept
 
 
-def refuse_other_formats(named: str, load: str | Path) -> None:
-    """``CheckpointError`` with the way to read it if ``load`` is a folder of DeepSpeed, Hugging Face or PEFT without a
-    checkpoint of this program. ``named`` is the setting with its value."""
+def _other_formats(load: str | Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
+    """The formats of other programs in a folder on this machine without a checkpoint of this program."""
     folder = location(load)
     if in_storage(folder) is not None or (folder / MANIFEST).is_file() or complete_iterations(folder):
-        return
-    source, target = shlex.quote(str(folder)), shlex.quote(f"{folder.absolute()}-converted")
-    if is_deepspeed_folder(folder):
-        raise CheckpointError(
-            f"{named} is a checkpoint of DeepSpeed; run megatron-convert --from deepspeed --to hf --load {source} "
-            f"--save {target}, then give --load-hf {target} (--to native is for megatron_core.initialize)"
-        )
-    if (folder / ADAPTER).is_file():
-        raise CheckpointError(f"{named} has adapters of PEFT; give --lora-load {source}")
-    if (folder / CONFIG).is_file() and any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin")):
-        raise CheckpointError(
-            f"{named} is a model of Hugging Face; give --load-hf {source}, or run megatron-convert --from hf --to "
-            f"native --load {source} --save {target}, then give --load {target}"
-        )
+        return []
+    return formats_in(folder, resumes=resumes)
+
+
+def format_to_resume(load: str | None) -> CheckpointFormat | None:
+    """The format of another program in ``load`` whose training --load continues; None if there is none."""
+    return None if load is None else next(iter(_other_formats(load, resumes=True)), None)
+
+
+def refuse_other_formats(named: str, load: str | Path) -> None:
+    """``CheckpointError`` with the way to read it if ``load`` is of another program and --load does not continue it.
+
+    ``named`` is the setting with its value.
+    """
+    for form in _other_formats(load, resumes=False):
+        if refusal := form.refusal(named, location(load)):
+            raise CheckpointError(refusal)
 
 
 def open_model(
     load: str, step: int | None = None, device: torch.device = CPU, name: str = "load"
-) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
-    """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
+) -> tuple[CheckpointReader | OtherReader, RunConfig]:
+    """Open ``load``, a checkpoint of this or another program; return its reader and the configuration of its model.
 
     A collective call, with messages on ``device``. Errors: ``CheckpointError``, with the ``name`` of the setting, if
     there is no checkpoint, or only adapters.
     """
-    if (location(load) / CONFIG).is_file():
-        weights = HuggingFaceReader(load)
-        return weights, weights.config
+    for form in _other_formats(load):
+        if form.is_openable:
+            folder = form.iteration_folder(location(load), step)
+            return form.open(folder, finetune=True), RunConfig.from_flat(form.settings(folder))
     reader = open_newest(load, step, device=device)
     if reader is None:
         refuse_other_formats(f"{name}={load!r}", load)
         raise CheckpointError(
-            f"{name}={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
+            f"{name}={load!r} has no checkpoint and no config.json; give a folder written with --save, or of Hugging "
+            "Face"
         )
     config = stored_config(reader.folder)
     if config.tuning.lora_rank is not None:
@@ -295,8 +278,8 @@ def settings_folder(settings: CheckpointConfig) -> Path | None:
     """
     if settings.load is None:
         return None
-    if (theirs := megatron_folder(settings)) is not None:
-        return theirs
+    if (form := format_to_resume(settings.load)) is not None:
+        return form.iteration_folder(location(settings.load), settings.ckpt_step)
     temporary = location(settings.temporary_folder(settings.load)) if settings.local_folder is None else None
     return find_newest(settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint)
 

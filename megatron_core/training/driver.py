@@ -26,7 +26,6 @@ from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, List
 from megatron_core.pipeline_parallel.messages import Message, Messages
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 
 
@@ -51,8 +50,8 @@ class Trainable(PipelineRank):
     split: SequenceSplit
     data_parallel: DataParallel
     optimizer: Optimizer
-    fp8: AmaxHistories | None = None
-    """Amax histories of FP8 layers, which give their scales."""
+    after_gradients: Callable[[], object] = lambda: None
+    """Called when the gradients of a step are summed over all ranks: layers keep state across steps."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def take_step(
     METER.switch("gradients")
     data.zero_grad()
     losses, divisor = forward_backward(model, work, hooks)
-    finish_gradients(data, model.fp8)
+    finish_gradients(data, model.after_gradients)
     hooks.before_update()
     METER.switch("optimizer")
     # Sum all reported values over all ranks, and copy them to the host with the gradient norm: every other copy would
@@ -241,11 +240,10 @@ def run_plan(
     return list(executor.run().values())
 
 
-def finish_gradients(data: DataParallel, fp8: AmaxHistories | None) -> None:
-    """Complete the gradients and sum them over the data-parallel ranks; add the step to the amax histories of FP8."""
+def finish_gradients(data: DataParallel, after: Callable[[], object]) -> None:
+    """Complete the gradients and sum them over the data-parallel ranks; then call ``after``."""
     data.finish_grad_sync()
-    if fp8 is not None:
-        fp8.update()
+    after()
 
 
 def read_norm_and(report: Tensor, optimizer: Optimizer) -> list[float]:

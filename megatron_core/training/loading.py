@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
+from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
@@ -17,18 +19,14 @@ from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
 from megatron_core.training.state import (
     Reader,
     TrainState,
     compression_pieces,
     compression_rows,
-    fp8_pieces,
     held_pieces,
     held_weights,
     open_checkpoint,
@@ -79,27 +77,29 @@ def load_state(
     reader: Reader,
     data: DataParallel,
     optimizer: Optimizer | None,
-    fp8: AmaxHistories | None = None,
+    further: Callable[[Reader], Iterable[TensorBox]] = lambda reader: (),
 ) -> TrainState:
-    """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``)."""
+    """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``).
+
+    ``further(reader)``: other pieces to load if the optimizer continues.
+    """
     settings = config.checkpoint
     continues = isinstance(reader, HostCopy)
-    weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
+    weights_only = not continues and (settings.finetune or reader.only_weights)
     fresh = weights_only or (settings.no_load_optim and not continues)
     lacks = lacks_indexers(reader, config.model)
     with reader:
-        if not isinstance(reader, HuggingFaceReader | HostCopy):
+        if not isinstance(reader, HostCopy):
             _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
+        others = () if fresh else tuple(further(reader))
         if isinstance(reader, CopiesReader):
-            reader.fetch(_needed_pieces(data, optimizer, fp8))
+            reader.fetch(chain(held_pieces(data, optimizer), others))
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh and not isinstance(reader, HuggingFaceReader):
+        if not fresh:
             pieces += _pieces_of_compression(reader, data)
-            if fp8 is not None and fp8.is_delayed:
-                pieces += _pieces_of_histories(reader, fp8)
-        pieces = list(outside_of_indexers(pieces, lacks))
+        pieces = list(outside_of_indexers([*pieces, *others], lacks))
         fill_together(reader, pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
@@ -122,15 +122,8 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
     }
 
 
-def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
-    """All pieces that this rank may load."""
-    yield from held_pieces(data, optimizer)
-    if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.allocate())
-
-
 def _check_names(
-    reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
+    reader: CheckpointReader | OtherReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
 ) -> None:
     """Compare the tensors needed by all ranks with the stored tensors, which ``lacks`` indexers."""
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
@@ -146,7 +139,7 @@ def _check_names(
         reader.check_names({name: shape for name, shape in needed.items() if name.startswith("model.")})
         name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
         remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
-        if isinstance(reader, MegatronReader) and reader.fault_of_state:
+        if isinstance(reader, OtherReader) and reader.fault_of_state:
             remedy = f"; {reader.fault_of_state}"
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
@@ -155,7 +148,7 @@ def _check_names(
     reader.check_names(needed)
 
 
-def _changed_optimizer(reader: CheckpointReader | MegatronReader, config: OptimizerConfig) -> list[str]:
+def _changed_optimizer(reader: CheckpointReader | OtherReader, config: OptimizerConfig) -> list[str]:
     """Stored settings of the same optimizer that differ, as "NAME is VALUE"; empty for another optimizer."""
     stored = reader.state.get("config", {})
     if stored.get("optimizer") != config.optimizer:
@@ -173,7 +166,7 @@ def fill_together(reader: Reader, pieces: Iterable[TensorBox], device: torch.dev
 
 
 def _lacks_average(reader: Reader, optimizer: Optimizer) -> bool:
-    is_stored = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
+    is_stored = isinstance(reader, CheckpointReader | OtherReader) and AVERAGE.name not in reader.kinds
     return optimizer.config.ema_decay is not None and is_stored
 
 
@@ -199,7 +192,7 @@ def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> N
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> list[TensorBox]:
+def _pieces_of_compression(reader: Reader, data: DataParallel) -> list[TensorBox]:
     """The state of gradient compression, as far as it can be loaded.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
@@ -220,15 +213,3 @@ def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy,
         note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
         return coefficients
     return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in by_rank) else ())]
-
-
-def _pieces_of_histories(reader: CheckpointReader | MegatronReader | HostCopy, fp8: AmaxHistories) -> list[TensorBox]:
-    """Amax histories; if they are missing or of another length, reset them and print a note."""
-    pieces = list(fp8_pieces(fp8, fp8.allocate()))
-    length = reader.state["config"].get("fp8_amax_history_len")
-    if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
-        return pieces
-    fp8.forget()
-    if fp8.group.rank() == 0:
-        print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
-    return []

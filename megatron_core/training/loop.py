@@ -9,8 +9,7 @@ from megatron_core.parallel.meter import METER
 from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
 from megatron_core.training.failures import FailureLog, Heartbeat
-from megatron_core.training.memory_report import MemoryReport, MemorySnapshots
-from megatron_core.training.reports import Fp8Statistics, Measurements, Reports
+from megatron_core.training.reports import Measurements, Reports
 from megatron_core.training.run_files import RunFiles
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
@@ -22,15 +21,12 @@ def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
     measurements = Measurements(run)
     return [
         RunFiles(run),  # closed last
-        MemorySnapshots(run),  # explains a failed allocation before FailureLog records the error
         FailureLog(run),
         Heartbeat(run),
         StopRequests(run),
         Reports(run, sinks, measurements),  # before BadSteps, whose rollback changes the iteration
-        Fp8Statistics(run),
         BadSteps(run),
         measurements,
-        MemoryReport(run),
     ]
 
 

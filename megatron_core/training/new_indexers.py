@@ -4,16 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox
+from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
-from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.initialization import draw_by_name
 
-Weights = CheckpointReader | HuggingFaceReader | MegatronReader | HostCopy
+Weights = CheckpointReader | OtherReader | HostCopy
 VARIANT = "experimental_attention_variant"
 
 
@@ -44,8 +43,6 @@ def without_indexers(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
 
 def lacks_indexers(reader: Weights, model: ModelConfig) -> bool:
     """Whether the weights in ``reader`` are of the same model without its indexers."""
-    if isinstance(reader, HuggingFaceReader):
-        return has_new_indexers(vars(reader.model), model)
     return has_new_indexers(reader.state.get("config", {}), model)
 
 

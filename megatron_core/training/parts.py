@@ -23,12 +23,19 @@ class RunPart:
     def __init__(self, run: Any) -> None:
         """``run``: the ``Run`` that the part belongs to."""
 
+    def descriptions(self) -> Iterator[str]:
+        """Yield lines that describe the run, which the first rank prints before training starts."""
+        yield from ()
+
     def notes(self) -> Iterator[str]:
         """Yield sentences that the first rank prints before training starts."""
         yield from ()
 
     def before_step(self) -> None:
         """Called before the forward of each step."""
+
+    def after_gradients(self) -> None:
+        """Called when the gradients of a step are summed over all ranks, before they are clipped."""
 
     def after_step(self) -> None:
         """Called after the update of each step, and after the counters of the run."""
@@ -69,6 +76,10 @@ class RunPart:
     def copied_values(self) -> dict[str, Any]:
         """As ``stored_values``, for such a copy."""
         return self.stored_values()
+
+    def pieces_to_load(self, reader: Any) -> Iterable[TensorBox]:
+        """Return pieces that ``load_state`` fills from ``reader`` together with the optimizer."""
+        return ()
 
     def load(self, config: RunConfig, reader: Any) -> bool:
         """Load the whole state of the run in place of ``load_state``, and return True; or do nothing and return False.

@@ -3,28 +3,24 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.host_copy import HostCopy
-from megatron_core.config import DataConfig, RunConfig
+from megatron_core.config import RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
-from megatron_core.config.rules_fp8 import block_size, describe_fp8
 from megatron_core.config.rules_single import unread_settings
-from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
-from megatron_core.feature import load_hook, used_features
-from megatron_core.models.hf import config_of_folder, notes_of_folder
-from megatron_core.models.hf.peft import adapter_settings
-from megatron_core.monitor.build import build_sinks
+from megatron_core.feature import descriptions, load_hook, used_features
+from megatron_core.monitor.build import SinkContext, build_sinks
+from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
 from megatron_core.ops import backend
-from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world, transports
 from megatron_core.tokenizers.companions import template_path
 from megatron_core.training.callbacks import Callback
@@ -37,7 +33,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
-from megatron_core.training.memory_report import describe_memory
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -60,14 +55,13 @@ def read_settings(
 def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
     config, dry = parse_command_line(args, prog=prog)
     settings: dict[str, Any] = {}
-    if config.checkpoint.load_hf is not None and not config.checkpoint.use_checkpoint_args:
-        settings = config_of_folder(config.checkpoint.load_hf).flat()
-    if config.tuning.lora_load is not None:
-        settings |= adapter_settings(Path(config.tuning.lora_load))
-    if settings and not config.checkpoint.use_checkpoint_args:
-        return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     if not config.checkpoint.use_checkpoint_args:
-        return config, dry
+        # Adapters come after the model, because their settings are added to those of the model.
+        for form, model_folder in formats_of_settings(config):
+            settings |= form.settings(model_folder)
+        if not settings:
+            return config, dry
+        return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     folder = settings_folder(config.checkpoint)
     if config.checkpoint.load is not None and folder is None and dry.dry_run:
         return config, dry  # its warnings say that the folder is absent
@@ -141,12 +135,8 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
         if world.rank == 0:
             if is_new:
                 introduce(run)
-            sinks = build_sinks(
-                config.monitor,
-                config.checkpoint.run_folder,
-                start_iteration=run.state.iteration,
-                settings=run.config.flat(),
-            )
+            context = SinkContext(config, config.checkpoint.run_folder, run.state.iteration, config.flat())
+            sinks = [ConsoleSink.of(config.monitor), *build_sinks(context)]
         sinks = [LenientSink(sink) for sink in sinks]
         try:
             (evaluate_only if config.training.skip_train else train)(run, sinks, callbacks)
@@ -163,12 +153,11 @@ def introduce(run: Run) -> None:
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
-    if run.fp8 is not None:
-        print(describe_fp8(run.config))
-    if run.config.optimizer.optimizer_offload_dir is not None:
-        print(f"optimizer state and main weights: {describe_offload(run.config.optimizer)}")
-    if not run.config.training.skip_train:
-        print(describe_memory(run))
+    for line in descriptions(run.config):
+        print(line)
+    for part in run.parts:
+        for description in part.descriptions():
+            print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe()}")
     for note in notes(run):
@@ -178,12 +167,6 @@ def introduce(run: Run) -> None:
     sys.stdout.flush()
     if run.config.checkpoint.save and not run.config.training.skip_train:
         run.saver.keep_config()
-
-
-def describe_offload(optimizer: OptimizerConfig) -> str:
-    """Describe the place of offloaded optimizer state."""
-    share = f"{optimizer.optimizer_offload_fraction:.0%}"
-    return f"{share} in unnamed files of {optimizer.optimizer_offload_dir}, which are deleted with the process"
 
 
 def kernels(run: Run) -> str:
@@ -213,29 +196,15 @@ def notes(run: Run) -> Iterator[str]:
         yield from run.splits.notes
         if (reason := missing_validation(run)) is not None:
             yield reason
-    fp8 = run.config.training
-    if run.fp8 is not None and (reason := unavailable_reason(block_size(fp8), run.world.device)):
-        yield f"fp8_recipe={fp8.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: {reason}"
     if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
     for part in run.parts:
         yield from part.notes()
-    if run.fp8 is not None and fp8.fp64:
-        yield (
-            f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes "
-            "everything else in float64; use both only to compare layouts, and otherwise remove one of them"
-        )
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"
-    length, positions = run.config.data.seq_length, run.config.model.max_position_embeddings or 0
-    if settings.load_hf is not None and length == DataConfig().seq_length < positions:
-        yield (
-            f"seq_length={length} is the default, and the model of load_hf={settings.load_hf!r} has {positions:,} "
-            "positions; set the length of your sequences with --seq-length"
-        )
-    if settings.load_hf is not None:
-        yield from notes_of_folder(settings.load_hf, run.config.model)
+    for form, folder in formats_of_settings(run.config):
+        yield from form.notes(folder, run.config)
     model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
     exact_gelu = not any((model.swiglu, model.squared_relu, model.relu, model.xielu, model.openai_gelu))
     if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:

@@ -29,8 +29,7 @@ from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
-from megatron_core.training.callbacks import Callback, is_due
-from megatron_core.training.memory_report import found_bytes
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -111,7 +110,7 @@ class Measurements(Callback):
         ``activations and buffers``: peak minus current memory. ``process``: current memory minus the training state;
         on a CPU this includes libraries and data.
         """
-        state, now, peak = found_bytes(self.run), current_memory_bytes(), peak_memory_bytes()
+        state, now, peak = self.run.state_bytes(), current_memory_bytes(), peak_memory_bytes()
         known = sum(size for kind, size in state.items() if kind != "units whole")
         rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
         return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
@@ -224,35 +223,6 @@ class Reports(Callback):
         """Send the event of an evaluation."""
         for sink in self._sinks:
             sink.on_validation(event)
-
-
-class Fp8Statistics(Callback):
-    """Prints the shares of elements that FP8 clamps or rounds to 0, every ``fp8_statistics_interval`` steps."""
-
-    priority = 500
-
-    def __init__(self, run: Run) -> None:
-        self.run, self._interval = run, run.config.training.fp8_statistics_interval
-
-    def before_step(self) -> None:
-        """Count the elements in this step if its statistics are due."""
-        if self.run.fp8 is not None:
-            self.run.fp8.count(wanted=is_due(self.run.state.iteration + 1, self._interval))
-
-    def after_step(self, result: StepResult) -> None:
-        """Print the statistics if they are due."""
-        if is_due(self.run.state.iteration, self._interval):
-            self.print()
-
-    def print(self) -> None:
-        """Print the shares by layer, over all ranks; all ranks call this together."""
-        run = self.run
-        assert run.fp8 is not None, "fp8_statistics_interval needs fp8_format"
-        own = [f"  {loss.layer} {loss.role}: {loss.saturated:.4%}, {loss.underflown:.4%}" for loss in run.fp8.losses()]
-        stages = gather_strings("\n".join(own), run.groups.group("pp"), run.world.device)
-        if run.world.rank == 0:
-            print(f"fp8 at iteration {run.state.iteration}: elements clamped, and elements that became 0")
-            print("\n".join(text for text in stages if text), flush=True)
 
 
 def _work(run: Run) -> float:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import (
     BackgroundSave,
-    CheckpointReader,
     FolderLock,
     Save,
     Snapshot,
@@ -33,6 +32,7 @@ from megatron_core.checkpoint.folder import (
     runs_of,
     write_runs,
 )
+from megatron_core.checkpoint.formats import format_that_writes
 from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.removal import remove_hidden
@@ -41,12 +41,10 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
-from megatron_core.models.megatron_lm.writer import write_checkpoint
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
 from megatron_core.storage import in_storage, location
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.parts import RunPart
@@ -71,7 +69,6 @@ class CheckpointSaver:
     optimizer: Optimizer
     vocab_size: int = field(kw_only=True)
     tokenizer: Tokenizer | None = field(kw_only=True)
-    fp8: AmaxHistories | None = field(default=None, kw_only=True)
     parts: Sequence[RunPart] = field(default=(), kw_only=True)
     """The parts of features, which may have state in checkpoints."""
     further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
@@ -253,7 +250,7 @@ class CheckpointSaver:
         )
         optimizer = None if settings.no_save_optim else self.optimizer
         updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
-        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
+        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
         for part in self.parts:
             updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
         if temporary and self._hosts is not None:
@@ -300,9 +297,8 @@ class CheckpointSaver:
             return
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exchange = partial(gather_from_all_ranks, device=self.data.device)
-        with CheckpointReader(native) as reader:
-            rank = self.data.groups.rank
-            write_checkpoint(reader, self.config.model, folder, form, rank=rank, ranks=ranks, exchange=exchange)
+        rank, model = self.data.groups.rank, self.config.model
+        format_that_writes(form).write(native, model, folder, rank=rank, ranks=ranks, exchange=exchange)
 
     def close(self) -> None:
         """Complete the background save and release the locks of the folders; a later ``save`` takes them again."""

@@ -1,6 +1,6 @@
 """Setup of a training run from a configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_core import parallel_state
+from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.compression import compression_of
@@ -30,7 +31,6 @@ from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.attempts import Attempts
@@ -97,13 +97,13 @@ class Run(Trainable):
     def __post_init__(self) -> None:
         """Create the parts of features, the checkpoint saver, the loss, and the loader of training data, if any."""
         self.parts = build_parts(self.config, self)
+        self.after_gradients = self._tell_parts
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
             self.optimizer,
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
-            fp8=self.fp8,
             parts=self.parts,
         )
         self.objective = build_objective(self.config, self)
@@ -130,14 +130,30 @@ class Run(Trainable):
             return TrainState()
         if any(part.load(config, reader) for part in self.parts):
             return counters(reader)
-        state = load_state(config, reader, self.data_parallel, self.optimizer, self.fp8)
+        state = load_state(config, reader, self.data_parallel, self.optimizer, self._further_pieces)
         for part in self.parts:
             part.after_load(config, reader)
         return state
 
+    def _tell_parts(self) -> None:
+        for part in self.parts:
+            part.after_gradients()
+
+    def _further_pieces(self, reader: Reader) -> Iterator[TensorBox]:
+        """The pieces of features to load together with model and optimizer."""
+        for part in self.parts:
+            yield from part.pieces_to_load(reader)
+
     def part(self, kind: type[Part]) -> Part | None:
         """The part of a feature, by its class; None if the run does not use the feature."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
+        state = [tensor for _, named in self.optimizer.tensors() for tensor in named.values()]
+        state += [piece.memory for piece in self.optimizer.joint_state()]
+        of_parts = sum(part.nbytes for part in self.parts)
+        return self.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
@@ -212,7 +228,7 @@ def data_parallel_of(
         keep_after_forward=parallel.zero3_keep_after_forward,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        arithmetic=arithmetic_of(config, groups.context.whole.size(), groups.size("dp")),
+        arithmetic=arithmetic_of(config, groups.context.whole, groups.size("dp")),
         ranks_may_differ=ranks_may_differ,
     )
     memory = BucketMemory(device, initialise)
@@ -228,15 +244,6 @@ def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: Parall
     return Optimizer(
         data_parallel, config.optimizer, groups, scale, model.kernel_backend, seed, width=model.mup_width_mult
     )
-
-
-def _histories_of(
-    config: RunConfig, stages: dict[int, GPTModel], groups: ParallelGroups, device: torch.device
-) -> AmaxHistories | None:
-    """The amax histories of FP8 layers, or None without FP8."""
-    if config.training.fp8_format is None:
-        return None
-    return AmaxHistories(stages.values(), config.training, groups.group("tp-dp-cp"), device)
 
 
 def learning_rate_schedule(
@@ -346,7 +353,6 @@ def set_up(
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
         optimizer=_optimizer_of(config, data_parallel, groups),
-        fp8=_histories_of(config, stages, groups, world.device),
         # Without the output layer: deferring its weight gradient would keep a gradient of the size of the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         splits=splits,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,35 +11,32 @@ import torch
 
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, open_newest, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
+from megatron_core.checkpoint.formats import OtherReader, formats_of_settings
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import HuggingFaceReader
-from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.storage import location, real
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
     check_same_model,
-    check_same_stage,
     check_state,
+    format_to_resume,
     moved_end,
     refuse_other_formats,
     schedule_changes,
     takes_settings,
     with_settings_of,
 )
-from megatron_core.training.megatron_state import open_megatron
 
 CPU = torch.device("cpu")
-Reader = CheckpointReader | HuggingFaceReader | MegatronReader | HostCopy
+Reader = CheckpointReader | OtherReader | HostCopy
 
 
 @dataclass
@@ -90,14 +87,12 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
         yield from optimizer_pieces(optimizer, saved=True)
 
 
-def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
+def other_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
     yield from saved_pieces(data, parameter_pieces(data.frozen_on_first_copy()))
     if optimizer is not None:
         yield from compression_pieces(data)
         yield from compression_rows(data)
-        if fp8 is not None:
-            yield from fp8_pieces(fp8, fp8.histories())
 
 
 def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[TensorBox]:
@@ -146,13 +141,6 @@ def compression_rows(data: DataParallel) -> Iterator[TensorBox]:
                 yield TensorBox(f"compression.{kind}.{name}", shape, Box((0,), shape), row, owned)
 
 
-def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[TensorBox]:
-    """Pieces of amax ``histories``; every rank with the layer has the complete history."""
-    for name, history in histories.items():
-        shape = tuple(history.shape)
-        yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
-
-
 def open_checkpoint(
     config: RunConfig,
     device: torch.device = CPU,
@@ -168,23 +156,23 @@ def open_checkpoint(
     are compared at once.
     Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
-    # Find the checkpoint or the Hugging Face folder.
+    # Find the checkpoint, or initial weights of another program.
     settings = config.checkpoint
-    reader: CheckpointReader | MegatronReader | None = None
+    reader: CheckpointReader | OtherReader | None = None
     if settings.load is not None:
         hash_later = hash_later and not takes_settings(settings)
         refuse_other_formats(f"load={settings.load!r}", settings.load)
-        reader = open_megatron(settings) or _open_stored(settings, device, hash_later, damaged)
+        form = format_to_resume(settings.load)
+        if form is not None:
+            reader = form.open(location(settings.load), settings.ckpt_step, finetune=settings.finetune)
+        else:
+            reader = _open_stored(settings, device, hash_later, damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
-    if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
-        weights = HuggingFaceReader(settings.load_hf)
-        check_same_model(asdict(weights.model), config, only_weights=True)
-        return weights, config
     if reader is None:
-        return None, config
+        return (open_initial_weights(config) if config.tuning.lora_rank is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
@@ -192,7 +180,6 @@ def open_checkpoint(
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
         check_features(stored, config, reader.folder)
-        check_same_stage(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
@@ -213,6 +200,16 @@ def open_checkpoint(
                 "and dropout differ from the resumed run"
             )
     return reader, config
+
+
+def open_initial_weights(config: RunConfig) -> OtherReader | None:
+    """Open the weights of another program from which a new run starts, such as --load-hf; None without them."""
+    for form, folder in formats_of_settings(config):
+        if form.is_openable:
+            weights = form.open(folder)
+            check_same_model(weights.state["config"], config, only_weights=True)
+            return weights
+    return None
 
 
 def _open_stored(
@@ -286,13 +283,9 @@ def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[Te
     return (piece for piece in pieces if data.is_saved(piece.name))
 
 
-def held_pieces(
-    data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
-) -> Iterator[TensorBox]:
+def held_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """All pieces of this rank, with those that other ranks hold, too."""
     yield from saved_pieces(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from compression_rows(data)
-    if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.histories())

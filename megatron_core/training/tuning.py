@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.checkpoint import CheckpointReader, open_newest
+from megatron_core.checkpoint.formats import OtherReader, formats_of_settings
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
-from megatron_core.models.build import meta_model
-from megatron_core.models.hf import HuggingFaceReader, architecture_for
-from megatron_core.models.hf.peft import PeftNames, read_adapter
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import check_same_model, check_state
 from megatron_core.training.new_indexers import is_of_indexer, lacks_indexers, outside_of_indexers
-from megatron_core.training.state import Reader, held_weights
-from megatron_core.transformer.adapters import adapters_of, is_adapter, rows_of
+from megatron_core.training.state import Reader, held_weights, open_initial_weights
+from megatron_core.transformer.adapters import adapters_of, is_adapter
 
-Base = CheckpointReader | HuggingFaceReader
+Base = CheckpointReader | OtherReader
 
 
 def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> Base | None:
@@ -53,11 +49,7 @@ def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False)
                 "with megatron-convert --from native --to hf and give the result as --load-hf"
             )
         return reader
-    if settings.load_hf is None:
-        return None
-    weights = HuggingFaceReader(settings.load_hf)
-    check_same_model(asdict(weights.model), config, only_weights=True)
-    return weights
+    return open_initial_weights(config)
 
 
 def drawing(config: RunConfig, base: Reader | None) -> Initialise | None:
@@ -94,10 +86,10 @@ def prepare_weights(
     stages = list(stages)
     if config.tuning.use_dora:
         _assign(data, _magnitudes(data, stages))
-    if config.tuning.lora_load is not None:
-        own = {name: p for stage in stages for name, p in stage.named_global_parameters() if is_adapter(name)}
-        whole = _read(config, Path(config.tuning.lora_load), stages)
-        _assign(data, {p: _local(whole[name], p) for name, p in own.items()})
+    for form, folder in formats_of_settings(config):
+        if adapters := form.read_adapters(folder, config, stages[0].vocab_size):
+            parameters = [item for stage in stages for item in stage.named_global_parameters() if is_adapter(item[0])]
+            _assign(data, {parameter: _local(adapters[name], parameter) for name, parameter in parameters})
 
 
 def _magnitudes(data: DataParallel, stages: Iterable[GPTModel]) -> dict[nn.Parameter, Tensor]:
@@ -129,20 +121,3 @@ def _local(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=parameter.device)
     spec.localise(whole, local)
     return local
-
-
-def _read(config: RunConfig, folder: Path, stages: Iterable[GPTModel]) -> dict[str, Tensor]:
-    """All adapters of the model, from a folder in PEFT's format."""
-    names, shapes = peft_names(config, next(iter(stages)).vocab_size)
-    return read_adapter(folder, names, shapes)
-
-
-def peft_names(config: RunConfig, vocab_size: int) -> tuple[PeftNames, dict[str, tuple[int, ...]]]:
-    """The correspondence with PEFT's names for the model of a run, and the shapes of all adapters."""
-    specs = {name: spec_of(own) for name, own in meta_model(config, vocab_size).named_global_parameters()}
-    shapes = {name: spec.global_shape for name, spec in specs.items()}
-    architecture = architecture_for(config.model, config.checkpoint.hf_model_type)
-    names = PeftNames(
-        architecture, config.model, shapes, lambda layer, part: rows_of(specs[f"{layer}.weight"], part, layer)
-    )
-    return names, {name: shape for name, shape in shapes.items() if is_adapter(name)}

@@ -56,12 +56,13 @@ class LayerContext:
         return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, self.tp_group.size())
 
     def of_layer(self, layer_number: int) -> LayerContext:
-        """Return the context of a layer, with its sizes, and without FP8 if the layer does not use FP8."""
-        own = replace(self, config=self.config.of_layer(layer_number))
-        precision = self.parallel.fp8_precision
-        if precision is None or layer_number in precision.layers:
-            return own
-        return replace(own, parallel=replace(self.parallel, fp8_precision=None))
+        """Return the context of a layer, with its sizes and its arithmetic."""
+        return replace(self.with_arithmetic_of(layer_number), config=self.config.of_layer(layer_number))
+
+    def with_arithmetic_of(self, layer_number: int) -> LayerContext:
+        """Return the context with the arithmetic of a layer."""
+        arithmetic = self.parallel.arithmetic.of_layer(layer_number)
+        return replace(self, parallel=replace(self.parallel, arithmetic=arithmetic))
 
     @property
     def init_method(self) -> Normal:

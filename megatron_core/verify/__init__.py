@@ -1,13 +1,9 @@
-"""Check that a model gives the same results in every layout as in one process."""
+"""Check that a model gives the same results in every layout as in one process.
 
-from megatron_core.config.comparison import fitting_layouts
-from megatron_core.config.layout import Layout, every_layout
-from megatron_core.config.shrink import shrunk
-from megatron_core.verify.bits import BitsReport, BitsRow, HashedExperiment, check_bits
-from megatron_core.verify.gpt import GPTExperiment, trace_training
-from megatron_core.verify.module import ModelUnderTest, ModuleExperiment
-from megatron_core.verify.parity import Experiment, ParityReport, Row, check_parity
-from megatron_core.verify.programs import Comparison, compare
-from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
-from megatron_core.verify.trace import RankTrace, Trace, assemble
-from megatron_core.verify.verify_module import ModuleReport, verify_module
+Names are imported on first use, because commands that only choose layouts do not need torch; ``__init__.pyi`` lists
+them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

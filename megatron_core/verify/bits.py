@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.hash_records import Difference, HashRecord, first_difference
 from megatron_core.parallel.texts import listed
-from megatron_core.verify.compare import EPSILON
+from megatron_core.reports.hash_records import Difference, HashRecord, first_difference
+from megatron_core.verify.bounds import EPSILON
 from megatron_core.verify.parity import reference_of
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 

@@ -23,7 +23,7 @@ from megatron_core.training.setup import Run
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.joined import JoinedParts
-from megatron_core.verify.compare import FLOAT64_BOUND, Errors
+from megatron_core.verify.bounds import FLOAT64_BOUND, Errors
 from megatron_core.verify.trace import RankTrace, assemble
 
 FORWARD = "forward"

@@ -8,22 +8,22 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.config.comparison import configured
 from megatron_core.config.layout import Layout
-from megatron_core.config.together import Scope, replicas, shared_micro_batches
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
 from megatron_core.features.outer_steps.part import OuterSteps
-from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.parallel.texts import gather_strings
+from megatron_core.reports.hash_records import HashRecord
+from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
-from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
+from megatron_core.verify.comparison import configured
 from megatron_core.verify.culprit import Comparer, Found, Recorder, Reference
 from megatron_core.verify.groups import GroupsInOneProcess
 from megatron_core.verify.ranks import run_ranks, this_world
+from megatron_core.verify.together import Scope, replicas, shared_micro_batches
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 

@@ -13,19 +13,19 @@ from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.errors import LayoutError
-from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.reports.hash_records import HashRecord
+from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.driver import StepHooks, StepOutcome, StepRates, StepWork, Trainable, take_step
-from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.verify.ranks import this_world
 from megatron_core.verify.trace import RankTrace
 

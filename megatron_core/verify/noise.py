@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_core.verify.compare import Errors, relative_errors
+from megatron_core.verify.bounds import Errors, relative_errors
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_core.verify.bits import BitsReport
-from megatron_core.verify.compare import EPSILON
+from megatron_core.verify.bounds import EPSILON
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
 HEADING = "# Layouts compared with one process"

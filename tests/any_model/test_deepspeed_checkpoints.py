@@ -16,10 +16,10 @@ import torch
 import megatron_core
 from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError
-from megatron_core.models.deepspeed import read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import read_deepspeed_checkpoint
 from megatron_core.verify.ranks import RankFailure, run_ranks
-from tests.models.deepspeed.network import BATCH, LLAMA, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups, tokens
-from tests.models.hf_models import transformers
+from tests.hub.deepspeed.network import BATCH, LLAMA, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups, tokens
+from tests.hub.hf_models import transformers
 
 FOLDER = Path(__file__).parents[1] / "models" / "deepspeed"
 CHECKPOINTS = FOLDER / "checkpoints"

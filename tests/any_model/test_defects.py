@@ -27,7 +27,12 @@ DEFECTS = {
         {},
     ),
     "gradients of the last step remain": (ENGINE + "discard_gradients", "self.data_parallel.zero_grad()", "pass", {}),
-    "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, self.fp8)", "pass", {}),
+    "gradients are not summed over the ranks": (
+        ENGINE + "_update",
+        "finish_gradients(data, self._after_gradients)",
+        "pass",
+        {},
+    ),
     "weights of other shards stay outdated": (
         "training.driver:gather_weights",
         "data.start_param_sync()",

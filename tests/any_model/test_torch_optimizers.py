@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import NAdam, RMSprop
 
 import megatron_core
+from megatron_core.any_model.torch_optimizer import coupling_of
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.torch_optimizer import coupling_of
 from megatron_core.verify.ranks import run_ranks
 
 STEPS, BATCH, CLIP = 4, 4, 0.2

@@ -83,7 +83,7 @@ def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[
         into = replace(run.config.checkpoint, save=str(folder / "async"), async_save=True)
         config = replace(run.config, checkpoint=into)
         saver = CheckpointSaver(
-            config, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None, fp8=run.fp8
+            config, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None, parts=run.parts
         )
         saver.save(run.state)
         wait = run.optimizer.before_update

@@ -15,9 +15,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.training import checkpointing
 from megatron_core.commands.inspect_checkpoint import Settings, inspect_checkpoint
 from megatron_core.errors import CheckpointError
+from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig
 from megatron_core.training.compatibility import open_model
-from megatron_core.training.conversion import export_hugging_face
 from tests.runs import tiny_run
 
 ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}

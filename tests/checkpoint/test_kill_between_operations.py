@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint, removal
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.checkpoint.removal import drop_old, remove_hidden
-from megatron_core.models.megatron_lm.writer import Format, write_checkpoint
+from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.training.compatibility import stored_config
 from tests.checkpoint.operations import killed_before
 from tests.checkpoint.test_damage import read, write

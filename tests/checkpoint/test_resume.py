@@ -18,7 +18,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.gpt import model as gpt
 from megatron_core.parallel import World
 from megatron_core.training import pretrain, setup
-from megatron_core.training.compatibility import check_same_model, check_same_stage
+from megatron_core.training.compatibility import check_features, check_same_model
 from tests.checkpoint.runs import SMALL, save_run, start, stored
 from tests.datasets.files import write_counting
 from tests.parity.sparse_rows import INDEXER
@@ -98,10 +98,10 @@ WARM = {"dsa_indexer_warmup": True}
 def test_the_next_stage_of_indexers_needs_new_optimizer_state(before: dict, now: dict) -> None:
     stored = RunConfig.from_flat(SMALL | SPARSE | before).flat()
     same, other = (RunConfig.from_flat(SMALL | SPARSE | settings) for settings in (before, now))
-    check_same_stage(stored, same, Path("folder"))
-    check_same_stage(stored, RunConfig.from_flat(other.flat() | {"no_load_optim": True}), Path("folder"))
+    check_features(stored, same, Path("folder"))
+    check_features(stored, RunConfig.from_flat(other.flat() | {"no_load_optim": True}), Path("folder"))
     with pytest.raises(CheckpointError, match=r"folder was trained with dsa_indexer_warmup=.*add --finetune$"):
-        check_same_stage(stored, other, Path("folder"))
+        check_features(stored, other, Path("folder"))
 
 
 def test_a_checkpoint_without_indexers_is_not_resumed_with_them() -> None:

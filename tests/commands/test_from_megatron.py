@@ -14,7 +14,7 @@ from megatron_core.commands.from_megatron import main
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.file import read_config
 from megatron_core.planner.parameters import model_parameters
-from megatron_core.training.dry_run import RankEstimate
+from megatron_core.reports.dry_run import RankEstimate
 
 ROPE = ("--position-embedding-type", "rope")
 SCRIPT = """#!/bin/bash

@@ -6,10 +6,10 @@ import pytest
 
 from megatron_core.commands.verify_layout import Options, task_of, words_of
 from megatron_core.config import RunConfig
-from megatron_core.config.comparison import Task, not_compared
 from megatron_core.config.layout import Layout
-from megatron_core.config.shrink import OF_COMPARISON, at_full_size, changes, short_schedules, shrunk, small_run
 from megatron_core.config.training import TrainingConfig
+from megatron_core.verify.comparison import Task, not_compared
+from megatron_core.verify.shrink import OF_COMPARISON, at_full_size, changes, short_schedules, shrunk, small_run
 
 MODEL = {"num_layers": 4, "num_attention_heads": 4}
 SCHEDULES = """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.megatron_flags import RENAMED
 from megatron_core.config.megatron_model import ABSENT, FIXED_OF_MAMBA, without_arguments
+from megatron_core.config.run import aliases
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import problems
 
@@ -27,7 +27,7 @@ OF_PATTERN = {"mtp_layer_pattern"}
 def test_every_setting_of_the_function_is_an_argument_of_megatron_lm_or_listed() -> None:
     lines = (Path(__file__).parent / "megatron_lm_flags.txt").read_text().split()
     theirs = {line.removeprefix("--").removesuffix("=").replace("-", "_") for line in lines}
-    theirs |= {RENAMED[name] for name in theirs if name in RENAMED}
+    theirs |= {aliases()[name] for name in theirs if name in aliases()}
     ours = set(names_by_resume(ModelConfig, Resume.FUNCTION, Resume.TENSORS))
     assert ours - theirs == {*ABSENT, *OF_OTHERS, *OF_TRAINING, *OF_PATTERN, *FIXED_OF_MAMBA} - theirs
 

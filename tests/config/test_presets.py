@@ -12,7 +12,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.presets import PRESETS
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
-from megatron_core.training.conversion import global_shapes
+from megatron_core.hub.conversion import global_shapes
 from tests.runs import TINY
 
 # Elements of all tensors in the published checkpoints.

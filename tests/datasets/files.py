@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.datasets import IndexedDatasetBuilder, Splits, get_bin_path, get_idx_path
+from megatron_core.datasets import Splits, get_bin_path, get_idx_path
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import make_splits
 

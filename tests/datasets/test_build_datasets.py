@@ -10,17 +10,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron_core.config import RunConfig
-from megatron_core.datasets import (
-    BlendedDataset,
-    DatasetHeader,
-    IndexedDataset,
-    KeyedGPTDataset,
-    Splits,
-    write_header,
-)
+from megatron_core.datasets import BlendedDataset, DatasetHeader, IndexedDataset, KeyedGPTDataset, Splits
 from megatron_core.datasets import build_datasets as build
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.megatron_order.part import MegatronOrder
+from megatron_core.preprocess.builder import write_header
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from tests.datasets.files import write, write_counting
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_core.datasets import DType, IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron_core.datasets.validate import validate
+from megatron_core.datasets import DType, IndexedDataset, get_bin_path, get_idx_path
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
+from megatron_core.preprocess.validate import validate
 from tests.datasets.files import index_by_hand
 
 LETTERS = {

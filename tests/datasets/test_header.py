@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.datasets import DatasetHeader, check_tokenizer, read_header, write_header
+from megatron_core.datasets import DatasetHeader, check_tokenizer, read_header
 from megatron_core.errors import DataError
+from megatron_core.preprocess.builder import write_header
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer
 
 BYTES = ByteLevelTokenizer()

@@ -8,14 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import (
-    DType,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-)
+from megatron_core.datasets import DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
 from tests.datasets.files import index_by_hand, write
 
 LENGTHS = [3, 0, 2, 4]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_core.datasets import DType, IndexedDataset, get_bin_path, get_idx_path
-from megatron_core.datasets.lengths import document_lengths
-from megatron_core.datasets.validate import validate
 from megatron_core.errors import DataError
+from megatron_core.preprocess.lengths import document_lengths
+from megatron_core.preprocess.validate import validate
 from tests.datasets.files import index_by_hand
 
 LONG = 2**31 - 1

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import RankFailure, Trace, assemble
-from megatron_core.verify.compare import Bounds, relative_errors
+from megatron_core.verify.bounds import Bounds, relative_errors
 from megatron_core.verify.culprit import Reference, describe, first_step
 from megatron_core.verify.gpt import compare_step, record_step, train_traced
 from megatron_core.verify.ranks import Simulated, run_ranks, run_simulated

@@ -7,7 +7,7 @@ from tests.defects.defect import Defect
 IN_FP8 = (
     Defect(  # C49
         "tensors are scaled by each rank's own columns",
-        "tensor_parallel.fp8:FP8Products.scale_of_amax",
+        "features.fp8.products:FP8Products.scale_of_amax",
         "if blocks.columns is None:",
         "if False:",
         "tensorwise, tp2 sp",
@@ -16,7 +16,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "tensors are scaled by each rank's own part of the sequence",
-        "tensor_parallel.fp8:FP8Products.scale_of_amax",
+        "features.fp8.products:FP8Products.scale_of_amax",
         "if blocks.rows is None:",
         "if False:",
         "tensorwise, cp2",
@@ -25,7 +25,7 @@ IN_FP8 = (
     ),
     Defect(
         "rows are scaled by each rank's own features",
-        "tensor_parallel.fp8:FP8Products.scale_of_amax",
+        "features.fp8.products:FP8Products.scale_of_amax",
         "all_reduce_(amax, columns, maximum=True)",
         "pass",
         "rowwise, tp2",
@@ -33,15 +33,15 @@ IN_FP8 = (
     ),
     Defect(
         "expert matrices are scaled by each rank's part",
-        "transformer.moe.experts:GroupedLinear.__init__",
-        "(ALONE, etp) if splits_output else (etp, ALONE)",
-        "(ALONE, ALONE)",
+        "features.fp8.arithmetic:FP8LayerArithmetic.expert_input_product",
+        "group, ALONE, by_row",
+        "ALONE, ALONE, by_row",
         "rowwise, experts, etp2",
         culprit="output of decoder.layers.?.mlp",
     ),
     Defect(  # C49
         "histories are those of each rank's micro-batches",
-        "tensor_parallel.amax_history:AmaxHistories.update",
+        "features.fp8.amax_history:AmaxHistories.update",
         "all_reduce_(latest, self.group, maximum=True)",
         "pass",
         "delayed, dp2 zero1",
@@ -50,7 +50,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "scales are those of the oldest step of the history",
-        "tensor_parallel.fp8:FP8Products._scale_of_history",
+        "features.fp8.products:FP8Products._scale_of_history",
         "past.amax()",
         "past[-1]",
         "delayed, dp2 zero1",
@@ -59,7 +59,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "the amax of gradients is never recorded",
-        "tensor_parallel.fp8:FP8Products._record",
+        "features.fp8.products:FP8Products._record",
         "amax.amax().to(own.dtype)",
         "amax.amax().to(own.dtype) * (role != 'grad')",
         "delayed, pp2 zb_h1",
@@ -68,7 +68,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "the amax of a step is that of its last micro-batch",
-        "tensor_parallel.fp8:FP8Products._record",
+        "features.fp8.products:FP8Products._record",
         "torch.maximum(own, amax.amax().to(own.dtype))",
         "amax.amax().to(own.dtype)",
         "delayed, tp2",
@@ -77,7 +77,7 @@ IN_FP8 = (
     ),
     Defect(  # C49
         "what a step recorded stays for the next one",
-        "tensor_parallel.amax_history:AmaxHistories.update",
+        "features.fp8.amax_history:AmaxHistories.update",
         "layer.recorded.zero_()",
         "pass",
         "delayed, tp2",
@@ -86,7 +86,7 @@ IN_FP8 = (
     ),
     Defect(
         "a transposed matrix keeps the order of its blocks",
-        "ops.fp8:Quantised.t",
+        "features.fp8.casts:Quantised.t",
         "self.scale.mT",
         "self.scale.reshape(self.scale.mT.shape)",
         "blockwise, tp2",
@@ -94,9 +94,9 @@ IN_FP8 = (
     ),
     Defect(
         "the first and the last layer are in FP8, too",
-        "transformer.context:LayerContext.of_layer",
-        "layer_number in precision.layers",
-        "True",
+        "features.fp8.arithmetic:FP8Arithmetic.of_layer",
+        "layer_number in self._kept",
+        "False",
         "tensorwise, first layer in bf16, tp2",
         culprit="output of decoder.layers.0.self_attention",
     ),

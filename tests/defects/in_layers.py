@@ -140,8 +140,8 @@ IN_LAYERS = (
     Defect(  # C43
         "each rank adds the bias of a row-parallel layer",
         "tensor_parallel.layers:RowParallelLinear._product",
-        "self.weight, None, self.comm, fp8=self.fp8)",
-        "self.weight, self.bias, self.comm, fp8=self.fp8) - self.bias",
+        "self.weight, None, self.comm)",
+        "self.weight, self.bias, self.comm) - self.bias",
         "tp2",
         "C43",
         culprit="output of decoder.layers.0.self_attention",

@@ -7,7 +7,7 @@ from math import isfinite
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import RankFailure, Trace, trace_training
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from tests.defects.defect import Defect
 from tests.defects.plant import planted
 from tests.parity.every_row import EVERY_ROW

@@ -10,7 +10,7 @@ from functools import cache
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import Trace, trace_training
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from tests.defects.defects import DEFECTS
 from tests.defects.judge import judged
 from tests.parity.every_row import EVERY_ROW

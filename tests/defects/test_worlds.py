@@ -9,7 +9,7 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.verify import GPTExperiment, RankFailure, Trace, assemble, run_ranks, shrunk
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from megatron_core.verify.ranks import run_simulated
 from tests.defects.in_worlds import EXPERTS, IN_WORLDS, WorldDefect
 from tests.defects.plant import planted

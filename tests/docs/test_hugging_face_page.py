@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_core.models.hf.architecture import ARCHITECTURES
+from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 

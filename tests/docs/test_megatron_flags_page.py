@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_core.config import megatron_flags
-from megatron_core.config.run import field_types
-from megatron_core.config.translate import command_line
+from megatron_core.config.flags import command_line
+from megatron_core.config.run import aliases, field_types
+from megatron_core.features.megatron_flags import tables as megatron_flags
 from tools.list_flags import page
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_every_flag_of_megatron_is_known() -> None:
     """The list was printed by Megatron-LM's own parser, with a ``=`` after flags that take values; that of flags which
     are gone was read off its releases since v1.0."""
     known, tables = field_types() | command_line(), megatron_flags.FLAGS
-    translated = {*megatron_flags.SAME_AS, *megatron_flags.RENAMED, *megatron_flags.OVERRIDDEN_BY_FLAG}
+    translated = {*megatron_flags.SAME_AS, *aliases(), *megatron_flags.OVERRIDDEN_BY_FLAG}
     unknown = []
     lists = ("megatron_lm_flags.txt", "megatron_lm_old_flags.txt")
     for line in " ".join((ROOT / "tests/config" / each).read_text() for each in lists).split():

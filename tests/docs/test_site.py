@@ -22,6 +22,7 @@ EMPTY = {
     "models",
     "drop_in",
     "features",
+    "hub",
     "preprocess",
     "tokenizers",
     "commands",

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron_core import parallel_state
+from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.verify.ranks import run_ranks
 from tests.drop_in.test_gpt_model import IDS, config, gpt
 
@@ -74,7 +75,11 @@ def test_delayed_scales_are_those_of_the_step_before_on_all_ranks(ranks: int) ->
 
 def test_layers_at_the_ends_stay_out() -> None:
     model = gpt(config(num_layers=3, bf16=True, params_dtype=torch.bfloat16, fp8="hybrid", first_last_layers_bf16=True))
-    assert [layer.mlp.linear_fc1.fp8 is not None for layer in model.decoder.layers] == [False, True, False]
+    assert [layer.mlp.linear_fc1.product is not parallel_linear for layer in model.decoder.layers] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_programs_flags_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from megatron.training import pretrain
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.drop_in.test_pretrain_gpt import model_provider, steps
 from tests.drop_in.test_program import forward_step
-from tests.models.megatron_0_20.make_files import COMMON
-from tests.models.test_real_megatron_checkpoints import LLAMA as MODEL
-from tests.models.test_real_megatron_checkpoints import steps as recorded
-from tests.models.test_real_megatron_checkpoints import unpack
+from tests.hub.megatron_0_20.make_files import COMMON
+from tests.hub.test_real_megatron_checkpoints import LLAMA as MODEL
+from tests.hub.test_real_megatron_checkpoints import steps as recorded
+from tests.hub.test_real_megatron_checkpoints import unpack
 
 FLAGS = [flag for flag in COMMON if flag not in ("--eval-interval", "1000", "--save-interval", "3")]
 LLAMA = (*MODEL, "--ffn-hidden-size", "24")

@@ -38,8 +38,9 @@ from megatron.training.training import (
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
-from megatron_core.config.megatron_flags import FLAGS, OVERRIDDEN_BY_FLAG, RENAMED, SAME_AS
+from megatron_core.config.run import aliases
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.megatron_flags.tables import FLAGS, OVERRIDDEN_BY_FLAG, SAME_AS
 
 COMMAND = "x.py --num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 100 --tokenizer-type NullTokenizer"
 
@@ -48,7 +49,7 @@ def test_every_flag_has_its_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs read attributes of flags that are translated or have no effect; defaults are Megatron-LM's."""
     monkeypatch.setattr(sys, "argv", COMMAND.split())
     args = vars(parse_args())
-    absent = {*FLAGS, *RENAMED, *SAME_AS, *OVERRIDDEN_BY_FLAG, *ATTRIBUTES, *DEFAULTS, "export_kd_cfg"} - args.keys()
+    absent = {*FLAGS, *aliases(), *SAME_AS, *OVERRIDDEN_BY_FLAG, *ATTRIBUTES, *DEFAULTS, "export_kd_cfg"} - args.keys()
     assert not absent
     expected = {
         **{"layernorm_epsilon": 1e-5, "add_bias_linear": True, "encoder_num_layers": 4, "rotary_scaling_factor": 1.0},
@@ -203,7 +204,7 @@ def test_sections_of_a_run_and_back() -> None:
     flat = config.flat()
     expected = {"lr": 0.5, "no_save_optim": True, "train_iters": 7, "lr_decay_style": "cosine", "profile_ranks": (1,)}
     assert {name: flat[name] for name in expected} == expected
-    assert config.monitor.tensorboard_dir == "logs"
+    assert config.value("tensorboard_dir") == "logs"
 
 
 def _shape(**changes: object) -> Namespace:

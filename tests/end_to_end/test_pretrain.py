@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import IndexedDatasetBuilder
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
 from tests.programs import run_program, run_ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.training import read_settings
-from megatron_core.training.dry_run import RankEstimate
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -78,7 +78,7 @@ def _commands(script: str, *arguments: str, folder: Path, **environment: str) ->
 
 
 def test_continue_from_a_model_of_hugging_face(tmp_path: Path) -> None:
-    from tests.models.hf_models import save_model
+    from tests.hub.hf_models import save_model
 
     save_model("llama", tmp_path / "model")
     model, result = str(tmp_path / "model"), str(tmp_path / "result")

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatron_core.checkpoint import parameter_pieces
 from megatron_core.errors import CheckpointError
+from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
+from megatron_core.hub.hugging_face import HuggingFaceReader
 from megatron_core.models import GPTModel
-from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.training.conversion import export_hugging_face, import_hugging_face
-from tests.models.hf_models import LLAMA, VOCABULARY
+from tests.hub.hf_models import LLAMA, VOCABULARY
 
 OFF = {"no_op": False, "replace_with_linear": False}
 NO_OP, LINEAR = OFF | {"no_op": True}, OFF | {"replace_with_linear": True}

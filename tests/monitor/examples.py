@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron_core.monitor import StepEvent, ValidationEvent
+from megatron_core.config import RunConfig
+from megatron_core.monitor.build import SinkContext
+from megatron_core.monitor.events import StepEvent, ValidationEvent
 
 
 def step(iteration: int, **changes: Any) -> StepEvent:
@@ -30,3 +34,8 @@ def validation(iteration: int, **changes: Any) -> ValidationEvent:
     """An evaluation."""
     values = {"loss": 4.634557, "consumed_samples": 4 * iteration, "consumed_tokens": 64 * iteration}
     return ValidationEvent(**{"iteration": iteration, **values, **changes})
+
+
+def sink_context(folder: Path | None, logged: Mapping[str, Any], **settings: Any) -> SinkContext:
+    """The context of a sink whose run has ``settings``."""
+    return SinkContext(RunConfig.from_flat(RunConfig().flat() | settings), folder, logged=logged)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_core.config import MonitorConfig
-from megatron_core.monitor import JsonLinesSink, build_sinks
+from megatron_core.config import RunConfig
+from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.console import ConsoleSink
-from megatron_core.monitor.tensorboard import TensorBoardSink
+from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.reports.tensorboard import TensorBoardSink
 from tests.monitor.examples import step, validation
 
 
@@ -15,17 +16,21 @@ def kinds(sinks) -> list[type]:
     return [type(sink) for sink in sinks]
 
 
-def test_the_console_comes_always_and_the_rest_where_it_has_a_place(tmp_path):
-    assert kinds(build_sinks(MonitorConfig())) == [ConsoleSink]
-    assert kinds(build_sinks(MonitorConfig(), tmp_path)) == [ConsoleSink, JsonLinesSink]
+def configured(**settings) -> RunConfig:
+    return RunConfig.from_flat(RunConfig().flat() | settings)
+
+
+def test_each_sink_is_created_if_it_has_a_destination(tmp_path):
+    assert kinds(build_sinks(SinkContext(RunConfig()))) == []
+    assert kinds(build_sinks(SinkContext(RunConfig(), tmp_path))) == [JsonLinesSink]
     assert (tmp_path / "metrics.jsonl").exists()
-    config = MonitorConfig(metrics_file=str(tmp_path / "x.jsonl"), tensorboard_dir=str(tmp_path / "tb"))
-    assert kinds(build_sinks(config)) == [ConsoleSink, JsonLinesSink, TensorBoardSink]
+    config = configured(metrics_file=str(tmp_path / "x.jsonl"), tensorboard_dir=str(tmp_path / "tb"))
+    assert kinds(build_sinks(SinkContext(config))) == [JsonLinesSink, TensorBoardSink]
 
 
 def test_every_sink_takes_every_event(tmp_path, capsys):
-    config = MonitorConfig(log_interval=1, tensorboard_dir=str(tmp_path / "tb"))
-    for sink in build_sinks(config, tmp_path):
+    config = configured(log_interval=1, tensorboard_dir=str(tmp_path / "tb"))
+    for sink in [ConsoleSink.of(config.monitor), *build_sinks(SinkContext(config, tmp_path))]:
         sink.on_step(step(1))
         sink.on_validation(validation(1))
         sink.close()

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor import JsonLinesSink
-from megatron_core.monitor.jsonl import read_metrics
+from megatron_core.monitor.jsonl import JsonLinesSink, read_metrics
 from megatron_core.monitor.lenient import LenientSink, lenient_output
-from megatron_core.monitor.prometheus import PrometheusSink
-from megatron_core.monitor.tensorboard import TensorBoardSink
+from megatron_core.reports.prometheus import PrometheusSink
+from megatron_core.reports.tensorboard import TensorBoardSink
 from megatron_core.verify.ranks import run_ranks
 from tests.monitor.examples import step, validation
 

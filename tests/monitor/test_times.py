@@ -16,12 +16,12 @@ from megatron_core.monitor.device import share_of_cores
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
-from megatron_core.monitor.report import report
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
+from megatron_core.reports.report import report
 from megatron_core.training import reports
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks

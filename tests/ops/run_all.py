@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.bench_ops import as_tuple
 from benchmarks.op_cases import CASES, OpCase
 from megatron_core import ops
-from megatron_core.ops import fp8
+from megatron_core.features.fp8 import casts as fp8
 from tests.ops.checks import LOW
 
 # Rows held in registers, and longer rows.

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops import native
-from megatron_core.ops.fp8 import (
+from megatron_core.features.fp8.casts import (
     COLUMNS,
     E4M3,
     E5M2,
@@ -23,7 +22,8 @@ from megatron_core.ops.fp8 import (
     quantise,
     scale_of,
 )
-from megatron_core.ops.fp8_product import product
+from megatron_core.features.fp8.scaled_product import product
+from megatron_core.ops import native
 
 SHAPES = [(256, 384), (130, 200), (3, 5), (1, 129), (2, 64, 96)]
 BLOCKS = [WHOLE, ROWS, COLUMNS, Blocks(1, 128), Blocks(128, 1), Blocks(128, 128), Blocks(1, 32), Blocks(32, 1)]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_core.config.fp8 import FP8Config
-from megatron_core.ops.fp8 import E4M3, E5M2
-from megatron_core.ops.fp8_grouped import grouped_unavailable_reason
-from megatron_core.ops.fp8_product import unavailable_reason
+from megatron_core.features.fp8.casts import E4M3, E5M2
+from megatron_core.features.fp8.experts import FP8ExpertProducts
+from megatron_core.features.fp8.grouped_product import grouped_unavailable_reason
+from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.scaled_product import unavailable_reason
 from megatron_core.ops.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from tests.defects.plant import planted
 from tests.simulated_gpu.device import LOG
@@ -196,7 +197,7 @@ def experts(
     fp8 = FP8Products(settings, ALONE, ALONE, by_row=True, backend="reference" if device == "cuda" else "auto")
     if recipe == "delayed":
         fp8.history = torch.tensor([HISTORY]).to(device)
-    y = grouped_linear(x, parameter, counts, fp8=fp8)
+    y = grouped_linear(x, parameter, counts, products=FP8ExpertProducts(fp8))
     torch.autograd.backward([get_gradient_edge(y)], [grad])  # as the executor does
     return [each.detach().cpu() for each in (y, x.grad, parameter.grad)]
 
@@ -256,7 +257,7 @@ def test_experts_are_not_rounded_to_bfloat16_first(recipe: str, dtype: torch.dty
     ids=["scales", "order", "one scale"],
 )
 def test_a_wrong_product_is_not_used(old: str, new: str, found: str) -> None:
-    with fp8_gpu(), planted("ops.fp8_grouped:_scaled_grouped_mm", old, new):
+    with fp8_gpu(), planted("features.fp8.grouped_product:_scaled_grouped_mm", old, new):
         with pytest.warns(UserWarning, match=f"multiplied one by one: torch's grouped product.* {found}"):
             experts("rowwise", "cuda", RAGGED, dtype=BF16)
         before = LOG.calls[SCALED]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf import architecture_for
+from megatron_core.hub.hugging_face import architecture_for
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from tests.runs import tiny_run

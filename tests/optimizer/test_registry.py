@@ -23,8 +23,8 @@ from megatron_core.optimizer.algorithms import SGD, AdamW
 from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units
-from megatron_core.training.dry_run import RankEstimate
-from megatron_core.training.memory_report import found_bytes, planned_bytes
+from megatron_core.reports.dry_run import RankEstimate
+from megatron_core.reports.memory_report import planned_bytes
 from megatron_core.training.step import train_step
 from megatron_core.verify.gpt import GPTExperiment
 from megatron_core.verify.parity import check_parity
@@ -95,7 +95,7 @@ def test_planned_allocated_and_saved_state_are_equal(
     settings = WHOLE | settings
     run = tiny_run(**settings, save=str(tmp_path))
     train_step(run)
-    allocated = found_bytes(run)
+    allocated = run.state_bytes()
     assert planned_bytes(run) == sum(allocated.values())
     found = RankEstimate.of(tiny_config(**settings), 1)
     units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)

@@ -21,7 +21,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 from megatron_core.verify import RankFailure, Trace, trace_training
-from megatron_core.verify.compare import FLOAT64_BOUND
+from megatron_core.verify.bounds import FLOAT64_BOUND
 
 Settings = dict[str, Any]
 Choices = list[Settings]

@@ -6,7 +6,7 @@ from functools import cache
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import Trace, trace_training
-from megatron_core.verify.compare import Errors
+from megatron_core.verify.bounds import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
 from tests.parity.heterogeneous_rows import HETEROGENEOUS_ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from tests.parity.every_row import drawn
 from tests.parity.lora_rows import LORA_ROWS
 from tests.parity.rows import compare

@@ -7,7 +7,7 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.transformer import core_attention
 from megatron_core.verify import trace_training
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from tests.parity.rows import BASE, GQA2, PACKED, TP2
 from tests.parity.test_matrix import faults
 

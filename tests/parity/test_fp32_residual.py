@@ -6,7 +6,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import trace_training
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from tests.parity.invariant_rows import differing
 from tests.parity.rows import BASE, FULL_UNIFORM, MODERN, PP2, SDPA, SP, TP2, UNTIED, V2, ZERO, baseline_of, noise_of
 from tests.parity.test_fp8 import CALM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.verify.compare import Bounds, relative_errors
+from megatron_core.verify.bounds import Bounds, relative_errors
 from tests.parity.every_row import drawn
 from tests.parity.fp8_rows import FP8_ROWS
 from tests.parity.rows import BASE, UNTIED, baseline_of, compare, noise_of

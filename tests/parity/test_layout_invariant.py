@@ -6,7 +6,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import trace_training
-from megatron_core.verify.compare import FLOAT64_BOUND, relative_errors
+from megatron_core.verify.bounds import FLOAT64_BOUND, relative_errors
 from tests.parity.every_row import EVERY_ROW
 from tests.parity.invariant_rows import BFLOAT16, FLOAT32, SUPPORTED, differences, refusal
 from tests.parity.rows import BASE

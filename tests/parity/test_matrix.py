@@ -12,7 +12,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import trace_training
-from megatron_core.verify.compare import FLOAT64_BOUND, Bounds, beyond, relative_errors
+from megatron_core.verify.bounds import FLOAT64_BOUND, Bounds, beyond, relative_errors
 from megatron_core.verify.trace import Trace
 from tests.parity.every_row import FAST_ROW, drawn
 from tests.parity.rows import BASE, ROWS, TP2, TP4, baseline_of, compare, noise_of
@@ -37,7 +37,7 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
 def test_layout_in_float32(row: str) -> None:
-    """No quantity is much further from float64 than in one process in float32: ``megatron_core.verify.compare``."""
+    """No quantity is much further from float64 than in one process in float32: ``megatron_core.verify.bounds``."""
     world_size, model, layout = ROWS[row]
     found = trace_training(RunConfig.from_flat(BASE | model | {"fp64": False} | layout), world_size)
     bounds = Bounds("float32", noise_of(BASE | model, {}))

@@ -10,7 +10,7 @@ from megatron_core.config import RunConfig
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
-from megatron_core.verify.compare import FLOAT64_BOUND, relative_errors
+from megatron_core.verify.bounds import FLOAT64_BOUND, relative_errors
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, assemble

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import assemble
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.ranks import run_simulated
 from tests.parity.every_row import EVERY_ROW

@@ -7,7 +7,7 @@ import pytest
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.parameters import rank_units
-from megatron_core.training.dry_run import RankEstimate
+from megatron_core.reports.dry_run import RankEstimate
 from tests.planner.test_parameters import CASES
 from tests.runs import tiny_config, tiny_run
 

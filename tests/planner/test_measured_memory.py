@@ -15,7 +15,7 @@ from megatron_core.config.heterogeneous import LayerBlock, LayerPart, write_bloc
 from megatron_core.config.layout import Layout
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.parallel import World
-from megatron_core.training.dry_run import RankEstimate
+from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

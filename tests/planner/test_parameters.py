@@ -8,7 +8,7 @@ import pytest
 
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units
-from megatron_core.training.dry_run import RankEstimate
+from megatron_core.reports.dry_run import RankEstimate
 from tests.parity.heterogeneous_rows import LAYERS, NEMOTRON
 from tests.runs import tiny_config
 

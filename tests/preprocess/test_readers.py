@@ -13,8 +13,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_core.datasets.atomic_write import DiskFullError
 from megatron_core.preprocess import Limits
+from megatron_core.preprocess.atomic_write import DiskFullError
 from megatron_core.preprocess.inputs import DamagedFileError, Stream, describe
 from megatron_core.preprocess.readers import parse, read_blocks
 from tests.preprocess.corpora import file_size_limit, write_packed

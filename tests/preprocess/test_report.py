@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_core.datasets.builder import Extent
 from megatron_core.preprocess import report
+from megatron_core.preprocess.builder import Extent
 from megatron_core.preprocess.output import State
 from megatron_core.preprocess.report import Progress, backend_sentence, summary
 

@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_core.datasets.atomic_write import DiskFullError
 from megatron_core.errors import DataError
 from megatron_core.preprocess import Limits, preprocess
+from megatron_core.preprocess.atomic_write import DiskFullError
 from megatron_core.preprocess.inputs import DamagedFileError
 from megatron_core.preprocess.output import Output, WorkFolder
 from megatron_core.preprocess.pool import WorkerDiedError

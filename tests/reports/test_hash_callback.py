@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.monitor.hash_records import first_difference, read_hashes
+from megatron_core.reports.hash_records import first_difference, read_hashes
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.programs import run_program

@@ -9,8 +9,8 @@ import torch
 
 from megatron_core.context_parallel.products import Unfused, fused_products
 from megatron_core.context_parallel.tiles import Tile
-from megatron_core.ops.fp8 import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
-from megatron_core.ops.fp8_product import dequantised_product, product, unavailable_reason
+from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
+from megatron_core.features.fp8.scaled_product import dequantised_product, product, unavailable_reason
 from megatron_core.verify.ranks import run_ranks
 from tests.simulated_gpu.device import LOG, on_host
 from tests.simulated_gpu.runtime import simulated_gpu

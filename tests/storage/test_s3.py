@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.checkpoint.tensor_hashes import checkpoint_hashes
 from megatron_core.locations import CACHE_VARIABLE
+from megatron_core.reports.tensor_hashes import checkpoint_hashes
 from megatron_core.storage import StoragePath, in_storage, location
 from tests.datasets.files import write
 from tests.programs import run_program

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_core.datasets import IndexedDataset, streaming
 from megatron_core.datasets.sources import token_file_content
-from megatron_core.datasets.validate import validate
 from megatron_core.errors import DataError
 from megatron_core.locations import CACHE_VARIABLE
+from megatron_core.preprocess.validate import validate
 from megatron_core.storage import StoragePath, location
 from tests.datasets.files import write
 

@@ -22,41 +22,26 @@ SATELLITES = (
         "drop_in",
         "any_model",
         "shell",
-        "storage",
     ),
-    *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
+    *("hub", "parallel.links", "parallel.recovery"),
     *("cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
-even the command line, which may not import ``parallel``."""
+even the command line, which may not import ``parallel``. ``storage`` is core: it turns the name of each file that a run
+reads or writes into a path, and imports fsspec only for a URL."""
 
 WAITING = {
-    "lora": (
-        "tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning "
-        "training.adapter_export"
-    ),
-    "fp8": (
-        "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
-        "config.rules_fp8 data_parallel.fp8_gather"
-    ),
+    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
+    "fp8": "config.fp8",
     "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention"),
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
     "generation": "transformer.paged_attention",
-    "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
+    "hub": "config.megatron_model",
+    "presets": "config.presets config.depth",
     "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
-    "reports": (
-        "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
-        "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
-        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts "
-        "monitor.summary monitor.tensorboard training.dry_run"
-    ),
-    "megatron_flags": (
-        "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
-        "config.megatron_model config.shrink config.presets config.depth"
-    ),
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 

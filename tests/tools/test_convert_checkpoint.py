@@ -17,7 +17,7 @@ from megatron_core.inference.generator import GenerationLayout
 from megatron_core.locations import CACHE_VARIABLE
 from megatron_core.training.compatibility import open_model
 from megatron_core.verify.ranks import run_ranks, this_world
-from tests.models.hf_models import save_model, transformers
+from tests.hub.hf_models import save_model, transformers
 from tests.programs import run_program
 
 run_tool = partial(run_program, "tools/convert_checkpoint.py")

@@ -11,9 +11,9 @@ import torch
 
 from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.models.deepspeed import read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import read_deepspeed_checkpoint
 from tests.any_model.test_deepspeed_checkpoints import CHECKPOINTS, TOLERANCE, continued, expected_of
-from tests.models.hf_models import save_model, transformers
+from tests.hub.hf_models import save_model, transformers
 from tests.programs import run_program
 
 run_tool = partial(run_program, "tools/convert_checkpoint.py")

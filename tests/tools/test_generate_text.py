@@ -25,7 +25,7 @@ from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.setup import set_up
 from tests.checkpoint.runs import save_run
-from tests.models.hf_models import LLAMA, transformers
+from tests.hub.hf_models import LLAMA, transformers
 from tests.runs import tiny_config, tiny_run
 from tests.tokenizers.corpus import train_bpe, write_tokenizer_json
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_core.commands.inspect_dataset import Settings, blocks, inspect_dataset
-from megatron_core.datasets import DatasetHeader, IndexedDatasetBuilder, get_bin_path, get_idx_path, write_header
+from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.preprocess.builder import IndexedDatasetBuilder, write_header
 from megatron_core.tokenizers import ByteLevelTokenizer
 from tests.datasets.files import index_by_hand, write
 from tests.programs import run_program

@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_core.commands.merge_datasets import Settings, merge
-from megatron_core.datasets import (
-    DatasetHeader,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-    read_header,
-    write_header,
-)
+from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.preprocess.builder import IndexedDatasetBuilder, write_header
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer
 from tests.datasets.files import write
 from tests.programs import run_program

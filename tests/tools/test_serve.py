@@ -25,7 +25,7 @@ import tyro
 from megatron_core.commands.serve import Settings, serve
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
-from tests.models.hf_models import LLAMA, transformers
+from tests.hub.hf_models import LLAMA, transformers
 from tests.tokenizers.corpus import write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]

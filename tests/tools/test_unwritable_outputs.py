@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.monitor.report import write_report
+from megatron_core.reports.report import write_report
 from tests.datasets.files import write
 from tests.monitor.examples import step
 from tests.programs import run_program

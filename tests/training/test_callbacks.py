@@ -17,12 +17,12 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import StepEvent
 from megatron_core.parallel import World
+from megatron_core.reports.memory_report import MemorySnapshots
 from megatron_core.training import Callback, pretrain
 from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.callbacks import Callbacks
 from megatron_core.training.failures import FailureLog
 from megatron_core.training.loop import built_in_callbacks, train
-from megatron_core.training.memory_report import MemorySnapshots
 from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

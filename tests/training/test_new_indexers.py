@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.reader import HuggingFaceReader, config_of_folder
+from megatron_core.hub.hugging_face.reader import HuggingFaceReader, config_of_folder
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.new_indexers import is_of_indexer
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.models.hf_models import save_model
+from tests.hub.hf_models import save_model
 from tests.parity.sparse_rows import INDEXER, LATENT, WARMUP
 from tests.runs import TINY, tiny_run
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import PackedSample
 from megatron_core.features.conversations.dataset import ConversationDataset
-from megatron_core.models.hf import config_of_folder
+from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, this_world

@@ -19,8 +19,8 @@ from megatron_core.parallel.groups import LocalGroup
 from megatron_core.planner import layer_activations
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units
+from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.training.dry_run import RankEstimate
 from megatron_core.transformer import LayerContext, SelfAttention, SequenceContext, register_attention
 from megatron_core.transformer.layer_spec import ATTENTION_LAYERS, mixer_layer
 from megatron_core.verify.gpt import GPTExperiment

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_core.config import ModelConfig
-from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.ops.rotary import rope
 from megatron_core.training.step import train_step
 from megatron_core.transformer.rotary import (

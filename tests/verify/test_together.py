@@ -9,10 +9,10 @@ import pytest
 from megatron_core.commands.verify_layout import Options, task_of
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.config.shrink import at_full_size
-from megatron_core.config.together import incomparable
 from megatron_core.errors import ConfigError
 from megatron_core.verify import GPTExperiment, check_bits, check_parity, shrunk
+from megatron_core.verify.shrink import at_full_size
+from megatron_core.verify.together import incomparable
 
 EXPERTS = {"num_layers": 2, "num_attention_heads": 2, "num_experts": 4, "swiglu": True, "disable_bias_linear": True}
 OF_RANK = {

@@ -23,7 +23,7 @@ class GraphConfig:
     """Launch the kernels of a layer by CUDA graphs."""
 
     cuda_graph_impl: Literal["none", "local"] = setting(
-        "none", needs=(c.NO_COMPILE, c.NO_FP8, CAPTURABLE_LAYERS), when=c.TRAINING
+        "none", needs=(c.NO_COMPILE, c.NO_FP8, CAPTURABLE_LAYERS), when=c.TRAINING, is_refinement=True
     )
     """local: launch the kernels of a layer by CUDA graphs, one for each micro-batch in flight."""
     cuda_graph_modules: tuple[Literal["attn", "mlp"], ...] = setting((), when=GRAPHS, aliases="cuda_graph_scope")

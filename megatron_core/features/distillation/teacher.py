@@ -5,23 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from megatron_core.checkpoint.reader import note
-from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_core.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.distillation.settings import DistillationConfig
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
-from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.storage import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import MODEL, open_model
-from megatron_core.training.megatron_state import megatron_config, open_megatron
 from megatron_core.training.setup import Run
-from megatron_core.training.tuning import Base
 from megatron_core.transformer.layer_spec import layer_spec
 
 OF_STAGES = (
@@ -54,7 +49,7 @@ def build_teacher(run: Run) -> Teacher:
     """
     config, folder = run.config, run.config.section(DistillationConfig).kd_teacher
     assert folder is not None, "the run uses distillation"
-    weights, stored = open_teacher(folder, run.world.device)
+    weights, stored = open_model(folder, device=run.world.device, name="kd_teacher")
     if (size := weights.state["vocab_size"]) != run.vocab_size:
         raise CheckpointError(
             f"kd_teacher={folder} has a vocabulary of {size} tokens, but this run has vocab_size={run.vocab_size}; "
@@ -104,17 +99,6 @@ def _tokenizer_of(folder: str, data: DataConfig) -> tuple[Tokenizer | None, str]
     except MegatronError as error:
         return None, f"its tokenizer cannot be read: {error}"
     return (tokenizer, "") if names_its_tokens(tokenizer) else (None, missing)
-
-
-def open_teacher(folder: str, device: torch.device) -> tuple[Base | MegatronReader, RunConfig]:
-    """Open a checkpoint of this project or of Megatron-LM, or a Hugging Face folder, and read its configuration.
-
-    A collective call, with messages on ``device``.
-    """
-    reader = open_megatron(CheckpointConfig(load=folder, finetune=True))
-    if reader is None:
-        return open_model(folder, device=device, name="kd_teacher")
-    return reader, megatron_config(reader.folder)
 
 
 def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> RunConfig:

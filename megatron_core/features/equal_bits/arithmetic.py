@@ -50,8 +50,8 @@ ROWS_OF_EXPERTS = 32
 """Rows of a product of an expert: the last of them is filled with zeros."""
 
 
-def exact_arithmetic(config: RunConfig, context_ranks: int, data_ranks: int) -> ExactArithmetic:
-    """The arithmetic of a run whose sequences are split over ``context_ranks`` ranks; see ``Feature.arithmetic``."""
+def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> ExactArithmetic:
+    """The arithmetic of a run; see ``Feature.arithmetic``."""
     batch, chunks = config.training.final_batch_size(data_ranks), config.parallel.layout_invariant_chunks
     invariance = Invariance(
         parts=config.invariant_parts,
@@ -59,7 +59,7 @@ def exact_arithmetic(config: RunConfig, context_ranks: int, data_ranks: int) -> 
         # Layers of multi-token prediction add further addends to the weights that they share.
         sequences=batch * (1 + (config.model.mtp_num_layers or 0)),
         sequence_length=config.data.seq_length,
-        context_ranks=context_ranks,
+        context_ranks=context.size(),
     )
     return ExactArithmetic(invariance)
 
@@ -70,10 +70,8 @@ class ExactProduct:
 
     parts: WeightParts
 
-    def __call__(
-        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM, *, fp8: None = None
-    ) -> Tensor:
-        """See ``parallel_linear``; there is no FP8."""
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
+        """See ``parallel_linear``."""
         output = invariant_linear(x, weight, bias, comm, self.parts)
         if comm.scatter_sequence:
             return invariant_reduce_scatter_to_sequence(output, comm.group)
@@ -93,7 +91,7 @@ class ExactArithmetic(LayerArithmetic):
         """Number of canonical parts on each rank."""
         return self.invariance.local_parts(group)
 
-    def output_product(self, spec: ShardSpec, split_over: SplitOver) -> Product:
+    def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
         """A product for each part of the output features."""
         return ExactProduct(WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.parts)))
 
@@ -114,7 +112,7 @@ class ExactArithmetic(LayerArithmetic):
 
         return multiply
 
-    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver) -> Callable[..., Tensor]:
+    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
         """A product for each part of the output features of each expert."""
         parts = WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.parts))
         return partial(_grouped_product, parts=replace(parts, rows=ROWS_OF_EXPERTS))
@@ -215,7 +213,6 @@ def _grouped_product(
     counts: Sequence[int],
     chunks: Chunks | None = None,
     *,
-    fp8: None = None,
     parts: WeightParts,
 ) -> Tensor:
     assert chunks is not None, "tokens have numbers if weights have canonical parts"

@@ -6,5 +6,6 @@ from megatron_core.features.layer_sizes.rules import heterogeneous_problems
 LAYER_SIZES = Feature(
     name="layer_sizes",
     is_used=lambda config: config.model.heterogeneous_layers_config_encoded_json is not None,
+    spellings="megatron_core.features.layer_sizes.spellings:LayerSizesSpellings",
     problems=heterogeneous_problems,
 )

@@ -9,9 +9,9 @@ from megatron_core.config.heterogeneous import LAYERS_JSON as NAME
 from megatron_core.config.heterogeneous import MODEL_KEYS, read_blocks
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, uneven
 from megatron_core.config.run import RunConfig
+from megatron_core.feature import used_features
 
 
 def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -54,7 +54,9 @@ def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterato
     yield from model_problems(whole)
     yield from parallel_problems(whole, world_size)
     yield from context_problems(whole)
-    yield from fp8_problems(whole)
+    for feature in used_features(whole):
+        if feature.problems is not None and feature.problems is not heterogeneous_problems:
+            yield from feature.problems(whole, world_size)
 
 
 def _excluded(config: RunConfig) -> Iterator[str]:

@@ -32,12 +32,13 @@ class MultiTokenPredictionLayer(nn.Module):
 
     def __init__(self, context: LayerContext, depth: int, layer_specs: LayerSpecs) -> None:
         super().__init__()
+        number = context.config.num_layers + depth
+        context = context.with_arithmetic_of(number)
         config, self.tp_group = context.config, context.tp_group
         size, partial_grad, norm = config.hidden_size, context.sequence_parallel, norm_of(config)
         self.enorm = norm(context, size, partial_grad=partial_grad)
         self.hnorm = norm(context, size, partial_grad=partial_grad)
         self.eh_proj = context.column_linear(2 * size, size, bias=False)
-        number = config.num_layers + depth
         self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
         self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
         self.final_layernorm = norm(context, size, partial_grad=partial_grad)

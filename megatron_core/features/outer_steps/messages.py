@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_core.ops.fp8 import E4M3
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Handle
@@ -55,7 +54,7 @@ class Message:
         """The scales as bytes, followed by the numbers relative to them."""
         relative = self._values / self._spread(largest).clamp_min(torch.finfo(largest.dtype).tiny)
         if self._kind == "fp8":
-            codes = (relative * LARGEST_E4M3).to(E4M3).view(torch.uint8)
+            codes = (relative * LARGEST_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             codes = packed(to_e3m0(relative))
         return torch.cat([largest.view(torch.uint8), codes])
@@ -64,7 +63,7 @@ class Message:
         size = len(self._lengths) * self._values.element_size()
         largest, codes = row[:size].clone().view(self._values.dtype), row[size:]
         if self._kind == "fp8":
-            relative = codes.view(E4M3).to(largest.dtype) / LARGEST_E4M3
+            relative = codes.view(torch.float8_e4m3fn).to(largest.dtype) / LARGEST_E4M3
         else:
             relative = from_e3m0(unpacked(codes, self._values.numel()), largest.dtype)
         return relative * self._spread(largest)

@@ -18,9 +18,9 @@ class QKClipConfig:
     qk_clip: bool = setting(False)
     """QK-clip, which with --optimizer muon is MuonClip (Kimi K2): after each update, scale the query and key weights of
     heads whose largest attention logit in the batch exceeds --qk-clip-threshold. Scores are computed a second time."""
-    qk_clip_threshold: float = setting(100.0, r.POSITIVE, needs=given("qk_clip"))
+    qk_clip_threshold: float = setting(100.0, r.POSITIVE, needs=given("qk_clip"), is_refinement=True)
     """Largest attention logit (scaled, before the softmax) that --qk-clip leaves unchanged."""
-    qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
+    qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"), is_refinement=True)
     """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
 
 

@@ -6,6 +6,7 @@ from megatron_core.features.recurrent.rules import has_recurrence
 RECURRENT = Feature(
     name="recurrent",
     is_used=has_recurrence,
+    spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
     layers={
         "gated_delta_net": "megatron_core.features.recurrent.gated_delta_net:GatedDeltaNet",
         "kimi_delta_attention": "megatron_core.features.recurrent.gated_delta_net:KimiDeltaAttention",

@@ -1,6 +1,8 @@
 """Use and rules of attention to the keys that an indexer selects."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron_core.config.run import RunConfig
 
@@ -56,4 +58,19 @@ def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[st
         yield (
             f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff:g} cannot be used with lora_rank="
             f"{config.tuning.lora_rank}, which freezes the indexers; use 0"
+        )
+
+
+def other_stage_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
+    """Stored settings of a stage that trained other weights, whose optimizer state is not that of this run."""
+    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
+        return
+    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+    now = {name: getattr(config.model, name) for name in names}
+    before = {name: stored.get(name, now[name]) for name in names}
+    if any(bool(before[name]) != bool(now[name]) for name in names):
+        current, trained = (", ".join(f"{name}={value}" for name, value in stage.items()) for stage in (now, before))
+        yield (
+            f"{current}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
+            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )

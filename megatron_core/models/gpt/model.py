@@ -89,14 +89,12 @@ class GPTModel(nn.Module):
         parallel = parallel or ModelParallelConfig()
         # Weights are initialized below by ``seed`` and global name, so that they are equal under every layout; layers
         # need not initialize their own.
-        # Embedding and output layer do not use FP8.
-        self.parallel = replace(parallel, perform_initialization=False, fp8_precision=None)
+        self.parallel = replace(parallel, perform_initialization=False)
         if groups is None:
             groups = current() if tp_group is None else ParallelGroups.single()
         self.tp_group = groups.group("tp") if tp_group is None else tp_group
         cp = groups.context if context_parallel else WHOLE_SEQUENCES
-        of_layers = replace(self.parallel, fp8_precision=parallel.fp8_precision)
-        context = LayerContext(config, of_layers, self.tp_group, seed, groups, cp)
+        context = LayerContext(config, self.parallel, self.tp_group, seed, groups, cp)
         self.split = context.split
 
         # The parts of the stage.

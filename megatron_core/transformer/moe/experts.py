@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.parallel.groups import ALONE
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
 from megatron_core.tensor_parallel.arithmetic import Chunks
-from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_of
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
@@ -26,11 +24,9 @@ class GroupedLinear(nn.Module):
         spec: ShardSpec,
         init_method: Normal,
         *,
-        splits_output: bool = False,
         product: Callable[..., Tensor],
         bias: ShardSpec | None = None,
     ) -> None:
-        """``splits_output``: output features are split over etp; otherwise input features."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
@@ -39,20 +35,12 @@ class GroupedLinear(nn.Module):
             self.bias = allocate(bias, context.parallel.params_dtype, context.parallel.device)
             self.bias.init_method = nn.init.zeros_
             self.bias.is_vector = True
-        self.fp8: FP8Products | None = None
         self.adapter: Any = None
         self.product = product
-        if (precision := context.parallel.fp8_precision) is not None:
-            etp = context.groups.group("etp")
-            of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
-            backend = context.config.kernel_backend
-            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True, backend=backend)
-            if precision.settings.fp8_param_gather:
-                self.weight.fp8 = self.fp8  # read by data parallelism
 
     def forward(self, rows: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; rows are ordered by expert, with ``counts`` rows each."""
-        product = partial(self.product, weight=self.weight, counts=counts, chunks=chunks, fp8=self.fp8)
+        product = partial(self.product, weight=self.weight, counts=counts, chunks=chunks)
         return product(rows) if self.adapter is None else self.adapter(rows, product, self.weight, counts)
 
     def bias_of_rows(self, counts: Sequence[int]) -> Tensor | None:
@@ -96,10 +84,8 @@ class Experts(nn.Module):
         self.recompute_activation = config.recomputes("moe_act")
         self.arithmetic, self.etp_group = context.parallel.arithmetic, groups.group("etp")
         split_inner = partial(split_fused, first, pieces, index=0, dim=1, axis="etp")
-        product = self.arithmetic.expert_output_product(inner, split_inner)
-        self.linear_fc1 = GroupedLinear(
-            context, specs[0], context.init_method, splits_output=True, product=product, bias=biases[0]
-        )
+        product = self.arithmetic.expert_output_product(inner, split_inner, self.etp_group)
+        self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, product=product, bias=biases[0])
         product = self.arithmetic.expert_input_product(ffn // etp[1], self.etp_group)
         self.linear_fc2 = GroupedLinear(
             context, specs[1], context.output_layer_init_method, product=product, bias=biases[1]

@@ -24,8 +24,8 @@ from deepspeed.utils.zero_to_fp32 import (
 )
 from megatron_core.errors import ConfigError
 from tests.any_model.test_deepspeed_checkpoints import engine_of
-from tests.models.deepspeed.network import Network
-from tests.models.deepspeed.test_reader import CHECKPOINTS, expected_of
+from tests.hub.deepspeed.network import Network
+from tests.hub.deepspeed.test_reader import CHECKPOINTS, expected_of
 
 FROZEN = {"frozen.weight", "frozen.bias"}
 

@@ -12,7 +12,7 @@ import torch
 import deepspeed
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.any_model.test_deepspeed_checkpoints import BETAS, CHECKPOINTS, TOLERANCE, expected_of
-from tests.models.deepspeed.network import BATCH, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups
+from tests.hub.deepspeed.network import BATCH, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups
 
 
 def engine_of(ranks: int, stage: int, dtype: str) -> Any:

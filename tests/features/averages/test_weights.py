@@ -12,8 +12,8 @@ import transformers
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.models.hf import config_of_folder
-from megatron_core.training.conversion import export_hugging_face
+from megatron_core.hub.conversion import export_hugging_face
+from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.training.loop import evaluate_split
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import evaluate, train_step

@@ -16,7 +16,7 @@ from megatron_core.training.step import train_step
 from megatron_core.transformer import SequenceContext
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.verify import trace_training
-from megatron_core.verify.compare import Bounds
+from megatron_core.verify.bounds import Bounds
 from megatron_core.verify.ranks import RankFailure
 from tests.defects.plant import planted
 from tests.parity import rows

@@ -13,14 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.config import RunConfig
-from megatron_core.config.megatron_flags import FLAGS, RENAMED
+from megatron_core.config.run import aliases
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.features.distillation.teacher import open_teacher
+from megatron_core.features.megatron_flags.tables import FLAGS
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
+from megatron_core.reports.dry_run import warnings
 from megatron_core.tokenizers import HuggingFaceTokenizer
-from megatron_core.training.dry_run import warnings
+from megatron_core.training.compatibility import open_model
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -193,7 +194,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, capsys: pytest.C
 
 def test_a_teacher_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"kd_teacher='{tmp_path}' has no checkpoint and no config\.json"):
-        open_teacher(str(tmp_path), torch.device("cpu"))
+        open_model(str(tmp_path), name="kd_teacher")
 
 
 def _too_many_stages(teacher: str) -> str:
@@ -232,5 +233,5 @@ def test_the_planner_leaves_the_teacher_out() -> None:
 
 
 def test_flags_of_megatron() -> None:
-    assert RENAMED["export_kd_teacher_load"] == "kd_teacher"
+    assert aliases()["export_kd_teacher_load"] == "kd_teacher"
     assert "export_kd_cfg" not in FLAGS, "it is read"

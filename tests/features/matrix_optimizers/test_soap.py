@@ -16,7 +16,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.features.matrix_optimizers import soap
 from megatron_core.optimizer.rule import Rates
 from megatron_core.parallel.sharding import Fused
-from megatron_core.training.state_hashes import StateHashes
+from megatron_core.reports.state_hashes import StateHashes
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run

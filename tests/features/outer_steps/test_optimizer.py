@@ -14,10 +14,10 @@ from megatron_core.errors import CheckpointError
 from megatron_core.features.outer_steps.messages import from_e3m0, packed, to_e3m0, unpacked
 from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.parallel.meter import METER
+from megatron_core.reports.memory_report import planned_bytes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.loop import evaluate_split, train
-from megatron_core.training.memory_report import found_bytes, planned_bytes
 from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import StepResult, evaluate, train_step
@@ -62,7 +62,7 @@ def _together() -> tuple[bool, bool, bool, bool, bool]:
     bad = train_step(run, hooks=StepHooks(before_update=spoil))
     same = all(torch.equal(a, shard.main) for a, shard in zip(before, run.optimizer.shards, strict=True))
     good = train_step(run, stop=run.world.rank == 1)
-    planned = planned_bytes(run) == sum(found_bytes(run)[kind] for kind in ("weights", "gradients", "optimizer"))
+    planned = planned_bytes(run) == sum(run.state_bytes()[kind] for kind in ("weights", "gradients", "optimizer"))
     return bad.skipped, same, good.skipped, good.stop, planned
 
 

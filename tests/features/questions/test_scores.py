@@ -18,7 +18,7 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.questions import scores as scoring
 from megatron_core.features.questions.dataset import ChoiceDataset
 from megatron_core.features.questions.scores import log_likelihoods
-from megatron_core.models.hf import config_of_folder
+from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.monitor.console import validation_line
 from megatron_core.monitor.events import ValidationEvent
 from megatron_core.tokenizers.built_in import ByteLevelTokenizer

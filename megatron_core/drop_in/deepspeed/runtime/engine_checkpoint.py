@@ -15,7 +15,7 @@ from deepspeed.runtime.weights_file import write_weights
 from deepspeed.utils.logging import logger
 from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError
-from megatron_core.models.deepspeed import is_deepspeed_folder
+from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import gather_from_all_ranks
 

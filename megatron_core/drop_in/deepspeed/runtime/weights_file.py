@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_core.models.deepspeed.shards import memory_key
+from megatron_core.hub.deepspeed.shards import memory_key
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path) -> None:

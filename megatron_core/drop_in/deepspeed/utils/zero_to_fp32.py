@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.weights_file import write_weights
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.training.deepspeed_conversion import float32_weights
+from megatron_core.hub.deepspeed_conversion import float32_weights
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),

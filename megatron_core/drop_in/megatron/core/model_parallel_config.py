@@ -55,11 +55,6 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
             raise ConfigError("pipeline_dtype=None: give the dtype of messages between stages, such as params_dtype")
 
     @property
-    def fp8_precision(self) -> None:
-        """None: parallel layers built from this configuration multiply in the dtype of their weights."""
-        return None
-
-    @property
     def device(self) -> torch.device:
         """The device on which weights are allocated."""
         if torch.cuda.is_available() and not self.use_cpu_initialization:

@@ -19,12 +19,12 @@ from megatron.training.config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
-from megatron_core.config.cli import known_flags, without_parts
-from megatron_core.config.file import field_types
+from megatron_core.config.cli import training_flags
+from megatron_core.config.flags import Translation, grouped, plain
 from megatron_core.config.heterogeneous import LAYERS_JSON
-from megatron_core.config.megatron_flags import FLAGS, OVERRIDDEN_BY_FLAG, RENAMED, SAME_AS
-from megatron_core.config.translate import grouped, plain
+from megatron_core.config.run import aliases, field_types
 from megatron_core.config.validate import check, without_data
+from megatron_core.features.megatron_flags.tables import FLAGS, OVERRIDDEN_BY_FLAG, SAME_AS
 from megatron_core.launcher import read_integer
 from megatron_core.text_file import read_table
 from megatron_core.training.pretrain import read_settings
@@ -59,7 +59,9 @@ def parse_args(
     if ignore_unknown_args:
         end = given.index("--") if "--" in given else len(given)
         rest = given[end:]
-        given, unknown = known_flags(given[:end])
+        groups = list(Translation.each(given[:end], training_flags()))
+        given = [word for words, part in groups if not part.unknown for word in words]
+        unknown = [flag for _, part in groups for flag in part.unknown]
         if unknown or rest:
             note(
                 "ignored, because they are flags of neither this project nor Megatron-LM: "
@@ -78,6 +80,11 @@ def parse_args(
     _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
+
+
+def without_parts(args: list[str]) -> list[str]:
+    """``args`` without ``--spec``, whose parts of a model only a program can read."""
+    return [word for flag, values in grouped(args) if plain(flag) != "spec" for word in (flag, *values)]
 
 
 def _add_tokenizer_args(parser: ArgumentParser) -> ArgumentParser:
@@ -122,7 +129,7 @@ def _others(given: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:
             if name.startswith(prefix) and (name in words or name.removeprefix(prefix) not in FLAGS):
                 found[name.removeprefix(prefix)] = name not in words
     own = RunConfig().flat()
-    for name, setting in RENAMED.items():
+    for name, setting in aliases().items():
         is_default = settings[setting] == own[setting]
         found[name] = DEFAULTS.get(name, own[setting]) if is_default else settings[setting]
     for name, (source, default) in ATTRIBUTES.items():

@@ -15,13 +15,13 @@ from megatron.training.global_vars import get_args
 from megatron.training.utils import print_rank_0
 from megatron_core.checkpoint import CheckpointReader, open_newest
 from megatron_core.checkpoint.folder import TRACKER, iteration_folder
-from megatron_core.config import CheckpointConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.hub.megatron_lm import MegatronReader
+from megatron_core.hub.megatron_lm.format import MegatronFormat
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
-from megatron_core.training.compatibility import check_same_model, refuse_other_formats
-from megatron_core.training.megatron_state import open_megatron
+from megatron_core.storage import location
+from megatron_core.training.compatibility import check_same_model, format_to_resume, refuse_other_formats
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
@@ -129,11 +129,10 @@ def _state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, An
 
 def _open(args: Any, root: Any) -> CheckpointReader | MegatronReader | None:
     """Open the newest checkpoint in ``root``, of this package or of Megatron-LM; None if there is none."""
-    wanted = CheckpointConfig(load=root, ckpt_step=args.ckpt_step, finetune=args.finetune)
-    reader = open_megatron(wanted)
-    if reader is None:
+    if format_to_resume(root) is None:
         verify = getattr(args, "verify_checkpoint", True)
         return open_newest(root, args.ckpt_step, verify=verify, device=World.from_environment().device)
+    reader = MegatronFormat().open(location(root), args.ckpt_step, finetune=args.finetune)
     check_same_model(reader.settings, run_config_of(args), only_weights=args.finetune)
     state = reader.state
     common = {"iteration": state["iteration"], "consumed_train_samples": state["consumed_samples"]}

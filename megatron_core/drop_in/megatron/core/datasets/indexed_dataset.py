@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from megatron_core.datasets.builder import IndexedDatasetBuilder
 from megatron_core.datasets.indexed import (
     DType,
     IndexedDataset,
@@ -10,6 +9,7 @@ from megatron_core.datasets.indexed import (
     get_idx_path,
     read_index,
 )
+from megatron_core.preprocess.builder import IndexedDatasetBuilder
 
 
 class _IndexReader:

@@ -34,7 +34,7 @@ from megatron_core.checkpoint import (
     save_checkpoint,
 )
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import replicated
 from megatron_core.parallel.texts import all_agree, gather_from_all_ranks

@@ -19,10 +19,10 @@ from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.data_parallel.bucket_layout import InOrder, Rule
 from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.amax_history import AmaxHistories, update_of
 from megatron_core.parallel.collectives import broadcast_
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import finish_gradients
 
 
@@ -143,7 +143,7 @@ class DistributedDataParallel(MegatronModule):
         groups = (*self.bucket_groups, *self.expert_parallel_bucket_groups)
         finished = [group.grad_reduce_finished for group in groups]
         if not any(finished):
-            finish_gradients(self.data_parallel, self._amax_histories)
+            finish_gradients(self.data_parallel, update_of(self._amax_histories))
             self.scale_gradients(self._factor)
         elif not all(finished):
             raise ConfigError(

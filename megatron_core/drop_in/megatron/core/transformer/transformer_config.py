@@ -17,12 +17,13 @@ from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, Trainin
 from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.moe import LoadBalancing
-from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.arithmetic import fp8_arithmetic
+from megatron_core.features.fp8.rules import fp8_problems
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
-from megatron_core.tensor_parallel.fp8 import FP8Precision
+from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 from megatron_core.tensor_parallel.layers import ModelParallelConfig as ParallelOptions
 
 _DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
@@ -163,8 +164,8 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             cp_comm_type=(kinds,) if isinstance(kinds, str) else tuple(kinds),
             perform_initialization=self.perform_initialization,
             kernel_backend=self.kernel_backend,
-            fp8_precision=self._fp8(),
             device=self.device,
+            arithmetic=self._arithmetic(),
         )
 
     def fp8_settings(self) -> FP8Config | None:
@@ -177,18 +178,18 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
                 raise ConfigError(f"{name}={getattr(self, name)!r} is none of {', '.join(values)}")
         return FP8Config(fp8_format=self.fp8, **{name: getattr(self, name) for name in _FP8})
 
-    def _fp8(self) -> FP8Precision | None:
+    def _arithmetic(self) -> LayerArithmetic:
         settings = self.fp8_settings()
         if settings is None:
-            return None
+            return PLAIN
         parallel = ParallelConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
-        training = TrainingConfig(**vars(settings))
-        for problem in fp8_problems(RunConfig(model=self.model_config(), parallel=parallel, training=training)):
+        config = RunConfig(model=self.model_config(), parallel=parallel, training=TrainingConfig(**vars(settings)))
+        for problem in fp8_problems(config):
             raise ConfigError(problem)
-        return FP8Precision(settings, settings.fp8_layers(self.num_layers), current().context.whole)
+        return fp8_arithmetic(config, current().context.whole, 1)
 
     def _translated(self) -> dict[str, Any]:
         """Return the fields whose values differ between Megatron and the engine."""

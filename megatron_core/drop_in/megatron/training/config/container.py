@@ -25,7 +25,8 @@ from megatron.training.config.utils import sanitize_dataclass_config
 from megatron.training.config.yaml_utils import safe_yaml_representers
 from megatron.training.models.serializable import Serializable
 from megatron_core.config import RunConfig
-from megatron_core.config.file import convert, field_types
+from megatron_core.config.run import field_types
+from megatron_core.config.values import convert
 from megatron_core.errors import ConfigError
 from megatron_core.text_file import parse_yaml
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from megatron_core.models.megatron_lm.pickles import load_metadata
+from megatron_core.hub.megatron_lm.pickles import load_metadata
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):

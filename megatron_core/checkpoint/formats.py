@@ -1,0 +1,133 @@
+"""Formats of other programs. A run imports one only if a setting names it, or if a folder has no checkpoint of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, dtype
+
+from megatron_core.checkpoint.boxes import TensorBox
+from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.checkpoint import FormatRow
+from megatron_core.feature import features, load_hook
+
+Exchange = Callable[[str], list[str]]
+"""A collective call: this rank's text -> the texts of all ranks."""
+
+
+class OtherReader:
+    """Open weights of another program, with the methods of ``CheckpointReader`` that runs use; a context manager."""
+
+    only_weights = False
+    """Whether the format has neither counters nor optimizer state, so that a run starts at iteration 0."""
+    folder: Path
+    state: dict[str, Any]
+    """Counters and settings as in a manifest; with ``only_weights``, ``vocab_size`` and the ``config`` of the model."""
+
+    def __enter__(self) -> OtherReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The stored kinds of optimizer state."""
+        return []
+
+    @property
+    def fault_of_state(self) -> str:
+        """Why no optimizer state is found although it is stored; else empty."""
+        return ""
+
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether a tensor of that name, and of ``shape`` if given, is stored."""
+        raise NotImplementedError
+
+    def dtype_of(self, name: str) -> dtype:
+        """The dtype of a stored weight."""
+        raise NotImplementedError
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the stored values into the memory of each box; dtypes are converted."""
+        raise NotImplementedError
+
+    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """``CheckpointError`` unless the tensors that a run needs, by name and global shape, are stored."""
+
+
+class CheckpointFormat:
+    """Base class of ``FormatRow.hook``; override the methods that the format supports."""
+
+    is_openable = False
+    """Whether ``open`` reads the weights of a folder in place."""
+    resumes = False
+    """Whether --load continues a training from a folder in this format."""
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder without a checkpoint of this program is in the format."""
+        raise NotImplementedError
+
+    def refusal(self, named: str, folder: Path, step: int | None = None) -> str:
+        """Why a setting, ``named`` with its value, cannot read the folder, with the command that converts it."""
+        raise NotImplementedError
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Flat settings of a run that trains the stored model."""
+        raise NotImplementedError
+
+    def iteration_folder(self, root: Path, step: int | None) -> Path:
+        """The folder of iteration ``step``, by default the latest."""
+        return root
+
+    def open(self, root: Path, step: int | None = None, *, finetune: bool = False) -> OtherReader:
+        """Open iteration ``step``, by default the latest; ``finetune``: without the position of its training."""
+        raise NotImplementedError
+
+    def notes(self, folder: Path, config: RunConfig) -> Iterator[str]:
+        """Yield notes for the user of a run of ``config`` that starts from the folder."""
+        yield from ()
+
+    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+        """All low-rank adapters of the model of ``config`` by the names of their parameters, if the format has any."""
+        return {}
+
+    def write(self, native: Path, model: ModelConfig, save: Path, *, rank: int, ranks: int, exchange: Exchange) -> None:
+        """Write the checkpoint ``native`` into ``save``, a folder with the name of the format; each rank writes a
+        share, and ``exchange`` returns the texts of all ranks."""
+        raise NotImplementedError
+
+
+def _rows() -> Iterator[FormatRow]:
+    for feature in features():
+        yield from feature.checkpoint_formats
+
+
+def _load(row: FormatRow) -> CheckpointFormat:
+    form: CheckpointFormat = load_hook(row.hook)()
+    return form
+
+
+def formats_in(folder: Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
+    """The formats of a folder without a checkpoint of this program, which may hold files of several programs.
+
+    ``resumes``: only formats that --load continues, or only the others.
+    """
+    # Empty folders are those of most first runs, which need not import the formats.
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    return [form for form in map(_load, _rows()) if resumes in (None, form.resumes) and form.is_in(folder)]
+
+
+def formats_of_settings(config: RunConfig) -> list[tuple[CheckpointFormat, Path]]:
+    """The formats of folders that settings of their own name, such as --load-hf, and these folders."""
+    flat = config.flat()
+    rows = ((row, flat[row.setting]) for row in _rows() if row.setting is not None)
+    return [(_load(row), Path(folder)) for row, folder in rows if folder is not None]
+
+
+def format_that_writes(name: str) -> CheckpointFormat:
+    """The format of a value of --ckpt-format."""
+    return next(_load(row) for row in _rows() if name in row.writes)

@@ -1,0 +1,93 @@
+"""Sorts the flags of a command line of Megatron-LM by their treatment here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
+from megatron_core.config.run import RunConfig, aliases, field_types
+from megatron_core.features.megatron_flags import tables
+
+
+@dataclass
+class LaunchFlags:
+    """The flags of a command line, each with its values, by their treatment."""
+
+    done: list[str] = field(default_factory=list)
+    """Flags with the same name and meaning."""
+    translated: dict[str, str] = field(default_factory=dict)
+    """Flags with another name or value here."""
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    """Flags without effect, by reason."""
+    refused: list[str] = field(default_factory=list)
+    """A message for each flag that cannot be used."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """Flags whose value is not known, so that they are left out, and the value's name."""
+    usable: list[str] = field(default_factory=list)
+    """The words of all other flags."""
+
+    @classmethod
+    def of(cls, words: Sequence[str], unknown: Any) -> LaunchFlags:
+        """Sort ``words``; ``unknown``: the pattern of a value that is not known, with its name as group 1."""
+        found, kinds = cls(), field_types() | command_line()
+        given = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
+        strong = {plain(flag) for flag, _ in grouped(Translation.of(given, kinds).strong)}
+        for group, one in Translation.each(given, kinds):
+            names = unknown.findall(" ".join(group))
+            shown = unknown.sub(r"<\1>", " ".join(group))
+            if names and one.faults and not _is_refused(group[0], one):
+                found.unread[shown] = ", ".join(names)
+            elif one.faults:
+                found.refused += [unknown.sub(r"<\1>", fault) for fault in one.faults]
+            elif not one.strong and one.weak and {plain(flag) for flag, _ in grouped(one.weak)} <= strong:
+                found.ignored.setdefault("other flags of the command line override it", []).append(shown)
+            elif one.ignored:
+                for reason in one.ignored.values():
+                    found.ignored.setdefault(reason, []).append(shown)
+            else:
+                found._add(group, one.flags, shown)
+            if not (names and one.faults):
+                found.usable += [unknown.sub(r"<\1>", word) for word in group]
+        return found
+
+    def _add(self, group: list[str], flags: list[str], shown: str) -> None:
+        same = [flag.replace("_", "-") for flag in group[:1]] == flags[:1] and len(flags) == len(group)
+        same = same and all(_equal(old, new) for old, new in zip(group[1:], flags[1:], strict=True))
+        if same:
+            self.done.append(shown)
+        else:
+            self.translated[shown] = " ".join(flags) or "the default"
+
+    def different_defaults(self, config: RunConfig) -> dict[str, str]:
+        """Flags that the command line leaves out and whose defaults are Megatron-LM's with another value, with the text
+        of the difference."""
+        given = {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
+        values = config.flat()
+        return {
+            f"{to_flag(name)} {theirs}": f"here {values[name]}: {text}"
+            for name, (theirs, text) in tables.OTHER_DEFAULTS.items()
+            if name not in given and str(values[name]) != theirs and (config.model.num_experts or "moe_" not in name)
+        }
+
+
+def is_flag(word: str) -> bool:
+    """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
+    name = plain(word.partition("=")[0])
+    known = (field_types(), tables.FLAGS, aliases(), tables.SAME_AS)
+    return word.startswith("--") and any(name in table for table in known)
+
+
+def _is_refused(flag: str, one: Translation) -> bool:
+    """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
+    entry, name = tables.FLAGS.get(plain(flag)), plain(flag)
+    is_refused = entry is not None and entry.fate == "refused" and name not in tables.ONLY_VALUE
+    return flag.startswith("--") and (is_refused or bool(one.unknown))
+
+
+def _equal(old: str, new: str) -> bool:
+    try:
+        return old == new or float(old) == float(new)
+    except ValueError:
+        return False

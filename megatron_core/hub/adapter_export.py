@@ -1,0 +1,98 @@
+"""Export of low-rank adapters: in PEFT's format, or merged with the frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox, open_newest, parameter_pieces
+from megatron_core.config import RunConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
+from megatron_core.models.build import meta_model
+from megatron_core.output_file import new_folder
+from megatron_core.parallel.boxes import Box
+from megatron_core.training.compatibility import stored_config
+from megatron_core.training.tuning import open_base
+from megatron_core.transformer.adapters import linears_of
+
+
+class MergedReader:
+    """The weights of a checkpoint of adapters, merged with the frozen ones, with the interface of a checkpoint.
+
+    Errors: ``CheckpointError`` if the frozen weights were not loaded from a folder.
+    """
+
+    def __init__(self, stored: CheckpointReader, config: RunConfig) -> None:
+        base = open_base(config, torch.device("cpu"))
+        if base is None:
+            raise CheckpointError(
+                f"{stored.folder} has adapters of weights that were drawn by the seed; only adapters of a model in "
+                "--load-hf or --pretrained-checkpoint can be merged"
+            )
+        self._stored, self._base = stored, base
+        self.state = stored.state
+        model = meta_model(config, self.state["vocab_size"])
+        self._linears = {n: own for n, own in linears_of(model.decoder.layers) if own.adapter is not None}
+
+    def __enter__(self) -> MergedReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._base.__exit__(*error)
+        self._stored.__exit__(*error)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a frozen weight."""
+        return self._base.dtype_of(name)
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy merged values into the memory of each box."""
+        for piece in pieces:
+            layer = piece.name.removeprefix("model.").removesuffix(".weight")
+            if layer not in self._linears:
+                self._base.fill([piece])
+                continue
+            merged = self._merged(layer)
+            origin = Box((0,) * merged.dim(), tuple(merged.shape))
+            piece.memory.copy_(merged[piece.box.within(origin)])
+
+    def _merged(self, layer: str) -> Tensor:
+        """The merged weight of a layer."""
+        linear = deepcopy(self._linears[layer]).to_empty(device="cpu")
+        adapter, weight = linear.adapter, linear.weight
+        assert adapter is not None and weight is not None
+        self._base.fill(parameter_pieces([(f"{layer}.weight", weight)]))
+        self._stored.fill(parameter_pieces((f"{layer}.adapter.{n}", p) for n, p in adapter.named_parameters()))
+        return adapter.merged(weight)
+
+
+def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
+    """Write the adapters of the checkpoint in ``load`` into ``folder`` in PEFT's format; return their number."""
+    stored = open_newest(str(load), step, device=torch.device("cpu"))
+    if stored is None:
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    config = stored_config(stored.folder)
+    if config.tuning.lora_rank is None:
+        raise CheckpointError(f"{stored.folder} has no adapters; export its weights with --to hf")
+    with stored as reader:
+        names, shapes = peft_names(config, reader.state["vocab_size"])
+        tensors = _whole(reader, shapes)
+        with new_folder(f"--save {folder}", folder, load) as incomplete:
+            write_adapter(incomplete, names, tensors, config.tuning, config.checkpoint.load_hf)
+    return len(tensors)
+
+
+def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    found = {}
+    for name, shape in shapes.items():
+        wide = torch.promote_types(reader.dtype_of(f"model.{name}"), torch.float32)
+        found[name] = torch.empty(shape, dtype=wide)
+        box = Box((0,) * len(shape), shape)
+        reader.fill([TensorBox(f"model.{name}", shape, box, found[name], owned=True)])
+    return found

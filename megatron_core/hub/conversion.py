@@ -1,0 +1,390 @@
+"""Conversion of checkpoints from and to Hugging Face and from Megatron-LM, with a comparison of logits."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, open_newest, parameter_pieces
+from megatron_core.checkpoint.folder import refuse_foreign
+from megatron_core.checkpoint.manifest import MANIFEST
+from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.writer import save_tensors
+from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
+from megatron_core.config.token_ids import read_token_ids
+from megatron_core.config.tuning import TuningConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.hub.adapter_export import MergedReader
+from megatron_core.hub.averaged_reader import AveragedReader
+from megatron_core.hub.hugging_face import (
+    MTP_PREFIX,
+    HuggingFaceReader,
+    architecture_for,
+    notes_of_folder,
+    stored_dtype,
+    write_hugging_face,
+)
+from megatron_core.hub.megatron_lm import MegatronReader
+from megatron_core.hub.megatron_lm.arguments import Progress
+from megatron_core.hub.megatron_lm.format import state_at
+from megatron_core.hub.megatron_lm.tensor_map import FROZEN
+from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
+from megatron_core.models import GPTModel
+from megatron_core.models.build import global_shapes
+from megatron_core.output_file import new_folder, refuse_inputs
+from megatron_core.parallel.boxes import Box
+from megatron_core.storage import in_storage
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
+from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
+
+Reader = CheckpointReader | HuggingFaceReader | MergedReader
+EMBEDDING = "model.embedding.word_embeddings.weight"
+TOLERANCE = 1e-4
+"""Largest difference of logits, over the largest logit; both are computed in float32."""
+PROMPT_LENGTHS = (1, 7, 32)
+
+
+def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None = None, verify: bool = True) -> float:
+    """Write the model in the folder ``source`` as iteration 0 into ``save``, one tensor in memory at a time.
+
+    ``dtype`` defaults to the stored dtype. With ``verify`` nothing is written unless both compute the same logits.
+    Returns the result of ``compare_logits``, or 0.0 without ``verify``.
+    """
+    check_empty(save, source)
+    with HuggingFaceReader(source) as reader:
+        # A run that continues from it uses the model's sequence length, unless --seq-length is given.
+        config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
+        for text in notes_of_folder(source, config.model):
+            note(text)
+        shapes = global_shapes(config, reader.state["vocab_size"])
+        verified = partial(HuggingFaceReader, source)
+        difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
+        others = [*vocabulary_files(source), *companion_files(source)]
+        write_native(reader, config, shapes, save, dtype or reader.dtype(), others)
+    return difference
+
+
+def import_megatron(
+    source: Path,
+    save: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: bool | None = None,
+) -> str:
+    """Write a checkpoint of Megatron-LM into ``save``, one tensor in memory at a time.
+
+    ``step`` is the iteration, by default the latest. With the state of Adam, training can continue at this iteration;
+    with only the weights, the result is iteration 0. ``optimizer``: whether to read the state; None reads it if
+    possible. Returns a description of the result.
+    """
+    check_empty(save, source)
+    with MegatronReader(source, step) as reader:
+        settings = reader.settings | {"vocab_size": reader.state["vocab_size"]}
+        kinds = [] if optimizer is False else reader.kinds
+        if optimizer and not kinds:
+            raise CheckpointError(
+                f"{source} has no optimizer state that can be read: it must be of Adam, and with a distributed "
+                "optimizer the checkpoint must have all its files; convert only the weights with "
+                "--no-optimizer"
+            )
+        progress = reader.progress() if kinds else None
+        config = RunConfig.from_flat(RunConfig().flat() | settings | dict(progress.settings if progress else {}))
+        shapes = global_shapes(config, reader.state["vocab_size"])
+        reader.check_complete(shapes, kinds)
+        write_native(reader, config, shapes, save, dtype or reader.dtype(), kinds=kinds, progress=progress)
+    if progress is None:
+        return "weights without optimizer state, as iteration 0"
+    return f"weights and optimizer state of iteration {progress.iteration}"
+
+
+def check_empty(save: Path, source: Path) -> None:
+    """Refuse the folder ``source`` itself as ``save``, and a folder with a checkpoint of this or another program."""
+    named = f"--save {save}"
+    if in_storage(save) is None:
+        refuse_inputs(named, save, source)
+        if os.path.lexists(save) and not save.is_dir():
+            raise CheckpointError(f"{named} is not a folder; give another one, nothing was written")
+    refuse_foreign(named, save)
+    if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
+        raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
+
+
+def write_native(
+    reader: HuggingFaceReader | MegatronReader,
+    config: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    save: Path,
+    dtype: torch.dtype,
+    others: Sequence[Path] = (),
+    *,
+    kinds: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Write the tensors of ``shapes`` and the ``kinds`` of their optimizer state into ``save``.
+
+    ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
+    ``others``: files of a tokenizer not used by ``config``, stored for a later export.
+    """
+    state = state_at(progress, reader.state["vocab_size"], config.flat())
+    files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
+    entries = [(f"model.{name}", stored_dtype(name, dtype), shape) for name, shape in shapes.items()]
+    trained = {name: shape for name, shape in shapes.items() if not name.endswith(FROZEN)}
+    entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in trained.items()]
+    tensors = (read_whole(reader, name, shape, kind) for name, kind, shape in entries)
+    save_tensors(save, state["iteration"], entries, tensors, state, extra_files=files)
+
+
+def export_hugging_face(
+    load: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    model_type: str | None = None,
+    verify: bool = True,
+    average: bool = False,
+) -> float:
+    """Write the checkpoint in ``load`` as a Hugging Face folder, with its stored tokenizer files.
+
+    Low-rank adapters are merged with the frozen weights. ``average``: the moving averages instead of the weights.
+
+    ``dtype`` defaults to the dtype of the stored weights, ``model_type`` to the architecture that was imported. The
+    folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
+    checkpoint's files are checked first, as in training. Returns the same as ``import_hugging_face``.
+    """
+    with written_folder(folder, load) as incomplete:
+        stored = _newest(load, step)
+        found = stored.folder
+        config = stored_config(found)
+        architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
+        with _opened(stored, config, average=average) as reader:
+            kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
+            model = replace(config.model, max_position_embeddings=config.max_positions)
+            whole = replace(config, tuning=TuningConfig())
+            shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
+            _note_mtp_layers(whole, shapes)
+            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
+            export_tokenizer(config, tokenizer_folder(found), incomplete)
+        verified = partial(_opened, CheckpointReader(found), config, average=average)
+        return compare_logits(verified, whole, incomplete, kept) if verify else 0.0
+
+
+@contextmanager
+def written_folder(folder: Path, load: Path) -> Iterator[Path]:
+    """``new_folder`` for the result of a conversion from ``load``; ``CheckpointError`` if it cannot be written."""
+    try:
+        with new_folder(f"--save {folder}", folder, load) as incomplete:
+            yield incomplete
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def _newest(load: Path, step: int | None) -> CheckpointReader:
+    """The newest intact checkpoint in ``load``, or that of iteration ``step``."""
+    stored = open_newest(str(load), step, device=torch.device("cpu"))
+    if stored is None:
+        refuse_other_formats(f"--load {load}", load)
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    return stored
+
+
+def export_distributed(load: Path, folder: Path, form: Format, *, step: int | None = None) -> str:
+    """Write the checkpoint in ``load`` as ``--ckpt-format`` ``form``, with the state of Adam; returns a description."""
+    with written_folder(folder, load) as incomplete, _newest(load, step) as reader:
+        config = stored_config(reader.folder)
+        if config.tuning.lora_rank is not None:
+            raise CheckpointError(f"{load} has low-rank adapters; export the merged weights with --to hf")
+        write_checkpoint(reader, config.model, incomplete, form)
+    return f"iteration {reader.state['iteration']} as {form}"
+
+
+MODEL_FILES = {
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "SentencePieceTokenizer": "tokenizer.model",
+    "Llama2Tokenizer": "tokenizer.model",
+}
+"""File names of ``--tokenizer-model`` in `transformers`, by tokenizer class."""
+CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "tokenizer.model": "LlamaTokenizer"}
+"""Class in `transformers` that reads the file."""
+
+
+def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
+    """Copy the tokenizer's files in ``kept`` under their names in `transformers`.
+
+    Without a tokenizer_config.json, `transformers` would ignore how tokenizer.json splits words.
+    """
+    data = config.data
+    names = {
+        data.tokenizer_model: MODEL_FILES.get(data.tokenizer_type or ""),
+        data.vocab_file: "vocab.json",
+        data.merge_file: "merges.txt",
+    }
+    found = (path for pattern in ("*", "*/*") for path in kept.glob(pattern))  # rglob does not enter linked folders
+    for path in sorted(path for path in found if path.is_file()):
+        target = folder / (names.get(str(path)) or stored_name(path))
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    settings = folder / "tokenizer_config.json"
+    tokenizer = tokenizer_of(data)
+    own = [name for name in CLASSES if (folder / name).is_file()]
+    if tokenizer is not None and own and not settings.is_file():
+        ids = {name: getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+        texts = {name: tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
+        tokens = {f"{name}_token": text for name, text in texts.items() if text}  # sentencepiece has none
+        settings.write_text(json.dumps({"tokenizer_class": CLASSES[own[0]]} | tokens, indent=2) + "\n")
+
+
+def special_tokens(config: RunConfig) -> dict[str, Any]:
+    """Ids of the special tokens in config.json: those of the imported model, else those of the tokenizer.
+
+    A tokenizer with another id is noted. None without a tokenizer or without such a token.
+    """
+    tokenizer = tokenizer_of(config.data)
+    of_tokenizer = {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+    if config.data.hf_token_ids is None:
+        return of_tokenizer
+    imported = read_token_ids(config.data.hf_token_ids)
+    for key, own in of_tokenizer.items():
+        ids = imported.get(key)
+        if own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+            note(
+                f"config.json has {key}={json.dumps(ids)} of the imported model, the tokenizer has {own}; if the model "
+                "was trained with another tokenizer than the imported one, edit config.json"
+            )
+    return imported
+
+
+def _note_mtp_layers(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Say that the export leaves out layers for multi-token prediction, which ``transformers`` does not have."""
+    left_out = {name: shape for name, shape in shapes.items() if name.startswith(MTP_PREFIX)}
+    if left_out:
+        parameters = sum(map(prod, left_out.values()))
+        note(
+            f"mtp_num_layers={config.model.mtp_num_layers}: the export has no layers for multi-token prediction "
+            f"({len(left_out):,} tensors, {parameters:,} parameters), because transformers does not read them; keep "
+            "the checkpoint to continue their training"
+        )
+
+
+def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder: Path, dtype: torch.dtype) -> float:
+    """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
+
+    Returns (largest difference) / (largest logit) on fixed prompts in float32. The reader is closed before
+    `transformers` loads all weights, because its mapped files would count as memory, too.
+
+    Errors: ``CheckpointError`` if the result is above ``TOLERANCE``, or `transformers` is not installed.
+    """
+    learned = config.model.position_embedding_type == "learned_absolute"
+    with open_reader() as reader:
+        prompts = fixed_prompts(reader.state["vocab_size"], config.max_positions if learned else max(PROMPT_LENGTHS))
+        ours = our_logits(reader, config, prompts, dtype)
+    theirs = their_logits(folder, prompts)
+    scale = max(logits.abs().max().item() for logits in theirs)
+    difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
+    if not difference <= TOLERANCE:
+        selects = config.model.has_sparse_attention and config.model.dsa_indexer_topk < max(PROMPT_LENGTHS)
+        ties = ", or transformers selects other keys of equal index scores (then convert with --no-verify)"
+        raise CheckpointError(
+            f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "
+            f"{folder} has unsupported settings, or a file is damaged{ties if selects else ''}; nothing was written"
+        )
+    return difference
+
+
+def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
+    """Sequences of token ids ``[1, length]``, equal in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (1, min(length, longest)), generator=generator) for length in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
+
+    Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
+    """
+    parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
+    last = config.model.num_layers - 1
+    hidden: list[Tensor] = []
+    for layer in range(last + 1):
+        stage = GPTModel(
+            config.model,
+            reader.state["vocab_size"],
+            config.longest_text,
+            parallel=parallel,
+            layers=[layer],
+            pre_process=layer == 0,
+            post_process=layer == last,
+        ).eval()
+        reader.fill(parameter_pieces(stage.named_global_parameters()))
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(parameter.to(stored_dtype(name, dtype)))
+        inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
+        hidden = []
+        for prompt, x in zip(prompts, inputs, strict=True):
+            if config.model.has_longrope:  # transformers chooses the factors by the length of each text
+                stage.max_sequence_length = prompt.shape[1]
+            hidden.append(stage(prompt, hidden_states=x))
+    return hidden
+
+
+@torch.no_grad()
+def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
+    """Logits of each prompt computed by `transformers`."""
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(
+            "verifying needs transformers: pip install transformers; or convert with --no-verify"
+        ) from None
+    # Not scaled_dot_product_attention, with which some of its models ignore settings.
+    try:
+        # Some multimodal models have no class for text alone; their class for images computes text, too.
+        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        has_text_class = type(found) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = transformers.AutoModelForCausalLM if has_text_class else transformers.AutoModelForImageTextToText
+        model = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
+    except MemoryError:
+        raise
+    except Exception as error:  # it raises various types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; correct its "
+            "config.json, or convert with --no-verify"
+        ) from error
+
+
+def read_whole(
+    reader: CheckpointReader | HuggingFaceReader | MegatronReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Read one complete tensor."""
+    tensor = torch.empty(shape, dtype=dtype)
+    reader.fill([TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
+    return tensor
+
+
+def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> CheckpointReader | MergedReader:
+    """A checkpoint's whole weights, or their averages; adapters are merged with the frozen weights."""
+    if average:
+        stored = AveragedReader(stored.folder)
+        if AVERAGE.name not in stored.kinds:
+            raise CheckpointError(
+                f"{stored.folder} has no average of the weights; train with --ema-decay, or export the weights"
+            )
+    return stored if config.tuning.lora_rank is None else MergedReader(stored, config)

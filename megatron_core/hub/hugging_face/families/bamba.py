@@ -1,0 +1,122 @@
+"""Bamba: layers of a Mamba-2 mixer or attention, and an MLP, which are two layers each here."""
+
+from __future__ import annotations
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import Mamba2
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors
+from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.tensors import gate_and_up
+from megatron_core.schema import COUNT, COUNTS, NUMBER, WIDTH, KeyType
+
+HEAD_SIZE = KeyType("an integer >= 1, or auto", lambda value: value == "auto" or COUNT.accepts(value))
+ROTATED = 0.5
+"""Share of a head's channels with rotary positions, whatever config.json says."""
+MIXER_KEYS = {
+    "mamba_n_groups": "mamba_num_groups",
+    "mamba_d_state": "mamba_state_dim",
+    "mamba_d_conv": "linear_conv_kernel_dim",
+}
+"""Keys of Mamba-2 mixers -> settings with the same meaning."""
+
+
+def mixer_sizes(hf_config: Settings) -> Settings:
+    """Number and channels of the heads of Mamba-2 mixers."""
+    heads, inner = hf_config["mamba_n_heads"], hf_config["mamba_expand"] * hf_config["hidden_size"]
+    size = inner // heads if hf_config["mamba_d_head"] == "auto" else hf_config["mamba_d_head"]
+    if size * heads != inner:
+        refuse("mamba_d_head", size, f"mamba_n_heads={heads} x mamba_d_head must be mamba_expand x hidden_size={inner}")
+    return {"mamba_num_heads": heads, "mamba_head_dim": size}
+
+
+def mixer_sizes_json(config: ModelConfig) -> Settings:
+    """The inverse of ``mixer_sizes``."""
+    sizes = Mamba2(config)
+    return {
+        "mamba_expand": sizes.heads * sizes.value_head_size // config.hidden_size,
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": config.mamba_head_dim,
+    }
+
+
+MIXER_TYPES = {
+    **dict.fromkeys(("num_hidden_layers", "mamba_n_heads", "mamba_n_groups", "mamba_d_conv", "mamba_expand"), COUNT),
+    **{"mamba_d_state": WIDTH, "mamba_d_head": HEAD_SIZE},
+}
+
+
+def _layers(hf_config: Settings) -> Settings:
+    layers, attention = hf_config["num_hidden_layers"], hf_config.get("attn_layer_indices") or []
+    pattern = "".join("*-" if n in attention else "M-" for n in range(layers))
+    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, **mixer_sizes(hf_config)}
+
+
+def _layers_json(config: ModelConfig) -> Settings:
+    pattern = config.hybrid_layer_pattern or ""
+    return {
+        "num_hidden_layers": config.num_layers // 2,
+        "attn_layer_indices": [n // 2 for n, letter in enumerate(pattern) if letter == "*"],
+        **mixer_sizes_json(config),
+    }
+
+
+def _rope(hf_config: Settings) -> Settings:
+    found = PARTIAL_ROPE.read({"partial_rotary_factor": ROTATED, **hf_config})
+    if found["rotary_percent"] != ROTATED:
+        refuse("partial_rotary_factor", found["rotary_percent"], f"for bamba only {ROTATED} is supported")
+    return found
+
+
+BAMBA = register(
+    LLAMA,
+    model_type="bamba",
+    class_name="BambaForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key not in ("num_hidden_layers", "head_dim")},
+        **MIXER_KEYS,
+    },
+    fixed={**LLAMA.fixed, "hidden_dropout": 0.0},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attn_layer_indices": [],
+        "mamba_n_heads": 128,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "num_logits_to_keep": 1,
+        "time_step_limit": MAMBA2.defaults["time_step_limit"],
+        "z_loss_coefficient": 0.0,
+    },
+    required={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
+    rules=(
+        Rule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types),
+        LIMITS_OF_STEPS,
+        Rule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS}),
+        Rule(
+            lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
+            lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},
+            {"z_loss_coefficient": NUMBER},
+        ),
+    ),
+    tensors={**LLAMA.tensors, "decoder.final_layernorm": "model.final_layernorm"},
+    parts_of_layer=2,
+    layer_tensors={
+        **mixer_tensors("mamba"),
+        **LLAMA.layer_tensors,
+        "pre_mlp_layernorm": "pre_ff_layernorm",
+        "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "mlp.linear_fc2": "feed_forward.down_proj",
+    },
+)

@@ -1,0 +1,70 @@
+"""Cohere, the Command R models: attention and MLP in parallel with one norm, LayerNorm without biases, rotary positions
+of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layers, and positions only in these."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
+from megatron_core.hub.hugging_face.tensors import of_each_head
+from megatron_core.schema import COUNT
+
+COHERE = register(
+    LLAMA,
+    model_type="cohere",
+    class_name="CohereForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key not in ("head_dim", "rms_norm_eps")},
+        "layer_norm_eps": "norm_epsilon",
+        "logit_scale": "logit_multiplier",
+    },
+    fixed={
+        **LLAMA.fixed,
+        "normalization": "LayerNorm",
+        "disable_bias_layernorm": True,
+        "parallel_residual": True,
+        "parallel_residual_shared_norm": True,
+        "rotary_interleaved": True,
+    },
+    defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
+    required={"hidden_act": "silu"},
+    rules=(ROPE, ATTENTION_BIASES, norms_of_each_head("use_qk_norm")),
+    layer_tensors={
+        **{name: stored for name, stored in LLAMA.layer_tensors.items() if name != "pre_mlp_layernorm"},
+        "self_attention.q_layernorm": of_each_head("self_attn.q_norm"),
+        "self_attention.k_layernorm": of_each_head("self_attn.k_norm"),
+    },
+)
+
+
+def _windows(hf_config: Settings) -> Settings:
+    """Every n-th layer, ``sliding_window_pattern``, has neither window nor positions."""
+    every, layers = hf_config.get("sliding_window_pattern", 4), hf_config["num_hidden_layers"]
+    kinds = hf_config.get("layer_types") or [
+        "full_attention" if n % every == 0 else "sliding_attention" for n in range(1, layers + 1)
+    ]
+    found = WINDOWS.read({**hf_config, "layer_types": kinds})
+    windowed = [kind == "sliding_attention" and bool(found) for kind in kinds]
+    return {**found, "no_rope_freq": None if all(windowed) else tuple(int(not each) for each in windowed)}
+
+
+def _windows_json(config: ModelConfig) -> Settings:
+    return {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)}
+
+
+COHERE2 = register(
+    COHERE,
+    model_type="cohere2",
+    class_name="Cohere2ForCausalLM",
+    unread=frozenset({"layer_switch", "use_embedding_sharing", "use_parallel_embedding"}),
+    keys={**COHERE.keys, "head_dim": "kv_channels"},
+    defaults={**COHERE.defaults, "sliding_window": 4096, "rope_theta": 1e4},
+    required={
+        "hidden_act": "silu",
+        "use_parallel_block": True,
+        "use_gated_activation": True,
+        "position_embedding_type": "rope_gptj",
+        "order_of_interleaved_layers": "local_attn_first",
+    },
+    rules=(ROPE, ATTENTION_BIASES, Rule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": COUNT})),
+    layer_tensors={name: stored for name, stored in COHERE.layer_tensors.items() if "k_layernorm" not in name},
+)

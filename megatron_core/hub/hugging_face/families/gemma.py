@@ -1,0 +1,111 @@
+"""Gemma 1: Llama with GELU and scaled embeddings. Gemma 2 and Gemma 3 (text): four norms a layer, windows in some
+layers, bounded scores and logits."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
+from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
+
+
+def _windows(hf_config: Settings) -> Settings:
+    """Files of the hub have no ``layer_types``: every n-th layer, ``sliding_window_pattern``, has no window."""
+    every = 2 if hf_config["model_type"] == "gemma2" else hf_config.get("sliding_window_pattern", 6)
+    layers = range(1, hf_config["num_hidden_layers"] + 1)
+    return WINDOWS.read(
+        {"layer_types": ["sliding_attention" if n % every else "full_attention" for n in layers], **hf_config}
+    )
+
+
+def rope_by_layer_type(hf_config: Settings) -> Settings:
+    """Rotary positions of layers with and without a window, as transformers 5 (``rope_parameters``) or earlier releases
+    write them."""
+    by_type: Settings = hf_config.get("rope_parameters") or {}
+    full, local = (by_type.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    full = full | (hf_config.get("rope_scaling") or {})
+    if local.get("rope_type", "default") != "default":
+        refuse("rope_type", local["rope_type"], "for sliding_attention only default is supported")
+    base = ROPE.read({"rope_parameters": local, "rope_theta": hf_config["rope_local_base_freq"]})["rotary_base"]
+    return {**ROPE.read({**hf_config, "rope_parameters": full, "rope_scaling": None}), "rotary_base_of_windows": base}
+
+
+def _rope_by_layer_type_json(config: ModelConfig) -> Settings:
+    local = {} if config.rotary_base_of_windows is None else {"rope_local_base_freq": config.rotary_base_of_windows}
+    return ROPE.write(config) | local
+
+
+GEMMA_WINDOWS = Rule(_windows, WINDOWS.write, {**WINDOWS.types, "sliding_window_pattern": COUNT})
+ROPE_TYPES = {**ROPE.types, "rope_local_base_freq": POSITIVE, "full_attention": OBJECT, "sliding_attention": OBJECT}
+SOFTMAX_SCALE = Rule(
+    read=lambda hf_config: {"softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5},
+    write=lambda config: {"query_pre_attn_scalar": round((config.softmax_scale or config.head_size**-0.5) ** -2)},
+    types={"query_pre_attn_scalar": POSITIVE},
+)
+DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+
+
+def _gelu(hf_config: Settings) -> Settings:
+    """The approximation by tanh, also if a file names the exact one, as the first files did by mistake."""
+    name = hf_config.get("hidden_act", "gelu_pytorch_tanh")
+    return (
+        {} if name in ("gelu", "gelu_pytorch_tanh") else refuse("hidden_act", name, "for gemma only GELU is supported")
+    )
+
+
+GEMMA = register(
+    LLAMA,
+    model_type="gemma",
+    class_name="GemmaForCausalLM",
+    fixed={
+        **LLAMA.fixed,
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    defaults={"tie_word_embeddings": True, "head_dim": 256},
+    required={"attention_bias": False, "use_bidirectional_attention": None},
+    rules=(ROPE, Rule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),
+)
+GEMMA2 = register(
+    LLAMA,
+    model_type="gemma2",
+    class_name="Gemma2ForCausalLM",
+    unread=frozenset({"hidden_act"}),  # hidden_activation counts
+    keys={
+        **LLAMA.keys,
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+    },
+    fixed={**GEMMA.fixed, "norm_placement": "sandwich"},
+    defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    required={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    },
+    rules=(ROPE, GEMMA_WINDOWS, SOFTMAX_SCALE),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+)
+GEMMA3 = register(
+    GEMMA2,
+    model_type="gemma3_text",
+    class_name="Gemma3ForCausalLM",
+    keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
+    fixed={**GEMMA2.fixed, "qk_layernorm": True},
+    # Files of Gemma 3 4B to 27B leave out further keys of their text_config.
+    defaults={
+        **DEFAULTS,
+        **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6, "vocab_size": 262208},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+    },
+    required={**GEMMA2.required, "attn_logit_softcapping": None},
+    rules=(Rule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
+    layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
+)

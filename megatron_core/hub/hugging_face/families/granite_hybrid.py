@@ -1,0 +1,131 @@
+"""Granite 4: layers of a Mamba-2 mixer or attention, and an MLP or experts, which are two layers each here."""
+
+from __future__ import annotations
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.bamba import BAMBA, MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
+from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, mixer_tensors
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, Rule, Settings, refuse
+from megatron_core.schema import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
+
+KINDS = {"mamba": "M", "attention": "*", "linear_attention": "M", "full_attention": "*"}
+"""Values of ``layer_types`` -> letters of the pattern; export writes the first two, which all releases read."""
+UNUSED_MIXER = {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 2}
+"""Sizes of mixers in a config.json without any, because transformers checks them."""
+WITHOUT_POSITIONS = "nope"
+"""``position_embedding_type`` of published models without positions."""
+
+
+def _layers(hf_config: Settings) -> Settings:
+    count = hf_config["num_hidden_layers"]
+    kinds = hf_config.get("layer_types", ["mamba"] * count)
+    if len(kinds) != count or set(kinds) - set(KINDS):
+        refuse("layer_types", kinds, f"it must have one of {', '.join(KINDS)} for each of {count} layers")
+    mlp = "E" if hf_config["num_local_experts"] else "-"
+    pattern = "".join(KINDS[kind] + mlp for kind in kinds)
+    found = {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+    if "M" not in pattern:
+        return found
+    return found | {name: hf_config[key] for key, name in MIXER_KEYS.items()} | mixer_sizes(hf_config)
+
+
+def _layers_json(config: ModelConfig) -> Settings:
+    kinds = ["attention" if letter == "*" else "mamba" for letter in (config.hybrid_layer_pattern or "")[::2]]
+    found = {"num_hidden_layers": config.num_layers // 2, "layer_types": kinds}
+    if not config.has_mamba:
+        return found | UNUSED_MIXER
+    return found | {key: getattr(config, name) for key, name in MIXER_KEYS.items()} | mixer_sizes_json(config)
+
+
+def _mlps(hf_config: Settings) -> Settings:
+    """The width of MLPs, or of experts, each layer of which also has a shared one."""
+    shared = hf_config["shared_intermediate_size"]
+    if not hf_config["num_local_experts"]:
+        return {"ffn_hidden_size": shared}
+    return {
+        "num_experts": hf_config["num_local_experts"],
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf_config["intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_aux_loss_coeff": float(hf_config["router_aux_loss_coef"]),
+    }
+
+
+def _mlps_json(config: ModelConfig) -> Settings:
+    if config.num_experts is None:
+        sizes = dict.fromkeys(("intermediate_size", "shared_intermediate_size"), config.ffn_size)
+        return {"num_local_experts": 0, "num_experts_per_tok": 0, **sizes}
+    return {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "intermediate_size": config.expert_ffn_size,
+        "shared_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "router_aux_loss_coef": config.moe_aux_loss_coeff,
+    }
+
+
+def _positions(hf_config: Settings) -> Settings:
+    kind = hf_config.get("position_embedding_type")
+    if kind not in ("rope", WITHOUT_POSITIONS, None):
+        refuse("position_embedding_type", kind, f"supported are rope, and {WITHOUT_POSITIONS} or null")
+    return ROPE.read(hf_config) if kind == "rope" else {"position_embedding_type": "none"}
+
+
+def _positions_json(config: ModelConfig) -> Settings:
+    if config.position_embedding_type != "rope":
+        return {"position_embedding_type": WITHOUT_POSITIONS}
+    return ROPE.write(config) | {"position_embedding_type": "rope"}
+
+
+GRANITE_HYBRID = register(
+    BAMBA,
+    model_type="granitemoehybrid",
+    class_name="GraniteMoeHybridForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key not in ("num_hidden_layers", "intermediate_size")},
+        "embedding_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+    },
+    aliases={"layers_block_type": "layer_types"},
+    defaults={
+        **GRANITE.defaults,
+        **{key: value for key, value in BAMBA.defaults.items() if key.startswith(("mamba", "time_step"))},
+        "rms_norm_eps": 1e-6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_intermediate_size": 1024,
+    },
+    required={
+        "hidden_act": "silu",
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "normalization_function": "rmsnorm",
+    },
+    rules=(
+        ATTENTION_BIASES,
+        FACTORS,
+        LIMITS_OF_STEPS,
+        Rule(_layers, _layers_json, {**MIXER_TYPES, "layer_types": STRINGS}),
+        Rule(
+            _mlps,
+            _mlps_json,
+            {
+                **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), COUNT_OR_ZERO),
+                **dict.fromkeys(("intermediate_size", "shared_intermediate_size"), WIDTH),
+                "router_aux_loss_coef": NUMBER,
+            },
+        ),
+        Rule(_positions, _positions_json, {**ROPE.types, "position_embedding_type": STRING}),
+    ),
+    tensors=LLAMA.tensors,
+    layer_tensors={
+        **GRANITE_MOE_SHARED.layer_tensors,
+        **mixer_tensors("mamba"),
+        "mlp.linear_fc1": "shared_mlp.input_linear",
+        "mlp.linear_fc2": "shared_mlp.output_linear",
+    },
+)

@@ -1,0 +1,185 @@
+"""Kimi Linear: Kimi delta attention, latent attention without rotary positions, and experts as DeepSeek-V3's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import KimiDelta
+from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
+from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
+from megatron_core.hub.hugging_face.rules import Rule, Settings, groups_json, limited_to_groups, refuse
+from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, gate_and_up
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
+
+MLP_KINDS = ("dense", "sparse")
+"""Values of ``mlp_layer_types``."""
+
+
+def _mixers(hf_config: Settings) -> Settings:
+    """Kinds of the layers, and the sizes of heads, which files of the hub have in ``linear_attn_config``."""
+    nested: dict[str, Any] = hf_config.get("linear_attn_config", {})
+    count = hf_config["num_hidden_layers"]
+    kinds = [KINDS[n == 0 or n % 4 != 0] for n in range(count)]
+    if "kda_layers" in nested and "full_attn_layers" in nested:  # these count from 1
+        if sorted([*nested["kda_layers"], *nested["full_attn_layers"]]) != list(range(1, count + 1)):
+            refuse("linear_attn_config", nested, f"kda_layers and full_attn_layers must be the layers 1 to {count}")
+        kinds = [KINDS[n + 1 in nested["kda_layers"]] for n in range(count)]
+    kinds = hf_config.get("layer_types", kinds)
+    if set(kinds) - set(KINDS) or len(kinds) != count or KINDS[1] not in kinds or count < 2:
+        refuse("layer_types", kinds, f"supported are {' and '.join(KINDS)}, one of 2 or more layers with the latter")
+    heads = nested.get("num_heads", hf_config.get("linear_num_heads", 32))
+    size = nested.get("head_dim", hf_config.get("linear_head_dim", 128))
+    return {
+        "linear_attention_freq": tuple(KINDS.index(kind) for kind in kinds),
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": nested.get("short_conv_kernel_size", hf_config.get("linear_conv_kernel_dim", 4)),
+    }
+
+
+def _mixers_json(config: ModelConfig) -> Settings:
+    return {
+        "layer_types": [KINDS[config.is_recurrent(n)] for n in range(config.num_layers)],
+        "linear_num_heads": config.linear_num_value_heads,
+        "linear_head_dim": config.linear_value_head_dim,
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+    }
+
+
+def _heads(hf_config: Settings) -> Settings:
+    """Latent attention has as many key heads as query heads, by default 32; ``head_dim`` has no meaning."""
+    heads, key_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads", 32)
+    if key_heads != heads:
+        refuse("num_key_value_heads", key_heads, f"supported is num_attention_heads={heads}")
+    return {}
+
+
+def _heads_json(config: ModelConfig) -> Settings:
+    return {"num_key_value_heads": config.num_attention_heads}
+
+
+def _experts(hf_config: Settings) -> Settings:
+    """Layers with experts, the width of shared ones, and groups."""
+    layers, first = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace", 1)
+    kinds = hf_config.get("mlp_layer_types", [MLP_KINDS[n >= first] for n in range(layers)])
+    if set(kinds) - set(MLP_KINDS) or len(kinds) != layers:
+        refuse("mlp_layer_types", kinds, f"supported are {' and '.join(MLP_KINDS)}, one for each layer")
+    return {
+        "moe_layer_freq": tuple(MLP_KINDS.index(kind) for kind in kinds),
+        "moe_shared_expert_intermediate_size": hf_config["num_shared_experts"] * hf_config["moe_intermediate_size"],
+        **limited_to_groups(hf_config["num_expert_group"], hf_config["topk_group"], 2),
+    }
+
+
+def _experts_json(config: ModelConfig) -> Settings:
+    groups = groups_json(config)
+    return {
+        "mlp_layer_types": [MLP_KINDS[config.has_experts(n)] for n in range(config.num_layers)],
+        "num_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,
+        "num_expert_group": groups["n_group"],
+        "topk_group": groups["topk_group"],
+    }
+
+
+def _pieces(*numbers: int) -> Any:
+    """Row ranges of stored tensors that hold the given pieces, one each."""
+
+    def rows(config: ModelConfig, _: int) -> list[RowRange]:
+        sizes = KimiDelta(config).pieces
+        return [RowRange(tensor, 0, sizes[number]) for tensor, number in enumerate(numbers)]
+
+    return rows
+
+
+MIXER_TYPES = {
+    "layer_types": STRINGS,
+    "linear_attn_config": OBJECT,
+    **dict.fromkeys(("kda_layers", "full_attn_layers"), COUNTS),
+    **dict.fromkeys(("linear_num_heads", "linear_head_dim", "num_heads"), WIDTH),
+    **dict.fromkeys(("linear_conv_kernel_dim", "short_conv_kernel_size"), COUNT),
+}
+EXPERT_TYPES = {
+    "mlp_layer_types": STRINGS,
+    "first_k_dense_replace": COUNT_OR_ZERO,
+    **dict.fromkeys(("num_shared_experts", "num_expert_group", "topk_group"), COUNT),
+}
+RENAMED = {
+    "max_position_embeddings": "model_max_length",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+"""Keys of DeepSeek-V3 -> those of Kimi Linear."""
+
+KIMI_LINEAR = register(
+    DEEPSEEK_V3,
+    model_type="kimi_linear",
+    class_name="KimiLinearForCausalLM",
+    unread=frozenset({"use_grouped_topk"}),  # num_expert_group counts
+    keys={
+        **{RENAMED.get(key, key): name for key, name in DEEPSEEK_V3.keys.items()},
+        "rms_norm_eps": "norm_epsilon",
+    },
+    aliases={
+        "max_position_embeddings": "model_max_length",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+    },
+    defaults={
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "rms_norm_eps": 1e-5,
+    },
+    fixed={
+        **DEEPSEEK_V3_LAYERS,
+        "experimental_attention_variant": "kimi_delta_attention",
+        "no_rope_freq": (1,),
+        "latent_norm_epsilon": 1e-6,
+    },
+    required={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "mla_use_nope": True,
+    },
+    rules=(
+        Rule(_mixers, _mixers_json, MIXER_TYPES),
+        Rule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
+        Rule(_experts, _experts_json, EXPERT_TYPES),
+    ),
+    layer_tensors={
+        **LATENT_MATRICES,
+        "self_attention.in_proj": TensorSource(
+            tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "b")), _pieces(0, 1, 2, 4)
+        ),
+        "self_attention.conv1d": TensorSource(
+            tuple(f"self_attn.{name}_conv1d" for name in ("q", "k", "v")), _pieces(0, 1, 2)
+        ),
+        "self_attention.A_log": TensorSource(("self_attn.A_log",), ones=(2, 1)),
+        "self_attention.dt_bias": "self_attn.dt_bias",
+        **{f"self_attention.{name}": f"self_attn.{name}" for name in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj")},
+        "self_attention.out_norm": "self_attn.o_norm.weight",
+        "self_attention.out_proj": "self_attn.o_proj",
+        "mlp.linear_fc1": gate_and_up("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"),
+        "mlp.linear_fc2": "block_sparse_moe.down_proj",
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
+        "mlp.experts.linear_fc1": gate_and_up("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{e}.w2",
+        "mlp.shared_experts.linear_fc1": gate_and_up(
+            "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"
+        ),
+        "mlp.shared_experts.linear_fc2": "block_sparse_moe.shared_experts.down_proj",
+    },
+    mtp_layer_keys=(),
+)

@@ -1,0 +1,121 @@
+"""Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
+from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
+from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
+
+CHUNK, FLOOR = 8192, 8192
+"""Tokens of a chunk, and positions of one temperature, if config.json has none."""
+
+
+def _experts(hf_config: Settings) -> Settings:
+    """Layers with experts, by their numbers or every n-th; one shared expert has the width of the others."""
+    layers, every = hf_config["num_hidden_layers"], hf_config.get("interleave_moe_layer_step", 1)
+    sparse = hf_config.get("moe_layers", list(range(every - 1, layers, every)))
+    return {
+        "moe_layer_freq": tuple(int(n in sparse) for n in range(layers)),
+        "moe_shared_expert_intermediate_size": hf_config["intermediate_size"],
+    }
+
+
+def _experts_json(config: ModelConfig) -> Settings:
+    return {"moe_layers": config.expert_layers}
+
+
+def _attention(hf_config: Settings) -> Settings:
+    """Layers with positions attend within chunks; queries of the others have a temperature."""
+    positions = POSITIONS.read(hf_config)
+    without = positions["no_rope_freq"] or (0,) * hf_config["num_hidden_layers"]
+    size = hf_config.get("attention_chunk_size", CHUNK) if "attention_chunk_size" in hf_config else None
+    kinds = ["chunked_attention" if size is not None and not none else "full_attention" for none in without]
+    given = hf_config.get("layer_types", kinds)
+    if given != kinds and (size is not None or "chunked_attention" in given):
+        refuse("layer_types", given, "layers with positions must have chunked_attention, and the others full_attention")
+    tuned = hf_config.get("attn_temperature_tuning", True) and any(without)
+    norm = hf_config.get("use_qk_norm", True)
+    return {
+        **positions,
+        "attention_chunk_size": size,
+        "query_temperature_scale": float(hf_config.get("attn_scale", 0.1)) if tuned else 0.0,
+        "query_temperature_floor": hf_config.get("floor_scale", FLOOR) if tuned else FLOOR,
+        "qk_l2_norm": norm,
+        "qk_l2_norm_rotary_only": norm,
+    }
+
+
+def _attention_json(config: ModelConfig) -> Settings:
+    size, layers = config.attention_chunk_size, range(config.num_layers)
+    kinds = ["full_attention" if config.chunk_of_layer(n) is None else "chunked_attention" for n in layers]
+    return {
+        **POSITIONS.write(config),
+        "attention_chunk_size": size,
+        "layer_types": kinds,
+        "attn_temperature_tuning": bool(config.query_temperature_scale),
+        "attn_scale": config.query_temperature_scale or 0.1,
+        "floor_scale": config.query_temperature_floor,
+        "use_qk_norm": config.qk_l2_norm,
+    }
+
+
+ATTENTION_TYPES = {
+    **POSITION_TYPES,
+    "attention_chunk_size": WIDTH,
+    "layer_types": STRINGS,
+    "attn_temperature_tuning": SWITCH,
+    "attn_scale": NUMBER,
+    "floor_scale": WIDTH,
+    "use_qk_norm": SWITCH,
+}
+LLAMA4 = register(
+    LLAMA,
+    model_type="llama4_text",
+    class_name="Llama4ForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key != "intermediate_size"},
+        "intermediate_size": "moe_ffn_hidden_size",
+        "intermediate_size_mlp": "ffn_hidden_size",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+    },
+    fixed={
+        **LLAMA.fixed,
+        "rotary_interleaved": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True,
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "attention_chunk_size": CHUNK,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 16384,
+    },
+    required={"hidden_act": "silu", "attention_bias": False, "router_jitter_noise": 0.0},
+    rules=(
+        ROPE,
+        Rule(_experts, _experts_json, {"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT}),
+        Rule(_attention, _attention_json, ATTENTION_TYPES),
+    ),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "mlp.linear_fc2": "feed_forward.down_proj",
+        "mlp.router": "feed_forward.router",
+        "mlp.experts.linear_fc1.weight": TensorSource(
+            ("feed_forward.experts.gate_up_proj",), transposed=True, stacked=True
+        ),
+        "mlp.experts.linear_fc2.weight": TensorSource(
+            ("feed_forward.experts.down_proj",), transposed=True, stacked=True
+        ),
+        "mlp.shared_experts.linear_fc1": gate_and_up(
+            "feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"
+        ),
+        "mlp.shared_experts.linear_fc2": "feed_forward.shared_expert.down_proj",
+    },
+)

@@ -1,0 +1,112 @@
+"""Mamba-2: models whose layers are all Mamba-2 mixers."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import Mamba2
+from megatron_core.hub.hugging_face.architecture import Architecture, register
+from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
+from megatron_core.schema import COUNT, NUMBER, KeyType
+
+INFINITY = {"__float__": "Infinity"}
+"""How transformers 5 writes infinity; earlier releases write Infinity, which all releases read."""
+LIMITS = KeyType(
+    "a list of two numbers >= 0, the second of which may be Infinity",
+    lambda value: isinstance(value, list) and len(value) == 2 and NUMBER.accepts(value[0]) and _is_limit(value[1]),
+)
+
+
+def _is_limit(value: object) -> bool:
+    return value in (INFINITY, math.inf) or NUMBER.accepts(value)
+
+
+def _layers(hf_config: Settings) -> Settings:
+    count, width = hf_config["num_hidden_layers"], hf_config["hidden_size"]
+    inner, expanded = hf_config["num_heads"] * hf_config["head_dim"], hf_config["expand"] * width
+    if inner != expanded:
+        refuse("expand", hf_config["expand"], f"expand x hidden_size={width} must be num_heads x head_dim={inner}")
+    return {"num_layers": count, "hybrid_layer_pattern": "M" * count}
+
+
+def _layers_json(config: ModelConfig) -> Settings:
+    sizes = Mamba2(config)
+    expand = sizes.heads * sizes.value_head_size // config.hidden_size
+    return {"num_hidden_layers": config.num_layers, "expand": expand, "num_heads": sizes.heads}
+
+
+def limits(hf_config: Settings) -> Settings:
+    """The bounds of steps in ``time_step_limit``."""
+    least, most = hf_config["time_step_limit"]
+    return {"mamba_dt_min": float(least), "mamba_dt_max": None if most in (INFINITY, math.inf) else float(most)}
+
+
+def _limits_json(config: ModelConfig) -> Settings:
+    return {"time_step_limit": [config.mamba_dt_min, math.inf if config.mamba_dt_max is None else config.mamba_dt_max]}
+
+
+LIMITS_OF_STEPS = Rule(limits, _limits_json, {"time_step_limit": LIMITS})
+"""``time_step_limit``."""
+
+
+def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
+    """Stored are gates, inputs, B, C and steps; ours has the gates before the steps."""
+    sizes = Mamba2(config)
+    inner, mixed = sizes.pieces[0], sizes.pieces[0] + sizes.convolved
+    return [RowRange(0, inner, mixed), RowRange(0, 0, inner), RowRange(0, mixed, mixed + sizes.heads)]
+
+
+def mixer_tensors(module: str, ours: str = "self_attention") -> dict[str, str | TensorSource]:
+    """The tensors of the mixer ``ours`` of a layer that is stored as ``module``."""
+    return {
+        f"{ours}.in_proj": TensorSource((f"{module}.in_proj",), projected_rows),
+        **{f"{ours}.{name}": f"{module}.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "out_proj")},
+        f"{ours}.norm": f"{module}.norm.weight",
+    }
+
+
+MIXER: dict[str, str | TensorSource] = {"input_layernorm": "norm", **mixer_tensors("mixer")}
+INITIAL = {"time_step_min": 0.001, "time_step_max": 0.1, "time_step_floor": 1e-4, "time_step_rank": "auto"}
+"""Keys that determine initial weights alone."""
+PRECISION = {"chunk_size": 256, "residual_in_fp32": True, "rescale_prenorm_residual": False, "num_logits_to_keep": 1}
+"""Keys that determine how a model is computed, or its initial weights."""
+
+MAMBA2 = register(
+    Architecture(
+        model_type="mamba2",
+        class_name="Mamba2ForCausalLM",
+        keys={
+            "hidden_size": "hidden_size",
+            "layer_norm_epsilon": "norm_epsilon",
+            "num_heads": "mamba_num_heads",
+            "head_dim": "mamba_head_dim",
+            "state_size": "mamba_state_dim",
+            "n_groups": "mamba_num_groups",
+            "conv_kernel": "linear_conv_kernel_dim",
+            "initializer_range": "init_method_std",
+        },
+        fixed={
+            "normalization": "RMSNorm",
+            "position_embedding_type": "none",
+            "disable_bias_linear": True,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        defaults={**INITIAL, **PRECISION, "expand": 2, "time_step_limit": [0.0, math.inf], "layer_norm_epsilon": 1e-5},
+        required={"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
+        rules=(
+            Rule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
+            LIMITS_OF_STEPS,
+        ),
+        tensors={
+            "embedding.word_embeddings": "backbone.embeddings",
+            "decoder.final_layernorm": "backbone.norm_f",
+            "output_layer": "lm_head",
+        },
+        layer_prefix="backbone.layers.{n}.",
+        layer_tensors=MIXER,
+        base="backbone.",
+    )
+)

@@ -1,0 +1,60 @@
+"""Llama-Nemotron Super and Ultra, found by a search of architectures: Llama with layers of different sizes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.heterogeneous import LAYERS_JSON, MULTIPLE, read_blocks, write_blocks
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.schema import KeyType
+
+KEY = "block_configs"
+OBJECTS = KeyType(
+    "a list of objects", lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value)
+)
+
+
+def _blocks(hf_config: Settings) -> Settings:
+    entries = hf_config[KEY]
+    if len(entries) != hf_config["num_hidden_layers"]:
+        refuse(KEY, entries, f"it must have an entry for each of num_hidden_layers={hf_config['num_hidden_layers']}")
+    text = json.dumps({KEY: entries})
+    blocks, faults = read_blocks(text, hf_config["hidden_size"], hf_config["num_attention_heads"])
+    if faults:
+        refuse(KEY, entries, "; ".join(faults))
+    return {LAYERS_JSON: write_blocks(blocks)}
+
+
+def _blocks_json(config: ModelConfig) -> Settings:
+    found: list[dict[str, Any]] = []
+    for block in config.sized_blocks:
+        groups, width = block.attention.size, block.mlp.size
+        if width is not None and width % MULTIPLE:
+            refuse(KEY, width, f"widths of MLPs are multiples of {MULTIPLE} in this architecture")
+        own: dict[str, dict[str, Any]] = {
+            "attention": {"n_heads_in_group": None if groups is None else config.num_attention_heads // groups},
+            "ffn": {"ffn_mult": None if width is None else 1.5 * width / config.hidden_size},
+        }
+        for name, part in (("attention", block.attention), ("ffn", block.mlp)):
+            own[name] |= {"no_op": part.no_op, "replace_with_linear": part.linear}
+        found.append(own)
+    return {KEY: found, "num_key_value_heads": None, "intermediate_size": None}
+
+
+NEMOTRON_NAS = register(
+    LLAMA,
+    model_type="nemotron-nas",
+    class_name="DeciLMForCausalLM",
+    keys={key: name for key, name in LLAMA.keys.items() if key not in ("num_key_value_heads", "intermediate_size")},
+    rules=(*LLAMA.rules, Rule(_blocks, _blocks_json, {KEY: OBJECTS})),
+    unread=frozenset({"num_key_value_heads", "intermediate_size"}),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "self_attention": "self_attn.linear_attn",
+        "mlp": "mlp.linear_mlp",
+    },
+)

@@ -1,0 +1,89 @@
+"""OLMo 2: Llama with norms behind attention and MLP, and norms of queries and keys over all heads. OLMo 3: with
+windows in some layers. OLMoE: with these norms of queries and keys, and with experts."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.gemma import ROPE_TYPES, rope_by_layer_type
+from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
+from megatron_core.hub.hugging_face.families.qwen import ROUTER_SOFTMAX
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, WINDOWS, Rule, Settings
+
+OLMO2 = register(
+    LLAMA,
+    model_type="olmo2",
+    class_name="Olmo2ForCausalLM",
+    keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
+    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    required={"hidden_act": "silu", "attention_bias": False},
+    rules=(ROPE,),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        **QK_NORMS,
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+)
+
+
+THETA = 500000.0
+"""Base of rotary positions of OLMo 3; of layers with a window if config.json does not name theirs."""
+
+
+def _windows(hf_config: Settings) -> Settings:
+    """Every fourth layer has no window."""
+    layers = range(1, hf_config["num_hidden_layers"] + 1)
+    return WINDOWS.read(
+        {"layer_types": ["sliding_attention" if n % 4 else "full_attention" for n in layers], **hf_config}
+    )
+
+
+def _positions(hf_config: Settings) -> Settings:
+    """Layers with a window have positions of their own, which are not scaled."""
+    settings = rope_by_layer_type({"rope_theta": THETA, "rope_local_base_freq": THETA, **hf_config})
+    plain = settings.keys() == {"rotary_base", "rotary_percent", "rotary_base_of_windows"}
+    if plain and settings["rotary_base"] == settings["rotary_base_of_windows"]:
+        settings.pop("rotary_base_of_windows")
+    return settings
+
+
+def _positions_json(config: ModelConfig) -> Settings:
+    """In the form of earlier releases if it has the same meaning."""
+    full, local = ROPE.write(config), config.rotary_base_of_windows or config.rotary_base
+    if full["rope_theta"] == local == THETA:
+        return full
+    scaling = full["rope_scaling"] or {"rope_type": "default"}
+    return {
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": full["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    }
+
+
+OLMO3 = register(
+    OLMO2,
+    model_type="olmo3",
+    class_name="Olmo3ForCausalLM",
+    defaults={"sliding_window": 4096},
+    rules=(Rule(_positions, _positions_json, ROPE_TYPES), Rule(_windows, WINDOWS.write, WINDOWS.types)),
+)
+OLMOE = register(
+    LLAMA,
+    model_type="olmoe",
+    class_name="OlmoeForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+        "router_aux_loss_coef": "moe_aux_loss_coeff",
+    },
+    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True},
+    aliases={"num_local_experts": "num_experts"},
+    required={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    rules=(ROPE, ROUTER_SOFTMAX),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        **QK_NORMS,
+        **EXPERT_MATRICES,
+    },
+)

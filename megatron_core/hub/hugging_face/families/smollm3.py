@@ -1,0 +1,58 @@
+"""SmolLM3: Llama without positions in every fourth layer."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.schema import COUNT, COUNTS, SWITCH
+
+
+def _positions(hf_config: Settings) -> list[int]:
+    """1 for each layer with rotary positions, 0 for one without."""
+    layers, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
+    kinds: list[int] = hf_config.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
+    if len(kinds) != layers or not set(kinds) <= {0, 1}:
+        refuse("no_rope_layers", kinds, "it must have 0 or 1 for each layer")
+    return kinds
+
+
+def _positions_json(config: ModelConfig) -> Settings:
+    """``no_rope_layers``, which has 1 for each layer with positions."""
+    return {"no_rope_layers": [int(config.has_rotary(n)) for n in range(config.num_layers)]}
+
+
+def _no_rope_freq(hf_config: Settings) -> Settings:
+    """The layers without positions, from ``no_rope_layers`` or ``no_rope_layer_interval``."""
+    kinds = _positions(hf_config)
+    return {"no_rope_freq": None if all(kinds) else tuple(int(not kind) for kind in kinds)}
+
+
+POSITION_TYPES = {"no_rope_layers": COUNTS, "no_rope_layer_interval": COUNT}
+POSITIONS = Rule(_no_rope_freq, _positions_json, POSITION_TYPES)
+"""Layers without positions."""
+
+
+def _windows(hf_config: Settings) -> Settings:
+    """Layers without positions have a window if ``use_sliding_window`` is set."""
+    if not hf_config.get("use_sliding_window", False):
+        return {}
+    kinds = ["full_attention" if kind else "sliding_attention" for kind in _positions(hf_config)]
+    return WINDOWS.read({"layer_types": kinds, **hf_config})
+
+
+def _windows_json(config: ModelConfig) -> Settings:
+    return WINDOWS.write(config) | {"use_sliding_window": config.window_size is not None}
+
+
+SMOLLM3 = register(
+    LLAMA,
+    model_type="smollm3",
+    class_name="SmolLM3ForCausalLM",
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6},
+    rules=(
+        ROPE,
+        ATTENTION_BIASES,
+        POSITIONS,
+        Rule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH}),
+    ),
+)

@@ -1,0 +1,76 @@
+"""Folders of Hugging Face and PEFT that settings name: --load-hf, --lora-load, --load."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_core.checkpoint.formats import CheckpointFormat
+from megatron_core.config import DataConfig, RunConfig
+from megatron_core.hub.hugging_face.peft import CONFIG as ADAPTER
+from megatron_core.hub.hugging_face.peft import adapter_settings, peft_names, read_adapter
+from megatron_core.hub.hugging_face.reader import CONFIG, HuggingFaceReader, config_of_folder, notes_of_folder
+
+
+class HuggingFaceFormat(CheckpointFormat):
+    """Models of Hugging Face, whose weights are initial weights."""
+
+    is_openable = True
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the folder has files of the format."""
+        return (folder / CONFIG).is_file()
+
+    def refusal(self, named: str, folder: Path, step: int | None = None) -> str:
+        """The command that converts the folder."""
+        # PEFT may store adapters next to the config.json of their model, and ``PeftFormat`` refuses such a folder.
+        if (folder / ADAPTER).is_file() or not any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin")):
+            return ""
+        source = shlex.quote(str(folder))
+        target = shlex.quote(f"{folder.absolute()}-converted")
+        return (
+            f"{named} is a model of Hugging Face; give --load-hf {source}, or run megatron-convert --from hf --to "
+            f"native --load {source} --save {target}, then give --load {target}"
+        )
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Flat settings of a run that trains the stored model."""
+        return config_of_folder(folder).flat()
+
+    def open(self, root: Path, step: int | None = None, *, finetune: bool = False) -> HuggingFaceReader:
+        """Open the weights."""
+        return HuggingFaceReader(root)
+
+    def notes(self, folder: Path, config: RunConfig) -> Iterator[str]:
+        """Notes about parts that are not read, and about the length of sequences."""
+        length = config.data.seq_length
+        positions = config.model.max_position_embeddings or 0
+        if length == DataConfig().seq_length < positions:
+            yield (
+                f"seq_length={length} is the default, and the model of load_hf={str(folder)!r} has {positions:,} "
+                "positions; set the length of your sequences with --seq-length"
+            )
+        yield from notes_of_folder(folder, config.model)
+
+
+class PeftFormat(CheckpointFormat):
+    """Low-rank adapters of PEFT."""
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the folder has files of the format."""
+        return (folder / ADAPTER).is_file()
+
+    def refusal(self, named: str, folder: Path, step: int | None = None) -> str:
+        """The command that converts the folder."""
+        return f"{named} has adapters of PEFT; give --lora-load {shlex.quote(str(folder))}"
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Flat settings of a run that trains the stored model."""
+        return adapter_settings(folder)
+
+    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+        """All adapters of the model of ``config``."""
+        names, shapes = peft_names(config, vocab_size)
+        return read_adapter(folder, names, shapes)

@@ -1,0 +1,358 @@
+"""Rules for settings of config.json that need more than a renamed key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.token_ids import LARGEST, is_token_id
+from megatron_core.errors import CheckpointError, quoted
+from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
+from megatron_core.schema import (
+    COUNT,
+    COUNT_OR_ZERO,
+    FACTORS,
+    LENGTH,
+    LENGTH_OR_ZERO,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    STRINGS,
+    SWITCH,
+    KeyType,
+    wrong_values,
+)
+
+Settings = dict[str, Any]
+TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST:,}, or a list of ids", is_token_id)
+
+
+def refuse(key: str, value: object, reason: str) -> NoReturn:
+    """Raise ``CheckpointError`` for the value of a key of config.json."""
+    raise CheckpointError(f"config.json says {key}={quoted(value)}; {reason}")
+
+
+def check_types(hf_config: Settings, types: Mapping[str, KeyType]) -> None:
+    """``CheckpointError`` for the first key with a value that its type does not accept."""
+    for key, value, kind in wrong_values(hf_config, types):
+        refuse(key, value, f"it must be {kind.description}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that are computed from several keys of config.json, or from values with other names."""
+
+    read: Callable[[Settings], Settings]
+    """config.json -> settings."""
+    write: Callable[[ModelConfig], Settings]
+    """The inverse: configuration -> keys of config.json."""
+    types: Mapping[str, KeyType] = field(default_factory=dict)
+    """Types of the keys that ``read`` uses."""
+
+
+def rope_parameters(hf_config: Settings) -> Settings:
+    """The parameters of rotary positions; ``rope_scaling`` of earlier releases overrides ``rope_parameters``."""
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = hf_config.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        refuse(key, rope, "one set of parameters for all layers is supported")
+    return rope
+
+
+def rope_type(rope: Settings) -> Any:
+    """The kind of scaling in the parameters of rotary positions."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+LLAMA3: Settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Constants of Llama 3.1's scaling of rotary positions."""
+LLAMA3_CONTEXT = 8192
+"""Positions that Llama 3 was trained on: the default of ``original_max_position_embeddings``."""
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "yarn_attention_factor",
+}
+"""Parameter of YaRN in config.json -> setting."""
+
+
+LONGROPE_MSCALES = {"short_mscale": "longrope_short_mscale", "long_mscale": "longrope_long_mscale"}
+"""Magnitude of LongRoPE in config.json -> setting."""
+
+
+def _rope_settings(hf_config: Settings, *, partial: bool) -> Settings:
+    rope = rope_parameters(hf_config)
+
+    def first(keys: tuple[str, str], default: float) -> float:
+        found = (config[key] for config in (rope, hf_config) for key in keys if config.get(key) is not None)
+        return float(next(found, default))
+
+    percent = first(("partial_rotary_factor", "rotary_pct"), 1.0)
+    if percent != 1.0 and not partial:
+        refuse("partial_rotary_factor", percent, f"for {hf_config.get('model_type')} only 1.0 is supported")
+    base = first(("rope_theta", "rotary_emb_base"), 10000.0)
+    return {"rotary_base": base, "rotary_percent": percent, **_rope_scaling_settings(rope, hf_config)}
+
+
+def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
+    kind = rope_type(rope)
+    if kind == "default":
+        return {}
+    longest = int(hf_config.get("max_position_embeddings", 2048))
+    key = "original_max_position_embeddings"
+    original = hf_config.get(key) or rope.get(key, longest)
+    scalars = {key: value for key, value in rope.items() if not isinstance(value, list)}
+    if rope.get("factor") is None and kind in ("linear", "dynamic", "llama3"):
+        refuse("rope_type", kind, f"it needs a factor, and there is {scalars}")
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": kind}
+    if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
+        own = None if original == LLAMA3_CONTEXT else original
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": own}
+    if kind == "dynamic":
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": longest}
+    if kind == "yarn":
+        named = {setting: rope[key] for key, setting in YARN.items() if rope.get(key) is not None}
+        if not (rope.get("mscale") and rope.get("mscale_all_dim")):  # transformers reads both or none
+            named = {setting: value for setting, value in named.items() if not setting.startswith("mscale")}
+        factor = float(rope.get("factor") or longest / original)
+        return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+    if kind == "longrope":
+        factor = float(rope.get("factor") or longest / original)
+        own = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+        return scaled | own | _longrope_settings(rope)
+    raise CheckpointError(
+        f"config.json says rope_type={quoted(kind)} with {quoted(scalars)}; supported are default, linear, dynamic, "
+        f"yarn, longrope, and llama3 with {LLAMA3}"
+    )
+
+
+def _longrope_settings(rope: Settings) -> Settings:
+    """``transformers`` reads magnitudes of short and long texts for phimoe alone; see there."""
+    for key in ("short_factor", "long_factor"):
+        if rope.get(key) is None:
+            refuse("rope_type", "longrope", f"it needs a {key}")
+    for key in ("short_mscale", "long_mscale"):
+        if rope.get(key) is not None:
+            refuse(key, rope[key], "with longrope it is supported for phimoe only")
+    factors = {f"longrope_{key}": tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
+    return factors | dict.fromkeys(LONGROPE_MSCALES.values(), rope.get("attention_factor"))
+
+
+def _longrope_json(config: ModelConfig) -> Settings:
+    """In the form of published models, which early releases require: no key that the others determine."""
+    original, factor = config.original_max_position_embeddings, config.rope_scaling_factor
+    factors = {"short_factor": config.longrope_short_factor, "long_factor": config.longrope_long_factor}
+    scaling: Settings = {"type": "longrope", **{key: list(values) for key, values in factors.items()}}
+    if original is None or factor != (config.max_position_embeddings or 0) / original:
+        scaling["factor"] = factor
+    if config.longrope_short_mscale != config.longrope_long_mscale:
+        scaling |= {key: getattr(config, name) for key, name in LONGROPE_MSCALES.items()}
+    elif config.longrope_short_mscale is not None:
+        scaling["attention_factor"] = config.longrope_short_mscale
+    return scaling
+
+
+def _rope_json(config: ModelConfig) -> Settings:
+    """Written as ``rope_theta`` and ``rope_scaling``, which every release of transformers reads."""
+    keys: Settings = {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config)}
+    if config.has_longrope:
+        keys["original_max_position_embeddings"] = config.original_max_position_embeddings
+    return keys
+
+
+def _rope_parameters_json(config: ModelConfig) -> Settings:
+    """In one object, for architectures that have default scalings: there the keys of earlier releases do not replace
+    all of them."""
+    keys = _rope_json(config)
+    scaling = {"rope_type": "default", **(keys.pop("rope_scaling") or {}), "rope_theta": keys.pop("rope_theta")}
+    return {**keys, "rope_parameters": scaling}
+
+
+def _partial_rope_json(config: ModelConfig) -> Settings:
+    """Also of 1.0, because several families have another default."""
+    return _rope_json(config) | {"partial_rotary_factor": config.rotary_percent}
+
+
+def _rope_scaling_json(config: ModelConfig) -> Settings | None:
+    if not config.use_rope_scaling:
+        linear = config.rotary_seq_len_interpolation_factor
+        return None if linear is None else {"rope_type": "linear", "factor": linear}
+    if config.has_longrope:
+        return _longrope_json(config)
+    scaling: Settings = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
+    original = {"original_max_position_embeddings": config.original_max_position_embeddings}
+    if config.rope_scaling_type == "llama3":
+        return scaling | LLAMA3 | {key: value or LLAMA3_CONTEXT for key, value in original.items()}
+    if config.rope_scaling_type == "yarn":
+        used = {key: name for key, name in YARN.items() if config.mscale_all_dim or "mscale" not in key}
+        own = {key: getattr(config, name) for key, name in used.items()}
+        return scaling | original | {key: value for key, value in own.items() if value is not None}
+    return scaling
+
+
+_ROPE_NUMBERS = (
+    *("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "factor", "low_freq_factor"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "short_mscale", "long_mscale"),
+)
+_ROPE_TYPES = {
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
+    **dict.fromkeys(("rope_type", "type"), STRING),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), LENGTH),
+    **dict.fromkeys(_ROPE_NUMBERS, POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+    **dict.fromkeys(("short_factor", "long_factor"), FACTORS),
+    "truncate": SWITCH,
+}
+ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)
+"""Rotary positions: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
+PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _partial_rope_json, _ROPE_TYPES)
+"""The same in a part of each head's channels: ``partial_rotary_factor``."""
+
+ROPE_PARAMETERS = Rule(ROPE.read, _rope_parameters_json, _ROPE_TYPES)
+"""``ROPE``, written as ``rope_parameters``."""
+
+
+def _window_settings(hf_config: Settings) -> Settings:
+    window, kinds = hf_config.get("sliding_window"), hf_config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention"] * hf_config["num_hidden_layers"]
+    if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != hf_config["num_hidden_layers"]:
+        refuse("layer_types", kinds, "supported are sliding_attention and full_attention, one for each layer")
+    if window is not None and window < 1:
+        refuse("sliding_window", window, "it has to be 1 or more, or null")
+    layers = tuple(int(kind == "sliding_attention") for kind in kinds)
+    if window is None or not any(layers):
+        return {}
+    # Their window counts the token itself, ours the tokens before it.
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(layers) else layers}
+
+
+def _window_json(config: ModelConfig) -> Settings:
+    if config.window_size is None:
+        return {"sliding_window": None}
+    windows = (config.window_of_layer(n) is not None for n in range(config.num_layers))
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"sliding_window": config.window_size[0] + 1, "layer_types": kinds}
+
+
+WINDOWS = Rule(_window_settings, _window_json, {"sliding_window": LENGTH_OR_ZERO, "layer_types": STRINGS})
+"""``sliding_window`` in the layers that ``layer_types`` names, by default in all."""
+WINDOW_OF_ALL_LAYERS = Rule(
+    read=lambda hf_config: _window_settings({**hf_config, "layer_types": None}),
+    write=_window_json,
+    types={"sliding_window": LENGTH_OR_ZERO},
+)
+"""``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
+
+ATTENTION_BIASES = Rule(
+    read=lambda hf_config: dict.fromkeys(
+        ("add_qkv_bias", "add_attention_output_bias"), hf_config.get("attention_bias", False)
+    ),
+    write=lambda config: {"attention_bias": config.has_qkv_bias and config.has_attention_output_bias},
+    types={"attention_bias": SWITCH},
+)
+"""``attention_bias``: biases of queries, keys, values and of attention's output, in a model without other biases."""
+
+
+def norms_of_each_head(key: str) -> Rule:
+    """``key``: whether queries and keys have norms with separate weights for each head."""
+    settings = ("qk_layernorm", "qk_layernorm_weight_per_head")
+    return Rule(
+        read=lambda hf_config: dict.fromkeys(settings, hf_config.get(key, False)),
+        write=lambda config: {key: config.qk_layernorm},
+        types={key: SWITCH},
+    )
+
+
+GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
+"""Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
+
+
+def gelu(key: str, default: str) -> Rule:
+    """The variant of GELU that ``key`` names."""
+
+    def read(hf_config: Settings) -> Settings:
+        name = hf_config.get(key, default)
+        if name not in GELU:
+            refuse(key, name, f"for {hf_config['model_type']} supported are {', '.join(GELU)}")
+        return {"openai_gelu": GELU[name]}
+
+    def write(config: ModelConfig) -> Settings:
+        return {key: next(name for name, approximate in GELU.items() if approximate == config.openai_gelu)}
+
+    return Rule(read, write, {key: STRING})
+
+
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys with the number of layers for multi-token prediction."""
+EXPERT_MATRICES: dict[str, str | TensorSource] = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
+}
+"""Router and experts, under the names of most architectures."""
+SHARED_MATRICES: dict[str, str | TensorSource] = {
+    "mlp.shared_experts.linear_fc1": gate_and_up("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+}
+EXPERT_BIAS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+
+
+def dense_first(*, dense: int, shared: int | None = None) -> Rule:
+    """The first layers have dense MLPs, the others routed and shared experts.
+
+    ``dense`` and ``shared`` are the numbers of dense layers and of shared experts if config.json has none.
+    """
+
+    def read(hf_config: Settings) -> Settings:
+        count = hf_config.get("n_shared_experts", shared)
+        if not isinstance(count, int) or count < 1:
+            refuse("n_shared_experts", count, f"{hf_config.get('model_type')} models need 1 or more")
+        layers = hf_config["num_hidden_layers"]
+        first = min(hf_config.get("first_k_dense_replace", dense), layers)
+        return {
+            "moe_layer_freq": (0,) * first + (1,) * (layers - first),
+            "moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"],
+        }
+
+    def write(config: ModelConfig) -> Settings:
+        sparse, width = config.expert_layers, config.expert_ffn_size
+        return {
+            "first_k_dense_replace": sparse[0] if sparse else config.num_layers,
+            "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // width,
+        }
+
+    return Rule(read, write, dict.fromkeys(("n_shared_experts", "first_k_dense_replace", *MTP_LAYERS), COUNT_OR_ZERO))
+
+
+def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:
+    """Experts come from the ``chosen`` best groups; a group's score is the sum of its ``counted`` best scores."""
+    if chosen >= groups:
+        return {}
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_router_group_score_topk": counted,
+    }
+
+
+def groups_json(config: ModelConfig) -> Settings:
+    """``n_group`` and ``topk_group``; 1 if the choice is not limited to groups."""
+    if config.group_score_topk is None:
+        return {"n_group": 1, "topk_group": 1}
+    return {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
+
+
+GROUP_TYPES = {"n_group": COUNT, "topk_group": COUNT}
+GROUPS_BY_TWO = Rule(
+    lambda hf_config: limited_to_groups(hf_config["n_group"], hf_config["topk_group"], 2), groups_json, GROUP_TYPES
+)
+"""DeepSeek-V3: the score of a group is the sum of its two best scores."""

@@ -1,0 +1,332 @@
+"""The state that Megatron-LM stores next to its tensors, read and written: arguments, counters, optimizer, schedule."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, write_blocks
+from megatron_core.config.hybrid import AHEAD, read_pattern
+from megatron_core.config.run import aliases, field_types
+from megatron_core.config.setting import Resume, names_by_resume
+from megatron_core.config.values import convert
+from megatron_core.errors import CheckpointError, quoted
+
+OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
+    "experimental_attention_variant": (None, "gated_delta_net", "dsa"),
+    "dsa_indexer_topk_freq": (1, None),
+    "dsa_indexer_skip_topk_offset": (0, None),
+    "dsa_indexer_scoring_relu": (True, None),
+    **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
+}
+"""Arguments of unsupported features that change the model's function -> the values with which they are off."""
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+TRAINING = (
+    *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+    *("lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr", "clip_grad"),
+    *("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed", "bf16", "fp16"),
+    "fp32_residual_connection",
+)
+"""Training settings that have the same name and meaning in both programs."""
+REMEDY = "use the weights alone: convert with --no-optimizer, or load with --finetune"
+
+
+def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings of the model, its vocabulary and, if its files exist, its tokenizer.
+
+    Errors: ``CheckpointError`` for an argument that is not supported.
+    """
+    for name, values in OFF.items():
+        if arguments.get(name, values[0]) not in values:
+            raise CheckpointError(_unsupported(name, arguments[name]))
+
+    # Translate names, and arguments with another form here; an argument with our name precedes its aliases.
+    present = {name: value for name, value in arguments.items() if value is not None}
+    given = {aliases().get(name, name): value for name, value in present.items()} | present
+    given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
+    given |= _positions(arguments)
+    given[LAYERS_JSON] = arguments.get(LAYERS_JSON) or None
+    if given[LAYERS_JSON] is None and (path := arguments.get(LAYERS_FILE)):
+        raise CheckpointError(_unsupported(LAYERS_FILE, path) + f" without the content of the file, {LAYERS_JSON}")
+    if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
+        given["hybrid_layer_pattern"], implied = read_pattern(pattern)
+        if "experimental_attention_variant" in implied:
+            raise CheckpointError(_unsupported("hybrid_layer_pattern", pattern) + ": layers D have indexers")
+        given |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
+    plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
+    if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
+        given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
+    variant, unread = given.get("experimental_attention_variant"), []
+    if variant != "gated_delta_net" and "G" not in (given.get("hybrid_layer_pattern") or ""):
+        unread.append("linear_")
+    if variant != "dsa":
+        unread.append("dsa_")
+    given = {name: value for name, value in given.items() if not name.startswith(tuple(unread))}
+    if not arguments.get("num_experts"):
+        given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+    if not arguments.get("group_query_attention"):
+        given.pop("num_query_groups", None)  # Megatron-LM sets it to a default
+
+    # Keep and convert the settings of the model.
+    wanted = [*names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE})), "seq_length", "vocab_size"]
+    found = {name: _converted(name, given[name]) for name in wanted if name in given and name not in TRAINING}
+    return found | _tokenizer(given)
+
+
+def _unsupported(name: str, value: Any) -> str:
+    return f"the checkpoint was trained with {name}={quoted(value)}, which is not supported"
+
+
+def _converted(name: str, value: Any, remedy: str = "") -> Any:
+    """A stored value as the type of the setting ``name``."""
+    try:
+        return convert(list(value) if isinstance(value, tuple) else value, field_types()[name])
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(_unsupported(name, value) + remedy) from None
+
+
+def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Position embeddings; Megatron-LM has a separate type for rotary positions with YaRN."""
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    latent = bool(arguments.get("multi_latent_attention"))
+    if latent or arguments.get("use_rotary_position_embeddings"):
+        kind = "rope" if kind != "yarn" else kind
+    yarn = kind == "yarn" or (latent and arguments.get("rope_type") in (None, "yarn"))
+    if not yarn:
+        return {"position_embedding_type": kind}
+    original = arguments.get("yarn_original_max_position_embeddings") or 4096
+    scaled = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "original_max_position_embeddings": original}
+    own = 32.0 if arguments.get("enable_gpt_oss") else None  # the factor that this flag stands for
+    named = [arguments.get(name) for name in ("yarn_rotary_scaling_factor", "rotary_scaling_factor")]
+    given = named[1:] if latent else [named[0], own, named[1]]
+    factor = next((value for value in given if value is not None), None)
+    if factor is not None:
+        scaled["rope_scaling_factor"] = factor  # rope_scaling_factor is that of Llama 3
+    return {"position_embedding_type": "rope", **scaled}
+
+
+def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer, if its type is supported and its files are still in their places."""
+    from megatron_core.tokenizers import TOKENIZER_TYPES
+
+    files = {name: str(given[name]) for name in TOKENIZER_FILES if given.get(name)}
+    kind = given.get("tokenizer_type")
+    if kind not in TOKENIZER_TYPES or not files or not all(Path(path).exists() for path in files.values()):
+        return {}
+    return {"tokenizer_type": kind, **files}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The position of a training and the settings that continue it."""
+
+    iteration: int
+    consumed_samples: int
+    skipped_samples: int
+    """Sequences of the steps without an update, which do not count for the schedule."""
+    skipped_iterations: int
+    optimizer_steps: int
+    loss_scale: Mapping[str, float]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path) -> Progress:
+        """Read the counters. Errors: ``CheckpointError`` for one that is absent or not an integer."""
+        schedule = common.get("opt_param_scheduler")
+        counters = {
+            "iteration": common.get("iteration"),
+            "consumed_train_samples": arguments.get("consumed_train_samples"),
+            "optimizer step": _step(optimizer),
+            "num_steps of opt_param_scheduler": schedule.get("num_steps") if isinstance(schedule, dict) else None,
+        }
+        for name, value in counters.items():
+            if type(value) is not int or value < 0:
+                raise CheckpointError(
+                    f"{folder} has no valid {name} ({quoted(value)}), which training needs to continue; {REMEDY}"
+                )
+        iteration, samples, steps, scheduled = (int(value) for value in counters.values() if value is not None)
+        skipped = max(samples - scheduled, 0)
+        settings = training_settings(arguments)
+        batch = settings.get("global_batch_size") or 1
+        return cls(iteration, samples, skipped, skipped // batch, steps, _loss_scale(optimizer), settings)
+
+
+def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the training in the arguments.
+
+    Errors: ``CheckpointError`` for a value that is not supported.
+    """
+    given = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
+    return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(given).items()}
+
+
+def _as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The training settings without the values that Megatron-LM derives from others at its start."""
+    found = dict(arguments)
+    is_constant = found.get("weight_decay_incr_style", "constant") == "constant"
+    if is_constant:
+        found = {name: value for name, value in found.items() if not name.endswith("_weight_decay")}
+    warms_up = any(found.get(name) for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"))
+    if warms_up or not is_constant or found.get("lr_decay_style") != "constant":
+        found["lr_one_step_later"] = True
+    for unit in ("iters", "samples"):
+        if found.get(f"lr_decay_{unit}") == found.get(f"train_{unit}"):
+            found.pop(f"lr_decay_{unit}", None)
+    if found.get("train_samples"):
+        found.pop("train_iters", None)
+        found.pop("lr_decay_iters", None)
+    return found | {"data_order": "megatron"}
+
+
+def _loss_scale(optimizer: Any) -> dict[str, float]:
+    """The state of the dynamic loss scale; empty without one."""
+    found = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    state = getattr(found, "arguments", found)
+    numbers = state.items() if isinstance(state, dict) else ()
+    return {str(name): value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers}
+
+
+def _step(optimizer: Any) -> int | None:
+    """Adam's step count; each optimizer class of Megatron Core stores it in a different place."""
+    if not isinstance(optimizer, dict):
+        return None
+    inner = optimizer.get("optimizer", optimizer)
+    state, groups = inner.get("state") or {}, inner.get("param_groups") or []
+    first = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
+    for value in (state.get("common_step"), first, *(group.get("step") for group in groups)):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int | float) and value == int(value):
+            return int(value)
+    return None
+
+
+SHARDING = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+"""How the optimizer's state is stored; a loader with the distributed optimizer reads it."""
+
+
+def common_state(state: Mapping[str, Any], *, has_adam: bool) -> dict[str, Any]:
+    """The common state of a checkpoint; ``state`` is that of our checkpoint.
+
+    It fits Megatron Core's Adam with and without the distributed optimizer and 16-bit weights. With expert parallelism
+    Megatron Core has a second optimizer, of the experts; it loads the state of two only if two were saved.
+    ``has_adam``: whether the tensors of its state are stored; else a loader does not ask for them.
+    """
+    config = RunConfig.from_flat(state["config"])
+    scheduled = state["consumed_samples"] - state["skipped_samples"]
+    adam = [_adam(config, state, of_experts=of_experts) for of_experts in (False, True)]
+    optimizer = {"optimizer": dict(enumerate(adam)) if config.parallel.expert_model_parallel_size > 1 else adam[0]}
+    return {
+        "args": Namespace(**arguments(config, state) | {"no_save_optim": not has_adam}),
+        "checkpoint_version": 3.0,
+        "iteration": state["iteration"],
+        "num_floating_point_operations_so_far": 0,
+        **(optimizer if has_adam else {}),
+        "opt_param_scheduler": _schedule(config, scheduled),
+        "content_metadata": SHARDING,
+    }
+
+
+def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the training under Megatron-LM's names, as plain values."""
+    model = config.model
+    flat = {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
+    gelu = model.openai_gelu and model.add_bias_linear
+    if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
+        ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
+        flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
+    for name in ("moe_layer_freq", "linear_attention_freq"):  # there, a list has an item for each layer
+        if flat[name] is not None and len(flat[name]) == 1:
+            flat[name] = flat[name][0]
+    if model.blocks:  # with all keys, which Megatron Core needs
+        flat |= {LAYERS_JSON: write_blocks(model.sized_blocks), LAYERS_FILE: f"{LAYERS_JSON}.json"}
+    return flat | {
+        "add_bias_linear": model.add_bias_linear,
+        "bias_gelu_fusion": gelu,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": state["vocab_size"],
+        "rope_type": "yarn" if model.use_rope_scaling and model.rope_scaling_type == "yarn" else "rope",
+        "consumed_train_samples": state["consumed_samples"],
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+    }
+
+
+def _adam(config: RunConfig, state: Mapping[str, Any], *, of_experts: bool) -> dict[str, Any]:
+    """The state of an optimizer without its tensors."""
+    steps = int(state["optimizer_steps"])
+    groups = [_group(config, steps, decays=decays, of_experts=of_experts) for decays in (True, False)]
+    inner = {"state": {"common_step": float(steps)}, "param_groups": groups[: 1 if of_experts else 2]}
+    scale = {"grad_scaler": dict(state["loss_scale"])} if state["loss_scale"] else {}
+    return {**inner, "optimizer": inner, "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]} | scale
+
+
+def _group(config: RunConfig, steps: int, *, decays: bool, of_experts: bool) -> dict[str, Any]:
+    """A parameter group, with the settings of torch's and Transformer Engine's optimizers."""
+    adam = config.optimizer
+    return {
+        "lr": adam.lr,
+        "betas": (adam.adam_beta1, adam.adam_beta2),
+        "eps": adam.adam_eps,
+        "weight_decay": adam.weight_decay * decays,
+        "step": steps,
+        "bias_correction": True,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "is_expert_parallel": of_experts,
+        "default_config": True,
+        "wd_mult": 1.0 if decays else 0.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": adam.lr,
+        "min_lr": adam.min_lr,
+    }
+
+
+def _schedule(config: RunConfig, scheduled: int) -> dict[str, Any]:
+    """The schedule of learning rate and weight decay, whose steps are sequences."""
+    adam, training = config.optimizer, config.training
+    if config.schedules_by_samples:
+        total, batch = training.train_samples or 1, 1
+        warmup, decay = adam.lr_warmup_samples, adam.lr_decay_samples
+    else:
+        total, batch = training.train_iters or 1, training.global_batch_size or 1
+        warmup, decay = adam.lr_warmup_iters, adam.lr_decay_iters
+    decay_steps = (decay or total) * batch
+    is_constant = adam.weight_decay_incr_style == "constant"
+    return {
+        "max_lr": adam.lr,
+        "min_lr": adam.min_lr,
+        "lr_warmup_steps": warmup * batch if adam.lr_warmup_fraction is None else adam.lr_warmup_fraction * decay_steps,
+        "num_steps": scheduled,
+        "lr_decay_style": adam.lr_decay_style,
+        "lr_decay_steps": decay_steps,
+        "start_wd": adam.weight_decay if is_constant else adam.start_weight_decay,
+        "end_wd": adam.weight_decay if is_constant else adam.end_weight_decay,
+        "wd_incr_style": adam.weight_decay_incr_style,
+        "wd_incr_steps": total * batch,
+    }

@@ -1,0 +1,220 @@
+"""A Megatron-LM checkpoint of any layout, with the interface of ``CheckpointReader``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.formats import OtherReader
+from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
+from megatron_core.config import ModelConfig
+from megatron_core.config.run import field_types
+from megatron_core.errors import CheckpointError, quoted
+from megatron_core.hub.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
+from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
+from megatron_core.hub.megatron_lm.rank_files import RankFiles
+from megatron_core.hub.megatron_lm.tensor_map import (
+    FROZEN,
+    TIED,
+    TensorPart,
+    TensorParts,
+    check_delta_nets,
+    whole_shape,
+    with_offsets,
+)
+from megatron_core.parallel.texts import listed
+from megatron_core.text_file import read_text
+
+TRACKER = "latest_checkpointed_iteration.txt"
+VERSION = 3.0
+"""Version of the checkpoints that are read; earlier ones have other orders of the rows of Q, K and V."""
+
+
+class MegatronReader(OtherReader):
+    """Weights and Adam state of one iteration of Megatron-LM; a context manager.
+
+    Formats: ``torch``, ``torch_dist`` and ``fsdp_dtensor``.
+
+    ``folder`` is Megatron-LM's ``--save`` folder or one iteration in it. No code that the files name is executed.
+    The two matrices over the vocabulary may have further rows, which pad the vocabulary to a divisible size.
+    Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
+    """
+
+    def __init__(self, folder: str | Path, step: int | None = None) -> None:
+        self.folder = iteration_folder(Path(folder), step)
+        distributed = (self.folder / ".metadata").is_file()
+        files = open_distributed(self.folder) if distributed else RankFiles(self.folder)
+        version = files.common.get("checkpoint_version", VERSION)
+        if version != VERSION:
+            raise CheckpointError(
+                f"{self.folder}: checkpoint_version is {quoted(version)}; {VERSION}, of Megatron-LM since 2021, is "
+                "read. Load and save it with a release of Megatron-LM that writes this version"
+            )
+        self.arguments = files.arguments
+        self.settings = settings_of_arguments(files.arguments)
+        names = ModelConfig.__dataclass_fields__.keys() & field_types()
+        self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
+        check_delta_nets(self.model, self.folder)
+        self._parts = with_offsets(files.parts(self.model), self.model)
+        self._files = files
+        vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])
+        self.state = {"vocab_size": vocabulary}
+
+    def __enter__(self) -> MegatronReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts = {}
+
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether a weight of that name, and of ``shape`` if given, is stored."""
+        parts = self._parts.get(name.removeprefix("model."))
+        return parts is not None and shape in (None, whole_shape(parts))
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the stored values into the memory of each box; dtypes are converted.
+
+        Weights are read from the stored main weights if there are any; main weights from weights if not.
+        """
+        for piece in pieces:
+            filled = 0
+            for part in self._stored(piece.name):
+                common = piece.box.intersect(part.box)
+                if common is None:
+                    continue
+                values = part.read()
+                if values.dtype not in WEIGHT_DTYPES.values():
+                    raise CheckpointError(
+                        f"{self.folder}: {piece.name} has the dtype {values.dtype}; weights must be "
+                        f"{', '.join(WEIGHT_DTYPES)}. Save the model in one of these dtypes: quantized weights are not "
+                        "supported"
+                    )
+                piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
+                filled += common.numel
+            if filled != piece.box.numel:
+                raise CheckpointError(
+                    f"{self.folder}: {filled} of {piece.box.numel} elements of {piece.name} are stored; copy the whole "
+                    "checkpoint"
+                )
+
+    def _stored(self, name: str) -> list[TensorPart]:
+        kind, rest = ("main", name.removeprefix("model.")) if name.startswith("model.") else name.split(".", 2)[1:]
+        if kind != "main":
+            return self._optimizer[kind].get(rest, [])
+        main = self._optimizer["main"] if "main" in self.kinds else {}
+        return main.get(rest) or self._parts.get(rest, [])
+
+    @cached_property
+    def _optimizer(self) -> dict[str, TensorParts]:
+        found = self._files.optimizer_parts(self.model)
+        return {kind: with_offsets(parts, self.model) if kind == "main" else parts for kind, parts in found.items()}
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
+        found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
+        return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
+
+    @property
+    def fault_of_state(self) -> str:
+        """Why no optimizer state is found although it is stored; else empty."""
+        if self.kinds or not self._files.has_flat_buffers:
+            return ""
+        return (
+            "its flat buffers do not contain the stored weights, because a file is damaged or the parameters have "
+            "another order: copy the checkpoint again, save it with --dist-ckpt-optim-fully-reshardable, or"
+        )
+
+    @property
+    def schedule(self) -> Mapping[str, Any]:
+        """The stored schedule of learning rate and weight decay; empty without one."""
+        found = self._files.common.get("opt_param_scheduler")
+        return found if isinstance(found, Mapping) else {}
+
+    def progress(self) -> Progress:
+        """The position of the training."""
+        files = self._files
+        return Progress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
+
+    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare the stored tensors with the global shapes that a run needs, as ``CheckpointReader`` does."""
+        by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in needed.items():
+            kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
+            by_kind.setdefault(kind, {})[rest] = shape
+        self._check(by_kind.pop("model", {}), self._parts)
+        if by_kind and self.kinds and self.model.has_sparse_attention and not self.model.trains_indexers:
+            raise CheckpointError(
+                f"{self.folder} was trained without a loss of its indexers, whose weights Adam only decayed and which "
+                f"are frozen here; {REMEDY}, or train them with --dsa-indexer-loss-coeff"
+            )
+        for kind, ours in by_kind.items():
+            if kind in self.kinds:
+                self._check(ours, self._optimizer[kind])
+
+    def check_complete(self, ours: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ()) -> None:
+        """``CheckpointError`` unless the checkpoint has exactly our tensors, by name and shape.
+
+        The same is checked for ``kinds`` of optimizer state, which frozen tensors do not have.
+        """
+        self._check(ours, self._parts)
+        trained = {name: shape for name, shape in ours.items() if not name.endswith(FROZEN)}
+        for kind in kinds:
+            self._check(trained, self._optimizer[kind])
+
+    def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
+        missing, unused = sorted(name for name in ours if not parts.get(name)), sorted(set(parts) - set(ours))
+        if missing or unused:
+            faults = {"missing": missing, "unexpected": unused}
+            listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {listing}")
+        for name, shape in ours.items():
+            found = whole_shape(parts[name])
+            padded = (max(found[0], shape[0]), *shape[1:]) if name in TIED else shape
+            if found != padded:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has the shape {list(found)}, its arguments ask for {list(shape)}"
+                )
+            stored = sum(box.numel for box in {part.box for part in parts[name]})
+            if stored != prod(found):
+                raise CheckpointError(
+                    f"{self.folder}: {stored} of {prod(found)} elements of {name} are stored; copy the whole checkpoint"
+                )
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of the stored weights."""
+        return self.dtype()
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored weights."""
+        return self._parts[TIED[0]][0].read().dtype
+
+    def _rows(self, name: str) -> int:
+        if name not in self._parts:
+            raise CheckpointError(f"{self.folder} has no {name}")
+        return whole_shape(self._parts[name])[0]
+
+
+def iteration_folder(folder: Path, step: int | None) -> Path:
+    """The folder of iteration ``step`` in ``folder``, by default the latest; ``folder`` itself if it has its files."""
+    if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        return folder
+    try:
+        latest = str(step) if step is not None else read_text(folder / TRACKER).strip()
+    except (OSError, ValueError):
+        raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
+    is_number = re.fullmatch("[0-9]{1,18}", latest) is not None
+    found = folder / (f"iter_{int(latest):07d}" if is_number else latest)
+    if latest != "release" and not is_number:
+        raise CheckpointError(f"{folder / TRACKER} says {quoted(latest)}; it must be an iteration or release")
+    if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
+        raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
+    return found

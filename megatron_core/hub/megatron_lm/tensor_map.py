@@ -1,0 +1,359 @@
+"""Names and splits of Megatron-LM's tensors, and the pieces of the projections of mixers, translated to ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.megatron_model import unlike_delta_net
+from megatron_core.config.mixers import GatedDeltaNet, Mamba2, Recurrence
+from megatron_core.errors import CheckpointError, quoted
+from megatron_core.parallel.boxes import Box
+
+FUSED = {
+    "self_attention.linear_qkv.layer_norm": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm": "pre_mlp_layernorm.",
+    "self_attention.layer_norm": "input_layernorm.",
+    "mlp.layer_norm": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm": "self_attention.kv_layernorm.",
+}
+"""Norms that Transformer Engine fuses into the following layer -> their names here; ``self_attention`` and ``mlp`` are
+themselves linear layers in some layers of different sizes."""
+ROWS = re.compile(
+    r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1|eh_proj)"
+    r"\.(weight|bias)$|(self_attention|mlp)\.(weight|bias)$|self_attention\.softmax_offset$"
+    r"|self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias|dt_bias|A_log|D|norm)$"
+)
+COLUMNS = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
+PIECES = {"in_proj": (3, 0, 1, 2, 4), "conv1d": (0, 1, 2)}
+"""Places here (``Mamba2.pieces``) of the pieces of a Mamba-2 mixer's tensors, in the order of Megatron Core's ranks."""
+DELTA_PIECES = {"in_proj": tuple(range(6)), "conv1d": (0, 1, 2)}
+"""The same of a gated delta net, whose projection has more pieces."""
+PIECED = re.compile(r"self_attention\.(in_proj|conv1d)\.(?:weight|bias)$")
+DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
+"""Weights that are split by rows without Transformer Engine, and replicated with it."""
+LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))$"
+)
+INNER = {"mtp_model_layer.": "transformer_layer."}
+"""Name of the layer inside a layer of multi-token prediction -> its name in stored keys."""
+STACKED = re.compile(r"layers\.\d+\.")
+"""In hybrid models this layer is two, attention and an MLP, with numbers."""
+MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
+FROZEN = "router.expert_bias"
+"""The only tensor of a model without gradient."""
+TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A box of one of our tensors, and a function that reads its values."""
+
+    box: Box
+    read: Callable[[], Tensor]
+
+
+TensorParts = dict[str, list[TensorPart]]
+
+
+def plain_name(rest: str) -> str:
+    """Translate a name inside a layer to ours."""
+    for ours, theirs in INNER.items():
+        if rest.startswith((ours, theirs)):
+            return ours + plain_name(STACKED.sub("", rest.removeprefix(theirs).removeprefix(ours), count=1))
+    for theirs, ours in FUSED.items():
+        if rest.startswith(theirs + "_"):
+            return ours + rest.rpartition("_")[2]
+    return rest.replace("mlp.experts.experts.", "mlp.experts.").replace(
+        "core_attention.softmax_offset", "softmax_offset"
+    )
+
+
+def whole_shape(parts: Iterable[TensorPart]) -> Shape:
+    """The smallest shape that contains all ``parts``."""
+    return tuple(max(ends) for ends in zip(*(part.box.stop for part in parts), strict=True))
+
+
+def read_box(parts: Iterable[TensorPart], box: Box) -> Tensor:
+    """Read ``box`` of a tensor in the dtype of its parts."""
+    found: Tensor | None = None
+    for part in parts:
+        common = box.intersect(part.box)
+        if common is not None:
+            values = part.read()
+            found = values.new_zeros(box.shape) if found is None else found
+            found[common.within(box)] = values[common.within(part.box)]
+    return torch.zeros(box.shape) if found is None else found
+
+
+@dataclass(frozen=True)
+class LocalSplit:
+    """The part of each tensor that a rank of a tensor-parallel group has.
+
+    ``gated``: linear_fc1 consists of two halves, each split. ``down``: ``DOWN`` weights are split.
+    ``pieces``: number of a layer -> rows of the pieces of its mixer's projection, each of which is split.
+    """
+
+    rank: int
+    size: int
+    gated: bool
+    down: bool = False
+    pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def boxes(self, name: str, shape: Shape) -> Iterator[tuple[Box, Box]]:
+        """Yield boxes of the whole tensor with ``shape``, and their places in the local tensor.
+
+        Nothing for a replicated tensor, except on the first rank; then the whole tensor.
+        """
+        zero = (0,) * len(shape)
+        if (pieced := PIECED.search(name)) and (pieces := self._pieces(name)):
+            at = 0
+            for place in (PIECES if len(pieces) < 6 else DELTA_PIECES)[pieced[1]]:
+                rows = pieces[place] // self.size
+                local = Box((at, *zero[1:]), (at + rows, *shape[1:]))
+                first = sum(pieces[:place]) + self.rank * rows
+                yield local.shifted((first - at, *zero[1:])), local
+                at += rows
+        elif ROWS.search(name) or (self.down and DOWN.search(name)):
+            halves = 2 if self.gated and "linear_fc1." in name else 1
+            rows = shape[0] // halves // self.size
+            for half in range(halves):
+                local = Box((half * rows, *zero[1:]), ((half + 1) * rows, *shape[1:]))
+                first = (half * self.size + self.rank) * rows
+                yield local.shifted((first - half * rows, *zero[1:])), local
+        elif COLUMNS.search(name):
+            local = Box(zero, (shape[0], shape[1] // self.size))
+            yield local.shifted((0, self.rank * local.stop[1])), local
+        elif self.rank == 0:
+            yield Box(zero, shape), Box(zero, shape)
+
+    def _pieces(self, name: str) -> tuple[int, ...]:
+        """The rows of the pieces of the layer of the tensor ``name``; none if it is not in a layer with a mixer."""
+        layer = LAYER.fullmatch(name)
+        return self.pieces.get(int(layer[2]), ()) if layer is not None and layer[1] == "decoder" else ()
+
+    def local_shape(self, name: str, shape: Shape) -> Shape:
+        """The shape of a rank's tensor, from the shape of the whole one."""
+        boxes = list(replace(self, rank=0).boxes(name, shape))
+        return tuple(max(ends) for ends in zip(*(local.stop for _, local in boxes), strict=True))
+
+    def whole_shape(self, name: str, local: Shape) -> Shape:
+        """The shape of the whole tensor, from the shape of a rank's."""
+        if ROWS.search(name) or (self.down and DOWN.search(name)):
+            return (local[0] * self.size, *local[1:])
+        return (local[0], local[1] * self.size) if COLUMNS.search(name) else local
+
+    def parts(self, name: str, local: Shape, read: Callable[[], Tensor], expert: int | None = None) -> list[TensorPart]:
+        """A rank's tensor as parts of ours; ``expert``: the number of the expert to which the matrix belongs."""
+        found = []
+        for whole, box in self.boxes(name, self.whole_shape(name, local)):
+            if expert is None:
+                found.append(TensorPart(whole, lambda box=box: read()[box.index]))  # type: ignore[misc]
+            else:
+                stacked = Box((expert, *whole.start), (expert + 1, *whole.stop))
+                found.append(TensorPart(stacked, lambda box=box: read()[box.index][None]))  # type: ignore[misc]
+        return found
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model-parallel sizes of a stored training."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, object]) -> Sizes:
+        """Read them from the arguments of the training."""
+        names = [
+            f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+        ]
+        given = []
+        for name in names:
+            value = arguments.get(name) or 0
+            if not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"{name} of the checkpoint is {quoted(value)}; it must be an integer >= 1")
+            given.append(value)
+        tp, pp, ep, etp = given
+        return cls(max(tp, 1), max(pp, 1), max(ep, 1), etp or max(tp, 1))
+
+
+MIXER = re.compile(r"(decoder\.layers\.\d+\.)(mixer|self_attention)\.(.+)")
+"""Names of a layer with a Mamba-2 mixer, and of a layer with a gated delta net or attention."""
+ORDER = {"x": 0, "B": 1, "C": 2, "z": 3, "dt": 4}
+"""Megatron Core's names of the pieces of a projection and of the convolution -> their places here (``Mamba2.pieces``);
+in its own matrices z is the first."""
+DELTA_ORDER = {name: place for place, name in enumerate(("query", "key", "value", "z", "beta", "alpha"))}
+"""The same of a gated delta net, whose pieces have the same order in both."""
+PIECE = re.compile(rf"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({'|'.join({**ORDER, **DELTA_ORDER})})")
+RENAMED = {"in_proj.layer_norm_weight": "input_layernorm.weight", "in_proj.layer_norm_bias": "input_layernorm.bias"}
+"""The norm before a mixer, which Transformer Engine fuses into the projection."""
+CONVOLUTION = re.compile(r"^conv1d_")
+"""Start of the names of the convolution's parameters in Megatron Core 0.19.2; elsewhere the convolution is a module."""
+PLAIN_NORM = re.compile(r"(decoder\.layers\.\d+\.)norm\.(weight|bias)")
+"""The norm before a mixer without Transformer Engine."""
+OURS = re.compile(r"(.*?)decoder\.(?:layers\.(\d+)\.(.+)|final_layernorm\.(?:weight|bias))")
+"""Names of our tensors of a layer, or of the final norm, after the prefix of a kind."""
+STORED_IN_PIECES = ("in_proj.weight", "conv1d.weight", "conv1d.bias")
+FINAL = {f"decoder.final_norm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")}
+OWN_NORM = re.compile(r".*\.self_attention\.out_norm")
+"""The norm of outputs of a delta net, whose weight here is the factor, also with ``apply_layernorm_1p``."""
+
+
+class StoredMixer(NamedTuple):
+    """How Megatron Core stores a kind of mixer."""
+
+    module: str
+    """Its name of the mixer."""
+    order: dict[str, int]
+    """Its names of the pieces -> their places here."""
+    norm: str
+    """Our name of the norm of outputs; there it is a module with a weight."""
+    kind: type[Recurrence]
+
+
+STORED = {
+    Mamba2.name: StoredMixer("mixer", ORDER, "norm", Mamba2),
+    GatedDeltaNet.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNet),
+}
+"""The mixers by kind."""
+NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.values()}
+
+
+def has_other_names(model: ModelConfig) -> bool:
+    """Whether names of the model's tensors are not those of a model with attention in each layer."""
+    return model.hybrid_layer_pattern is not None or bool(rows_of_ranks(model))
+
+
+def our_name(name: str) -> str:
+    """Translate the name of a tensor of a model with mixers, without the name of its piece, to ours."""
+    if (plain := PLAIN_NORM.fullmatch(name)) is not None:
+        return f"{plain[1]}input_layernorm.{plain[2]}"
+    if (mixer := MIXER.fullmatch(name)) is None:
+        return FINAL.get(name, name)
+    rest = CONVOLUTION.sub("conv1d.", mixer[3])
+    return mixer[1] + RENAMED.get(rest, "self_attention." + NORMS.get(f"{mixer[2]}.{rest}", rest))
+
+
+def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
+    """Return the parts of a model with mixers under our names, with the rows of each piece in their place."""
+    if not has_other_names(model):
+        return found
+    named = TensorParts()
+    kinds = {mixer.module: mixer for mixer in STORED.values()}
+    for name, parts in found.items():
+        whole = name
+        if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[3])) is not None:
+            whole, kind = f"{mixer[1]}{mixer[2]}.{piece[1]}", kinds[mixer[2]]
+            if piece[2] not in kind.order:
+                raise CheckpointError(f"{name} is not a piece of a projection of {kind.kind.name}")
+            first = sum(kind.kind(model).pieces[: kind.order[piece[2]]])
+            parts = [replace(part, box=part.box.shifted((first, *(0 for _ in part.box.shape[1:])))) for part in parts]
+        named.setdefault(our_name(whole), []).extend(parts)
+    return named
+
+
+def in_our_order(found: TensorParts, model: ModelConfig, ranks: int) -> TensorParts:
+    """Return ``found`` with the rows of whole projections of mixers, stored as those of ``ranks`` tensor-parallel ranks
+    one after another, in our order."""
+    rows, named = rows_of_ranks(model), TensorParts()
+    for name, parts in found.items():
+        ours = our_name(name)
+        layer = LAYER.fullmatch(ours)
+        is_whole = (
+            layer is not None and layer[3].removeprefix("self_attention.") in STORED_IN_PIECES and int(layer[2]) in rows
+        )
+        if is_whole:
+            parts = [moved for part in parts for moved in _moved(part, ours, whole_shape(parts), ranks, rows)]
+        named[name] = parts
+    return named
+
+
+def _moved(
+    part: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
+) -> Iterator[TensorPart]:
+    """Yield the pieces of a part of the tensor ``name``."""
+    for rank in range(ranks):
+        for whole, local in LocalSplit(rank, ranks, gated=False, pieces=rows).boxes(name, shape):
+            stored = local.shifted((rank * (shape[0] // ranks), *(0 for _ in shape[1:])))
+            common = part.box.intersect(stored)
+            if common is not None:
+                at = common.within(part.box)
+                shift = tuple(a - b for a, b in zip(whole.start, stored.start, strict=True))
+                yield TensorPart(common.shifted(shift), lambda at=at: part.read()[at])  # type: ignore[misc]
+
+
+def pieces_of_mixer(
+    name: str, shape: tuple[int, ...], box: Box, model: ModelConfig
+) -> Iterator[tuple[str, tuple[int, ...], Box, Box]]:
+    """Yield the parts of ``box`` of our tensor ``name`` in Megatron Core: its name and shape there, the part's place in
+    it, and the part in our tensor. One part for a tensor that is not stored in pieces."""
+    match = OURS.fullmatch(name) if has_other_names(model) else None
+    if match is None:
+        yield name, shape, box, box
+        return
+    prefix, number, rest = match[1], match[2], match[3]
+    if number is None:
+        final = "final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"
+        yield f"{prefix}decoder.{final}.{name.rpartition('.')[2]}", shape, box, box
+        return
+    mixer = stored_mixer(model, int(number))
+    if mixer is None or not rest.startswith(("self_attention.", "input_layernorm.")):
+        yield name, shape, box, box
+        return
+    prefix, rest = f"{prefix}decoder.layers.{number}.{mixer.module}.", rest.removeprefix("self_attention.")
+    if rest not in STORED_IN_PIECES:
+        theirs = {ours: name for name, ours in RENAMED.items()} | {mixer.norm: f"{mixer.norm}.weight"}
+        yield prefix + theirs.get(rest, rest), shape, box, box
+        return
+    sizes, zero = mixer.kind(model).pieces, (0,) * (len(shape) - 1)
+    for piece, place in mixer.order.items():
+        first, size = sum(sizes[:place]), sizes[place]
+        part = box.intersect(Box((first, *zero), (first + size, *shape[1:])))
+        if part is not None:
+            yield f"{prefix}{rest}.{piece}", (size, *shape[1:]), part.shifted((-first, *zero)), part
+
+
+def stored_mixer(model: ModelConfig, layer: int) -> StoredMixer | None:
+    """The mixer of a layer; None: it has none."""
+    return STORED.get(model.recurrence_of(layer) or "")
+
+
+def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
+    """The rows of the pieces of each layer's mixer, in our order, for ``LocalSplit``."""
+    mixers = {layer: stored_mixer(model, layer) for layer in range(model.num_layers)}
+    return {layer: mixer.kind(model).pieces for layer, mixer in mixers.items() if mixer is not None}
+
+
+def check_delta_nets(model: ModelConfig, folder: object) -> None:
+    """``CheckpointError`` if the model has gated delta nets that compute something else here."""
+    if settings := unlike_delta_net(model):
+        raise CheckpointError(
+            f"{folder} was trained with {', '.join(settings)}: gates and norms of gated delta nets would be others here"
+        )
+
+
+def norm_offset(name: str, model: ModelConfig) -> float:
+    """Our weight ``name`` minus that of Megatron Core, which applies ``apply_layernorm_1p`` to all norms."""
+    return float(model.apply_layernorm_1p and OWN_NORM.fullmatch(name) is not None)
+
+
+def with_offsets(found: TensorParts, model: ModelConfig) -> TensorParts:
+    """Return the parts of weights, or of main weights, with those of delta nets' norms as they are here."""
+    changed = {
+        name: [TensorPart(part.box, lambda read=part.read: read().float() + 1) for part in parts]  # type: ignore[misc]
+        for name, parts in found.items()
+        if norm_offset(name, model)
+    }
+    return found | changed

@@ -1,4 +1,0 @@
-"""Read checkpoints of DeepSpeed: ZeRO 0 to 3, pipelines, and the universal format."""
-
-from megatron_core.models.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed_checkpoint
-from megatron_core.models.deepspeed.folder import is_deepspeed_folder, latest_tag

@@ -1,0 +1,130 @@
+"""Hashes of gradients, optimizer state and weights of a training, equal in every layout that has equal bits."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from megatron_core.checkpoint import TensorBox, parameter_pieces
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel.fill import global_parameters
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.reports.hash_records import HashRecord
+from megatron_core.reports.tensor_hashes import GlobalHashes, Hashes
+from megatron_core.training.state import shard_pieces, weight_pieces
+
+
+class StateHashes:
+    """Hashes the state of ``stages``; all ranks call the same methods together and get equal results.
+
+    Tensors have their global names without a prefix; those of the optimizer's state are ``exp_avg.NAME`` and so on.
+    They are in the order of a step: gradients from the last module to the first, the others from the first to the last.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        data: DataParallel,
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+    ) -> None:
+        self._data, self._optimizer = data, optimizer
+        place = {
+            name: stage * _MOST_PARAMETERS + number
+            for stage, module in stages.items()
+            for number, (name, parameter) in enumerate(global_parameters(module))
+            if not spec_of(parameter).is_copy
+        }
+        states = dict.fromkeys(kind for _, tensors in optimizer.tensors() for kind in tensors)
+        of_states = {f"{kind}.{name}": at for name, at in place.items() for kind in states}
+        for piece in optimizer.joint_state():
+            if piece.owned:
+                of_states[piece.name] = place[piece.name.partition(".")[2]]
+        world, device = groups.group(WORLD), data.device
+        self._of_gradients = GlobalHashes(world, device, {name: -at for name, at in place.items()})
+        self._of_weights = GlobalHashes(world, device, place)
+        self._of_optimizer = GlobalHashes(world, device, of_states)
+
+    def gradients(self) -> Hashes:
+        """Hashes of the gradients, which are summed over all ranks, not clipped, and multiplied by the loss scale."""
+        return self._of_gradients(
+            piece
+            for bucket in self._data.buckets
+            for piece in map(_unprefixed, _counted(bucket, shard_pieces(bucket, "model", bucket.grad_shard)))
+        )
+
+    def weights(self) -> Hashes:
+        """Hashes of all weights in the dtype of the model; those of shards, which each rank updates."""
+        found = self._of_weights(self._weight_pieces())
+        # 0/1 Adam changes the weights of each data-parallel rank separately between two synchronizations.
+        return replace(found, differing=()) if self._optimizer.has_local_changes else found
+
+    def optimizer_state(self) -> Hashes:
+        """Hashes of moments and of main weights."""
+        of_shards = (
+            piece
+            for bucket, tensors in self._optimizer.tensors()
+            for kind, flat in tensors.items()
+            for piece in _counted(bucket, shard_pieces(bucket, kind, flat))
+        )
+        return self._of_optimizer(chain(of_shards, self._optimizer.joint_state()))
+
+    def _weight_pieces(self) -> Iterator[TensorBox]:
+        for bucket in self._data.all_buckets:
+            yield from map(_unprefixed, _counted(bucket, weight_pieces(bucket)))
+        first = {id(parameter) for _, parameter in self._data.frozen_on_first_copy()}
+        for name, parameter in self._data.frozen:
+            for piece in parameter_pieces([(name, parameter)]):
+                yield _unprefixed(replace(piece, owned=piece.owned and id(parameter) in first))
+
+
+class HashedSteps:
+    """Computes the records of steps; all ranks call the methods together."""
+
+    def __init__(self, state: StateHashes, *, by_tensor: bool) -> None:
+        self._state, self._by_tensor = state, by_tensor
+        self._gradients = HashRecord(iteration=0)
+
+    def initial(self, iteration: int) -> HashRecord:
+        """Return the record of weights and optimizer state after ``iteration`` steps."""
+        return self._with_state(HashRecord(iteration=iteration))
+
+    def before_update(self, iteration: int) -> None:
+        """Hash the gradients of step ``iteration`` (from 1)."""
+        self._gradients = self._with(HashRecord(iteration=iteration), "gradients", self._state.gradients())
+
+    def after_step(self, loss: float, grad_norm: float) -> HashRecord:
+        """Return the record of the step of the last ``before_update``."""
+        return self._with_state(replace(self._gradients, loss=loss, grad_norm=grad_norm))
+
+    def _with_state(self, record: HashRecord) -> HashRecord:
+        record = self._with(record, "optimizer", self._state.optimizer_state())
+        return self._with(record, "weights", self._state.weights())
+
+    def _with(self, record: HashRecord, quantity: str, found: Hashes) -> HashRecord:
+        """Add hashes to a record."""
+        changes: dict[str, Any] = {quantity: found.total}
+        if self._by_tensor:
+            changes["by_tensor"] = {**record.by_tensor, quantity: dict(found.by_tensor)}
+        if found.differing:
+            names = (f"{quantity}: {name}" for name in found.differing)
+            changes["differing_copies"] = (*record.differing_copies, *names)
+        return replace(record, **changes)
+
+
+_MOST_PARAMETERS = 2**32
+"""Larger than the number of parameters of a stage."""
+
+
+def _counted(bucket: Bucket, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
+    """The pieces of a bucket's shard, ``owned`` by the first of several ranks with the same shard."""
+    return (replace(piece, owned=piece.owned and bucket.is_writer) for piece in pieces)
+
+
+def _unprefixed(piece: TensorBox) -> TensorBox:
+    return replace(piece, name=piece.name.removeprefix("model."))

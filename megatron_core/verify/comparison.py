@@ -1,0 +1,124 @@
+"""The models and layouts that ``megatron-verify`` compares with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_core.config.layout import Layout as Layout
+from megatron_core.config.layout import every_layout as every_layout
+from megatron_core.config.parallel import BALANCED_STAGES
+from megatron_core.config.run import RunConfig
+from megatron_core.config.validate import check, problems
+from megatron_core.errors import ConfigError
+from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
+from megatron_core.verify.together import incomparable
+
+NOT_IN_NAMES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+)
+"""Settings of a layout that its name does not have."""
+
+
+OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+
+
+_CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"  # part of a layout's name
+OF_STAGES = {name: usual for name, usual in BALANCED_STAGES.items() if name not in _CHUNKS} | {"pipeline_plan": None}
+"""Settings of the pipeline stages and of the plan, with their defaults."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The model and layouts to compare."""
+
+    config: RunConfig
+    """The model, usually a small version of it."""
+    layouts: list[Layout]
+    """The layouts to compare with one process."""
+    own_settings: dict[str, object] = field(default_factory=dict)
+    """Settings of the model's flags that the name of a layout does not include."""
+    notes: tuple[str, ...] = ()
+    """Differences between what is compared and what the flags describe."""
+    shrunk: str = ""
+    """The sizes that are smaller than those of the flags."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts of --all that are not compared, with the reason."""
+    not_compared: dict[str, object] = field(default_factory=dict)
+    """Settings of the flags that the comparison leaves out."""
+
+
+def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
+    """Return every layout of ``world_size`` ranks that is legal for ``config``."""
+    candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
+    return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
+
+
+def configured(
+    config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
+) -> RunConfig:
+    """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
+    precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
+    if not precision["bf16"]:  # the residual stream has the dtype of the weights
+        precision["fp32_residual_connection"] = False
+    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
+
+
+def require_legal(task: Task, dtype: str) -> None:
+    """``ConfigError`` if a layout of ``task`` cannot be trained in ``dtype``."""
+    for layout in task.layouts:
+        found = list(problems(configured(task.config, layout, dtype, task.own_settings), layout.world_size))
+        if found:
+            raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
+        if reason := incomparable(task.config, layout):
+            raise ConfigError(f"layout {str(layout)!r} cannot be compared: {reason}")
+
+
+def not_compared(task: Task, config: RunConfig, dtype: str) -> dict[str, object]:
+    """Settings of ``config`` that differ from their defaults and have them in a layout of ``task``."""
+    defaults, given = RunConfig().flat(), config.flat()
+    words = Layout().settings().keys() - OF_STAGES.keys() - {*OF_EVERY_LAYOUT}
+    compared = [configured(task.config, layout, dtype, task.own_settings).flat() for layout in task.layouts]
+    replaced = words.union(OF_COMPARISON.split(), SIZES.split())
+    return {
+        name: value
+        for name, value in given.items()
+        if value != defaults[name] and name not in replaced and any(flat[name] == defaults[name] for flat in compared)
+    }
+
+
+def said_of_stages(config: RunConfig) -> dict[str, object]:
+    """Settings of the pipeline stages and the plan that differ from the defaults."""
+    values = {name: getattr(config.parallel, name) for name in OF_STAGES}
+    return {name: value for name, value in values.items() if value != OF_STAGES[name]}
+
+
+def described(config: RunConfig, ranks: int, full_size: RunConfig | None = None) -> Task:
+    """The layout of the configuration itself on ``ranks`` ranks, with a small model or the one of ``full_size``.
+
+    Errors: ``ConfigError`` if the settings are illegal, or there is nothing to compare.
+    """
+    check(RunConfig.from_flat(config.flat() | small_run()), ranks)
+    layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
+    if layout.world_size == 1:
+        raise ConfigError(
+            "no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
+            "or flags of the model (such as --tensor-model-parallel-size 2)"
+        )
+    if "pipeline_plan" in own and full_size is None:
+        raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
+    # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
+    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
+    if own:
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
+    fewer = None if full_size is not None or not own else shrunk_stages(config, layout)
+    if fewer is None:
+        return Task(full_size or shrunk(config, [layout], keep_layers=bool(own)), [layout], settings)
+    settings |= {name: value for name, value in fewer.items() if name in own}
+    small = shrunk(RunConfig.from_flat(config.flat() | fewer), [layout], keep_layers=True)
+    return Task(small, [layout], settings)

@@ -1,0 +1,138 @@
+"""The report of a run: every section, escaped, well-formed, without network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_core.commands.report import main
+from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.parallel.meter import Traffic
+from megatron_core.reports.page import bars, chart, digits, table
+from megatron_core.reports.report import report, write_report
+from megatron_core.training.loop import train
+from megatron_core.verify.ranks import run_ranks
+from tests.monitor.examples import validation
+from tests.reports.planted import write_run
+from tests.runs import tiny_run
+
+SECTIONS = [
+    "summary", "diagnosis", "loss", "throughput", "time", "memory", "collectives", "imbalance", "pipeline", "experts",
+    "goodput", "config",
+]  # fmt: skip
+XHTML = "{http://www.w3.org/1999/xhtml}"
+
+
+def _sections(text: str) -> dict[str, str]:
+    """The text of each section, of a page that must be well-formed."""
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    return {section.attrib["id"]: " ".join(section.itertext()) for section in root.iter(f"{XHTML}section")}
+
+
+def _run(folder: Path, **changes: object) -> Path:
+    sent = [{"dp all_reduce": Traffic(4, 1e9, 0.1, 0.1)}] * 2
+    settings = {"data_path": "<script>alert('&')</script>"} | changes
+    memory = {"weights": 2**20, "peak": 2**30, "current": 2**29}
+    loads = {0: [100, 100, 1, 0], 2: [50, 60, 90, 3]}
+    parts = {f"{norm} by layer/{part}": 0.5 for norm in ("grad-norm", "params-norm") for part in ("layer 0", "head")}
+    parts |= {"lm loss by source/<books>": 2.0, "grad-norm by layer/head": math.nan}
+    write_run(
+        folder, [{"forward": 0.1, "backward": 0.2, "odd <phase>": 0.01}] * 2, traffic=sent, config=settings,
+        memory=memory, expert_load=loads, breakdown=parts,
+    )  # fmt: skip
+    sink = JsonLinesSink(folder / "metrics.jsonl")
+    sink.on_validation(validation(6, split="validation web"))
+    sink.close()
+    return folder
+
+
+def test_every_section_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    a, b = _run(tmp_path / "a"), _run(tmp_path / "b", num_workers=7)
+    out = tmp_path / "new" / "report.html"
+    assert main([str(a), "--compare", str(b), "--out", str(out)]) == 0
+    text = out.read_text()
+    found = _sections(text)
+    assert list(found) == [*SECTIONS[:-1], "comparison", "config"]
+    assert "<script" not in text and "odd <phase>" in found["time"], "text is escaped"
+    assert not re.search(r"(src|href)=\"(?!#|data:)", text) and "url(" not in text, "nothing is loaded"
+    assert "prefers-color-scheme: dark" in text and "@media print" in text and "width=device-width" in text
+    assert found["comparison"].split()[-3:] == ["num_workers", "2", "7"]
+    assert "rank 1" in found["imbalance"] and "dp all_reduce" in found["collectives"]
+    assert "<books>" in found["loss"] and "layer 0 0.500 0.500 1.00" in " ".join(found["loss"].split())
+    assert "training of b" in found["loss"] and "validation web" in found["loss"]
+    assert "head nan 0.500 nan" in " ".join(found["loss"].split())
+    assert "exposed communication over dp" in found["diagnosis"] and "weights" in found["memory"]
+    assert text.count("<img") == 1 and "data:image/png;base64," in text, "the heat map of the experts"
+    assert main([str(tmp_path / "nowhere"), "--out", str(out)]) == 1
+    assert "has no records" in capsys.readouterr().err
+
+
+def test_records_that_are_missing_are_said(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    (folder / "metrics.ranks" / "rank00000.jsonl").unlink()
+    found = _sections(report(folder))
+    assert "records of 1 of 2 ranks are missing (0)" in found["summary"] and "unknown" in found["config"]
+    (folder / "metrics.ranks" / "rank00001.jsonl").unlink()
+    assert "there is no breakdown of time" in _sections(report(folder))["summary"]
+
+
+def test_several_runs_and_layouts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Each run has its name; rates of different layouts are not connected."""
+    folders = [_run(tmp_path / name / "run") for name in "abc"]
+    out = tmp_path / "report.html"
+    assert main([str(folders[0]), "--compare", *map(str, folders[1:]), "--out", str(out)]) == 0
+    text = out.read_text()
+    rows = " ".join(_sections(text)["comparison"].split())
+    write_report(folders[0], tmp_path / "two.html", folders[1])  # a single one
+    assert "training of b/run" in (tmp_path / "two.html").read_text()
+    assert "this run b/run c/run step (ms)" in rows and "The same settings." in rows
+    assert "tokens per second of" not in text and "training of b/run" in text
+    metrics = folders[0] / "metrics.jsonl"
+    records = [json.loads(line) | {"utilisation": 0.5, "goodput": 0.9} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    before = report(folders[0]).count("<polyline")
+    for record in records[len(records) // 2 :]:
+        record["layout"] = "dp2 <zero1>"
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    text = report(folders[0])
+    assert text.count(">dp2 &lt;zero1&gt;</text>") == 4, "marks in the charts of loss, rates and goodput"
+    assert text.count("<polyline") == before + 2, "gaps in tokens per second and utilisation"
+
+
+def _trained(folder: str) -> None:
+    run = tiny_run(
+        pipeline_model_parallel_size=2, train_iters=3, eval_iters=1, save=folder, trace_pipeline=f"{folder}/trace"
+    )
+    sinks = [JsonLinesSink(Path(folder) / "metrics.jsonl")] if run.world.rank == 0 else []
+    train(run, sinks)
+
+
+def test_a_real_run_with_a_pipeline(tmp_path: Path) -> None:
+    run_ranks(2, _trained, str(tmp_path))
+    text = report(tmp_path)
+    found = _sections(text)
+    assert list(found) == SECTIONS
+    assert "measured" in found["pipeline"] and text.count("<img") == 1
+    assert "pp send" in found["collectives"] and "useful" in found["goodput"]
+
+
+def test_numbers_and_charts() -> None:
+    assert [digits(x) for x in (0.0, 12.345, 0.5, 1234567.0, 7, "a", float("nan"))] == [
+        "0", "12.3", "0.500", "1.23e+06", "7", "a", "nan",
+    ]  # fmt: skip
+    assert 'class="n"' in table(("a",), [(1.5,)]) and "&lt;" in table(("a",), [("<",)])
+    gap = chart({"loss": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}, "x", "y")
+    assert gap.count("<polyline") == 2 and chart({}, "x", "y").count("svg") == 0
+    labels = re.findall(r'text-anchor="end">([^<]*)<', chart({"loss": [(1, 0.3), (5, 2.4)]}, "x", "y"))
+    assert labels == ["1.00", "2.00"], "round numbers"
+    pair = chart({"a": [(1, 1.0), (2, math.nan), (24, 2.0)]}, "x", "y", [(13, "<tp2>"), (99, "outside")])
+    at = dict(re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([\d,]+)<', pair))
+    assert list(at.values()) == ["10", "20"] and "&lt;tp2&gt;" in pair and "outside" not in pair
+    begin, end = map(float, at)
+    assert end - begin == pytest.approx(10 / 23 * 632, abs=0.2)
+    assert "width:50.000%" in bars({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.0}}, "s")
