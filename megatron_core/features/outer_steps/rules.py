@@ -11,7 +11,8 @@ from megatron_core.config.run import RunConfig
 
 def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Groups that do not fit the ranks, impossible schedules of exchanges, and settings that groups exclude."""
-    outer, parallel = config.outer, config.parallel
+    outer = config.outer
+    parallel = config.parallel
     if outer.outer_steps < 1 or outer.outer_groups < 1:
         return
     copies = world_size // max(parallel.model_parallel_size, 1)
@@ -40,7 +41,9 @@ def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _excluded(config: RunConfig) -> Iterator[str]:
     """The settings of a run that do not work with groups."""
-    parallel, optimizer, resilience = config.parallel, config.optimizer, config.resilience
+    parallel = config.parallel
+    optimizer = config.optimizer
+    resilience = config.resilience
     if config.training.fp16:
         yield "fp16=True, whose loss scale would differ between groups; use --bf16"
     if config.training.fp8_format is not None:
@@ -79,7 +82,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
 
 def other_group_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint with the state of another number of groups. Without groups, any number can start from it."""
-    steps, stored_groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
+    steps = stored.get("outer_steps", 0)
+    stored_groups = stored.get("outer_groups", 1)
     groups = config.outer.outer_groups if config.outer.outer_steps else 0
     if steps and stored_groups != groups and not config.checkpoint.no_load_optim:
         setting = f"outer_groups={groups}" if groups else "outer_steps=0"
