@@ -1,5 +1,6 @@
 """Names of ``megatron.core``."""
 
+import megatron_core.drop_in  # finds the modules of named_modules.yaml
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel, timers, utils
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
