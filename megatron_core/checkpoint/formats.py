@@ -49,8 +49,8 @@ class CheckpointFormat:
         """Yield notes for the user of a run of ``config`` that starts from the folder."""
         yield from ()
 
-    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
-        """All low-rank adapters of the model of ``config`` by the names of their parameters, if the format has any."""
+    def read_added(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+        """The weights that a feature adds to the model of ``config``, by name, if the format has only these."""
         return {}
 
     def write(self, native: Path, model: ModelConfig, save: Path, *, rank: int, ranks: int, exchange: Exchange) -> None:
@@ -83,7 +83,7 @@ def formats_in(folder: Path, *, resumes: bool | None = None) -> list[CheckpointF
 def formats_of_settings(config: RunConfig) -> list[tuple[CheckpointFormat, Path]]:
     """The formats of folders that settings of their own name, such as --load-hf, and these folders."""
     flat = config.flat()
-    rows = ((row, flat[row.setting]) for row in _rows() if row.setting is not None)
+    rows = ((row, flat.get(row.setting)) for row in _rows() if row.setting is not None)
     return [(_load(row), Path(folder)) for row, folder in rows if folder is not None]
 
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from megatron_core.command import program
 from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig, RunConfig
 from megatron_core.errors import MegatronError
+from megatron_core.locations import location
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.driver import StepHooks
@@ -60,7 +60,9 @@ class Finder:
     """Finds the first module whose output is not finite, and the gradients that are not."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.module, self.gradients = run, "", list[str]()
+        self.run = run
+        self.module = ""
+        self.gradients = list[str]()
         for stage in run.stages.values():
             for name, module in stage.named_modules():
                 module.register_forward_hook(lambda _, __, output, name=name: self._look(name, output))

@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 
@@ -27,6 +26,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.interrupt import InterruptedWait
@@ -191,7 +191,7 @@ class Recovery:
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._rendezvous, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
-            config = replace(config, outer=self.config.outer)  # the copy may have fewer groups
+            config = config.with_section(self.config.section(OuterConfig))  # the copy may have fewer groups
         else:
             self.memory.forget()
         config = with_groups(config, self._size, len(ranks))
@@ -393,7 +393,7 @@ class Recovery:
         if len(members.ranks) < self._size:
             done = continuing
             if left_out := groups_left_out(self.config, self._size, members.training):
-                done += f" without group {listed(left_out)} of {self.config.outer.num_groups}"
+                done += f" without group {listed(left_out)} of {self.config.num_groups}"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
         first, last = max(members.iteration, 0) + 1, failures[0].iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""

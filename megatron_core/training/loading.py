@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
+from megatron_core.training.parts import AddedWeights, missing_in, outside_of
 from megatron_core.training.state import (
     TrainState,
     compression_pieces,
@@ -87,10 +87,10 @@ def load_state(
     settings = config.checkpoint
     weights_only = not reader.continues and (settings.finetune or reader.only_weights)
     fresh = weights_only or (settings.no_load_optim and not reader.continues)
-    lacks = lacks_indexers(reader, config.model)
+    missing = missing_in(reader.state.get("config", {}), config)
     with reader:
         if not reader.continues:
-            _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
+            _check_names(reader, data, None if fresh else optimizer, missing)
         others = () if fresh else tuple(further(reader))
         if isinstance(reader, CopiesReader):
             reader.fetch(chain(held_pieces(data, optimizer), others))
@@ -99,7 +99,7 @@ def load_state(
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
         if not fresh:
             pieces += _pieces_of_compression(reader, data)
-        pieces = list(outside_of_indexers([*pieces, *others], lacks))
+        pieces = list(outside_of(missing, [*pieces, *others]))
         reader.fill_together(pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
@@ -122,12 +122,14 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
     }
 
 
-def _check_names(reader: StateReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool) -> None:
-    """Compare the tensors needed by all ranks with the stored tensors, which ``lacks`` indexers."""
+def _check_names(
+    reader: StateReader, data: DataParallel, optimizer: Optimizer | None, missing: Sequence[AddedWeights]
+) -> None:
+    """Compare the tensors needed by all ranks with the stored tensors; a checkpoint lacks ``missing``."""
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
     pieces += saved_pieces(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
-    needed = shapes_of_all(outside_of_indexers(pieces, lacks), data.device)
+    needed = shapes_of_all(outside_of(missing, pieces), data.device)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
     absent = [kind for kind in kinds if kind not in reader.kinds]
     if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights

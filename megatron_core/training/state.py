@@ -18,10 +18,10 @@ from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import location, real
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.storage import location, real
 from megatron_core.training.compatibility import (
     changed_settings,
     check_features,
@@ -34,6 +34,7 @@ from megatron_core.training.compatibility import (
     takes_settings,
     with_settings_of,
 )
+from megatron_core.training.parts import weights_saved_alone
 
 CPU = torch.device("cpu")
 
@@ -171,7 +172,7 @@ def open_checkpoint(
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None:
-        return (open_initial_weights(config) if config.tuning.lora_rank is None else None), config
+        return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer

@@ -253,8 +253,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "the other groups wait for the lost one",
         "resilience.recovery_choice:with_groups",
-        "count * config.outer.num_groups // size",
-        "config.outer.num_groups",
+        "count * config.num_groups // size",
+        "config.num_groups",
         without_the_lost_group,
     ),
     RecoveryDefect(

@@ -95,7 +95,8 @@ class Monitor:
                 ended = self._rendezvous.ended() if self._numbers[BEATS] % ENDS == 0 else None
                 if ended is not None and ended.status == 0:
                     continue  # all ranks are complete
-                reason = ended.reason if ended is not None else failure.what if failure is not None else ""
+                reason = "" if failure is None else failure.what
+                reason = reason if ended is None else ended.reason
             except (RuntimeError, OSError):
                 reason = LOST
             if reason:

@@ -223,7 +223,8 @@ class Supervisor:
             self._late_since = 0.0
             return ""
         self._late_since = self._late_since or now
-        limit = ENDING if ended is not None else ARRIVAL if self._respawns else ARRIVAL_WITHOUT_SPARE
+        limit = ARRIVAL if self._respawns else ARRIVAL_WITHOUT_SPARE
+        limit = limit if ended is None else ENDING
         if now - self._late_since > limit:
             what = "end" if ended is not None else "interrupt its step"
             return f"did not {what} within {limit:.0f} s and was killed"

@@ -1,10 +1,9 @@
-"""Attention of a generation step to keys and values in blocks (Kwon et al. 2023, PagedAttention)."""
+"""The tokens of a generation step, with keys and values in blocks (Kwon et al. 2023, PagedAttention)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -83,31 +82,11 @@ class PagedStep:
             self._biases[window, chunk, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._biases[window, chunk, dtype]
 
+    @staticmethod
+    def gathered(memory: Tensor, table: Tensor, length: int) -> Tensor:
+        """Copy the first ``length`` positions of texts with the blocks ``table`` ``[..., blocks]``.
 
-class KeyValueStore(Protocol):
-    """Keys and values, and states, of the texts of a step, for generation."""
-
-    @property
-    def step(self) -> PagedStep:
-        """The tokens of the current step."""
-        ...
-
-    def write(self, layer: int, *values: Tensor) -> tuple[Tensor, ...]:
-        """Store ``values``, each ``[tokens, heads, channels]``, of the step's tokens.
-
-        Returns the memory of the layer for each, ``[blocks, positions of a block, heads, channels]``.
+        Returns ``[..., length, heads, d]``.
         """
-        ...
-
-    def states(self, layer: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
-        """Return the memory of a layer's states, ``[texts, ...]`` for each of the given shapes."""
-        ...
-
-
-def gathered(memory: Tensor, table: Tensor, length: int) -> Tensor:
-    """Copy the first ``length`` positions of texts with the blocks ``table`` ``[..., blocks]``.
-
-    Returns ``[..., length, heads, d]``.
-    """
-    dim = table.dim() - 1
-    return memory[table].flatten(dim, dim + 1).narrow(dim, 0, length)
+        dim = table.dim() - 1
+        return memory[table].flatten(dim, dim + 1).narrow(dim, 0, length)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, shortened
 
 HEAD_SIZE, BASE_DEPTH, DEEPEST = 64, 4, 1024
 """Channels of a head, of which a model has as many as layers; the depth whose learning rate is ``LEARNING_RATE``."""
@@ -36,6 +36,15 @@ def batch_tokens(parameters: int, tokens: float) -> float:
     Source: DeepSeek-AI 2024 (arXiv 2401.02954), section 3.1.
     """
     return float(0.2920 * (6.0 * parameters * tokens) ** 0.3271)
+
+
+def read_depth(text: str, names: Collection[str]) -> tuple[dict[str, Any], str]:
+    """The settings of the flag's value, without a note. Errors: ``ConfigError``."""
+    try:
+        depth = int(text)
+    except ValueError:
+        raise ConfigError(f"depth={shortened(text)} is not an integer; legal: 1 to {DEEPEST}") from None
+    return settings_of_depth(depth, names), ""
 
 
 def settings_of_depth(depth: int, given: Collection[str] = ()) -> dict[str, Any]:

@@ -7,12 +7,13 @@ Source: Hu et al. 2021 (arXiv 2106.09685); Kalajdzievski 2023 (2312.03732) for t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.parallel.collectives import (
     all_reduce_,
     copy_to_region,
@@ -30,16 +31,6 @@ Product = Callable[[Tensor], Tensor]
 """x -> W x of the layer, with its communication."""
 
 
-@dataclass(frozen=True)
-class AdapterSettings:
-    """Settings that all adapters of a model share."""
-
-    rank: int
-    scale: float
-    """Factor s of B A."""
-    use_dora: bool = False
-
-
 class LoRA(nn.Module):
     """y = W x + s B A x for a frozen weight W ``[O, I]``, or for each expert's ``[E, O, I]``.
 
@@ -54,7 +45,7 @@ class LoRA(nn.Module):
         self,
         weight: nn.Parameter,
         parts: Mapping[str, Sequence[Range]],
-        settings: AdapterSettings,
+        settings: TuningConfig,
         *,
         group: Group,
         axis: str = "tp",
@@ -62,7 +53,9 @@ class LoRA(nn.Module):
         dropout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        spec, self.scale, self.group = spec_of(weight), settings.scale, group
+        assert settings.lora_rank is not None, "there are adapters"
+        rank = settings.lora_rank
+        spec, self.scale, self.group = spec_of(weight), settings.lora_scale, group
         self.sequence_parallel, self.is_expert, self.enabled = sequence_parallel, weight.dim() == 3, True
         self.dropout = dropout
         lead, out_dim = spec.global_shape[:-2], weight.dim() - 2
@@ -93,11 +86,9 @@ class LoRA(nn.Module):
             chosen = tuple(_selected(split, rows) for split in of_outputs)
             held = of_outputs[0].ranges[dict(spec.indices)[axis]] if of_outputs else ((0, spec.global_shape[out_dim]),)
             self._rows.append(_local_rows(held, rows))
-            self.lora_A[name] = make(
-                (*lead, settings.rank, inputs), (*of_lead, *of_inputs), Normal((3 * inputs) ** -0.5)
-            )
+            self.lora_A[name] = make((*lead, rank, inputs), (*of_lead, *of_inputs), Normal((3 * inputs) ** -0.5))
             moved = tuple(replace(split, dim=len(lead)) for split in chosen)
-            self.lora_B[name] = make((*lead, count, settings.rank), (*of_lead, *moved), nn.init.zeros_)
+            self.lora_B[name] = make((*lead, count, rank), (*of_lead, *moved), nn.init.zeros_)
             if settings.use_dora:
                 self.magnitude[name] = make((count,), tuple(replace(split, dim=0) for split in chosen), nn.init.zeros_)
         self.requires_grad_()

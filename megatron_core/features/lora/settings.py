@@ -12,7 +12,7 @@ from megatron_core.config.setting import ALWAYS, Condition, Resume, given, secti
 LORA = given("lora_rank", "N")
 TUNES = Condition(
     "--lora-rank N, --dpo or --dsa-indexer-loss-coeff",
-    lambda run: run.tuning.lora_rank is not None or run.optional("dpo") or run.model.trains_indexers,
+    lambda run: run.optional("lora_rank") is not None or run.optional("dpo") or run.model.trains_indexers,
 )
 WHOLE = "all"
 """The only part of a matrix that is not divided."""
@@ -83,7 +83,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.TENSORS)
 class TuningConfig:
-    """Low-rank adapters (LoRA): y = W x + s B A x with W frozen, for fine-tuning with little memory."""
+    """Fine-tuning with low-rank adapters."""
 
     lora_rank: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, aliases="lora_r lora_dim")
     """Train low-rank adapters of this rank; all other weights are frozen and not saved (docs/fine_tune.md)."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_core.config.sparse_attention import INDEXER as MARK
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.reader import HuggingFaceReader, config_of_folder
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.training.new_indexers import is_of_indexer
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.hub.hf_models import save_model
@@ -47,7 +47,7 @@ def saved(folder: Path, **settings: Any) -> dict[str, Tensor]:
 def check(found: dict[str, Tensor], dense: dict[str, Tensor], fresh: dict[str, Tensor]) -> None:
     for name, weight in found.items():
         held = ~weight.isnan()
-        expected = fresh[name] if is_of_indexer(name) else dense[name]
+        expected = fresh[name] if MARK in name else dense[name]
         assert held.any()
         assert torch.equal(weight[held], expected[held]), name
 
@@ -63,7 +63,7 @@ def test_only_the_indexers_are_new(source: str, tmp_path: Path) -> None:
     dense, (fresh, _) = saved(tmp_path, fp64=True), parts(SPARSE | {"fp64": True})
     start = SPARSE | {"fp64": True, source: str(tmp_path)} | ({"finetune": True} if source == "load" else {})
     found, losses = parts(start, 2)
-    assert {name for name in found if is_of_indexer(name)} == found.keys() - dense.keys() != set()
+    assert {name for name in found if MARK in name} == found.keys() - dense.keys() != set()
     check(found, dense, fresh)
     for layout in LAYOUTS.values():
         for weights, others in run_ranks(2, parts, start | layout, 2):

@@ -1,6 +1,7 @@
-"""Published models by name: ``--model-preset llama3-8b`` gives the settings of their shape, see ``presets.yaml``."""
+"""Published models by name: ``--model-preset llama3-8b`` gives the settings of their shape, see ``published.yaml``."""
 
 import difflib
+from collections.abc import Collection
 from typing import Any
 
 from megatron_core.errors import ConfigError
@@ -19,6 +20,13 @@ LLAMA_LAYERS, DEEPSEEK_V3_LAYERS = (_TABLES["layers"][name] for name in ("llama"
 """Settings of the layers of these model families."""
 PRESETS = _TABLES["models"]
 """Settings by the name of the model."""
+
+
+def read_preset(name: str, names: Collection[str]) -> tuple[Settings, str]:
+    """The settings of a published model, without a note. Errors: ``ConfigError`` if ``names`` has --depth, too."""
+    if "depth" in names:
+        raise ConfigError(f"model_preset={name} and depth both choose the model; remove one of them")
+    return preset(name), ""
 
 
 def preset(name: str) -> Settings:

@@ -1,7 +1,6 @@
-"""Files in object storage, such as ``s3://bucket/folder``, through fsspec. Files of this machine remain ``Path``.
+"""Files in object storage, such as ``s3://bucket/folder``, through fsspec.
 
-``StoragePath`` has the part of ``Path``'s interface that checkpoints and token files use. Every error of a service is
-an ``OSError`` whose text says what to do.
+Every error of a service is an ``OSError`` whose text says what to do.
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 from megatron_core.errors import ConfigError, shortened
-from megatron_core.locations import cache_folder, path_of
+from megatron_core.locations import ObjectPath, cache_folder
+from megatron_core.storage.tokens import StreamedTokens
 
 READ_BYTES = 2**25
 """Bytes of one request while a file is read from start to end."""
@@ -35,11 +35,8 @@ class Status:
     st_size: int
 
 
-class StoragePath:
-    """An object or a folder of objects. A folder exists as long as it has an object.
-
-    There is no rename, and an object appears with its whole content when its writer is closed.
-    """
+class StoragePath(ObjectPath):
+    """An object or a folder of objects. A folder exists as long as it has an object."""
 
     def __init__(self, url: str) -> None:
         self.scheme, _, key = url.partition("://")
@@ -95,39 +92,34 @@ class StoragePath:
 
     def exists(self) -> bool:
         """Whether the object or folder exists."""
-        with _named(self):
-            return bool(self._files.exists(str(self)))
+        return bool(self._files.exists(self))
 
     def is_file(self) -> bool:
         """Whether the object exists."""
-        with _named(self):
-            return bool(self._files.isfile(str(self)))
+        return bool(self._files.isfile(self))
 
     def is_dir(self) -> bool:
         """Whether there are objects in the folder."""
-        with _named(self):
-            return bool(self._files.isdir(str(self)))
+        return bool(self._files.isdir(self))
 
     def stat(self) -> Status:
         """The object's size. Errors: ``FileNotFoundError``."""
         with _named(self):
-            return Status(int(self._files.info(str(self))["size"]))
+            return Status(int(self._files.info(self)["size"]))
 
     def version(self) -> str:
         """A text that changes when the object is written again."""
-        with _named(self):
-            return str(self._files.ukey(str(self)))
+        return str(self._files.ukey(self))
 
     def iterdir(self) -> Iterator[StoragePath]:
         """The objects and folders in the folder."""
-        with _named(self):
-            found = self._files.ls(str(self), detail=False)
+        found = self._files.ls(self, detail=False)
         return (each for each in map(self._with_key, found) if each != self)
 
     def glob(self, pattern: str) -> Iterator[StoragePath]:
         """The objects and folders that match."""
         with _named(self):
-            found = self._files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
+            found = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
         return map(self._with_key, sorted(found))
 
     def _with_key(self, key: str) -> StoragePath:
@@ -135,8 +127,7 @@ class StoragePath:
 
     def read_bytes(self) -> bytes:
         """The whole content."""
-        with _named(self):
-            return bytes(self._files.cat_file(str(self)))
+        return bytes(self._files.cat_file(self))
 
     def read_text(self) -> str:
         """The whole content, decoded from UTF-8."""
@@ -144,13 +135,11 @@ class StoragePath:
 
     def read_range(self, start: int, length: int) -> bytes:
         """``length`` bytes from byte ``start`` on, fewer at the end of the object."""
-        with _named(self):
-            return bytes(self._files.cat_file(str(self), start=start, end=start + length)) if length else b""
+        return bytes(self._files.cat_file(self, start=start, end=start + length)) if length else b""
 
     def write_bytes(self, data: bytes) -> None:
         """Write the object at once."""
-        with _named(self):
-            self._files.pipe_file(str(self), data)
+        self._files.pipe_file(self, data)
 
     def write_text(self, text: str) -> None:
         """Write the object at once, encoded as UTF-8."""
@@ -163,8 +152,7 @@ class StoragePath:
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
         try:
-            with _named(self):
-                self._files.rm_file(str(self))
+            self._files.rm_file(self)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -172,20 +160,58 @@ class StoragePath:
     def files(self) -> set[str]:
         """The names of all objects in the folder and its folders, relative to it."""
         try:
-            with _named(self):
-                keys = self._files.find(str(self))
+            keys = self._files.find(self)
         except FileNotFoundError:
             return set()
         return {str(self._with_key(key)).removeprefix(f"{self}/") for key in keys}
 
     def remove_tree(self) -> None:
         """Delete all objects in the folder; errors are ignored, as by ``shutil.rmtree(ignore_errors=True)``."""
-        with suppress(OSError), _named(self):
+        with suppress(OSError):
             if has_magic(self._key):  # rm would take it as a pattern, which other folders may match
-                for key in self._files.find(str(self)):
+                for key in self._files.find(self):
                     self._files.rm_file(key)
-            elif self._files.exists(str(self)):
-                self._files.rm(str(self), recursive=True)
+            elif self._files.exists(self):
+                self._files.rm(self, recursive=True)
+
+    def local_copy(self) -> Path:
+        """The copy in the cache of this machine, which is made once per version; of a folder, the objects directly in
+        it."""
+        if not self.is_file():
+            copies = [path.local_copy() for path in self.iterdir()]
+            folder = _cached(str(self), " ".join(map(str, copies))) / self.name
+            folder.mkdir(parents=True, exist_ok=True)
+            for copy in copies:
+                with suppress(FileExistsError):
+                    (folder / copy.name).symlink_to(copy)
+            return folder
+        copy = self.cached_folder() / self.name
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
+                try:
+                    for start in range(0, self.stat().st_size, READ_BYTES):
+                        file.write(self.read_range(start, READ_BYTES))
+                    file.close()
+                    os.replace(file.name, copy)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        return copy
+
+    def cached_folder(self) -> Path:
+        """Folder in the cache of this machine for the present version of the object."""
+        return _cached(str(self), self.version())
+
+    def open_tensors(self) -> Any:
+        """The object with the interface of ``safetensors.safe_open``."""
+        from megatron_core.storage.tensors import TensorsInStorage  # it imports torch
+
+        return TensorsInStorage(self)
+
+    def open_tokens(self) -> StreamedTokens:
+        """The object in blocks that are kept on this machine."""
+        return StreamedTokens(self)
 
 
 class StorageWriter:
@@ -193,8 +219,7 @@ class StorageWriter:
 
     def __init__(self, path: StoragePath) -> None:
         self._path, self._is_open = path, True
-        with _named(path):
-            self._file = path._files.open(str(path), "wb")
+        self._file = path._files.open(path, "wb")
 
     def write(self, data: bytes | memoryview) -> int:
         """Append ``data``; return its number of bytes."""
@@ -217,85 +242,17 @@ class StorageWriter:
             self._is_open = False
 
 
-def location(text: str | Path) -> Path:
-    """The place that ``text`` names: a ``Path``, or for a URL such as s3://bucket/folder a ``StoragePath``.
-
-    The result is typed as ``Path``, because its users call only methods that both have. ``file://`` URLs are paths.
-    Errors: ``ConfigError`` if there is no support for the URL's scheme.
-    """
-    if isinstance(text, Path):
-        return text
-    path = path_of(text)
-    return cast(Path, StoragePath(text)) if path is None else path
-
-
-def real(path: Path) -> str:
-    """The path without symbolic links, or the URL, for comparisons."""
-    return str(path) if in_storage(path) is not None else os.path.realpath(path)
-
-
-def in_storage(path: Path) -> StoragePath | None:
-    """``path`` if it is in object storage, else None."""
-    return cast(object, path) if isinstance(cast(object, path), StoragePath) else None  # type: ignore[return-value]
-
-
-def read_part(path: Path, start: int, length: int) -> bytes:
-    """``length`` bytes of a file from byte ``start`` on, fewer at its end."""
-    remote = in_storage(path)
-    if remote is not None:
-        return remote.read_range(start, length)
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
-
-
-def local_copy(path: Path) -> Path:
-    """``path`` itself, or for an object its copy in the cache of this machine, which is made once per version.
-
-    A folder is copied with the objects directly in it. Errors: ``OSError``.
-    """
-    remote = in_storage(path)
-    if remote is None:
-        return path
-    if not remote.is_file():
-        copies = [local_copy(cast(Path, each)) for each in remote.iterdir()]
-        folder = _cached(str(remote), " ".join(map(str, copies))) / remote.name
-        folder.mkdir(parents=True, exist_ok=True)
-        for copy in copies:
-            with suppress(FileExistsError):
-                (folder / copy.name).symlink_to(copy)
-        return folder
-    copy = _cached(str(remote), remote.version()) / remote.name
-    if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
-            try:
-                for start in range(0, remote.stat().st_size, READ_BYTES):
-                    file.write(remote.read_range(start, READ_BYTES))
-                file.close()
-                os.replace(file.name, copy)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    return copy
-
-
-def cached_folder(path: StoragePath) -> Path:
-    """Folder in the cache of this machine for the present version of an object."""
-    return _cached(str(path), path.version())
-
-
 def _cached(url: str, version: str) -> Path:
     return cache_folder() / hashlib.sha256(f"{url} {version}".encode()).hexdigest()[:32]
 
 
 @cache
-def _file_system(scheme: str, process: int) -> Any:
+def _file_system(scheme: str, process: int) -> _Service:
     """The file system of a scheme, once per process: after a fork the connections of the parent are unusable."""
     import fsspec
 
     try:
-        return fsspec.filesystem(scheme, use_listings_cache=False)
+        return _Service(fsspec.filesystem(scheme, use_listings_cache=False))
     except ImportError as error:
         install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install it"
         raise ConfigError(f"{scheme}:// needs another package ({shortened(str(error))}); {install}") from None
@@ -304,8 +261,24 @@ def _file_system(scheme: str, process: int) -> Any:
         raise ConfigError(f"{scheme}:// is not supported; give a folder, or a URL of {known}") from None
 
 
+class _Service:
+    """A file system of fsspec whose errors are ``OSError``; each method takes a path first."""
+
+    def __init__(self, files: Any) -> None:
+        self.files = files
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.files, name)
+
+        def call(path: object, *arguments: Any, **keywords: Any) -> Any:
+            with _named(path):
+                return method(str(path), *arguments, **keywords)
+
+        return call
+
+
 @contextmanager
-def _named(path: StoragePath) -> Iterator[None]:
+def _named(path: object) -> Iterator[None]:
     """Turn every exception of a service into an ``OSError`` with the path and the way out."""
     try:
         yield

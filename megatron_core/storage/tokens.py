@@ -6,11 +6,10 @@ import os
 from mmap import ACCESS_READ
 from mmap import mmap as mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from megatron_core.errors import DataError
-from megatron_core.locations import CACHE_VARIABLE
-from megatron_core.storage import StoragePath, cached_folder
+from megatron_core.locations import CACHE_VARIABLE, ObjectPath
 
 BLOCK_BYTES = 2**22
 """Bytes of one request. Samples are read in random order, so a block serves other samples later."""
@@ -24,11 +23,11 @@ class StreamedTokens:
     the same bytes. Errors: ``DataError`` if the storage or the cache fails.
     """
 
-    def __init__(self, path: StoragePath) -> None:
+    def __init__(self, path: ObjectPath) -> None:
         self.path = path
         try:
-            self.size = path.stat().st_size
-            folder = cached_folder(path)
+            self.size = cast(Path, path).stat().st_size
+            folder = path.cached_folder()
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _sized(folder / "blocks", self.size)
             self._data = mapping(self._file.fileno(), 0, access=ACCESS_READ)
@@ -48,11 +47,11 @@ class StreamedTokens:
     def _fetch(self, block: int) -> None:
         start = block * BLOCK_BYTES
         try:
-            found = self.path.read_range(start, min(BLOCK_BYTES, self.size - start))
-            if len(found) != min(BLOCK_BYTES, self.size - start):
+            data = self.path.read_range(start, min(BLOCK_BYTES, self.size - start))
+            if len(data) != min(BLOCK_BYTES, self.size - start):
                 raise DataError(f"{self.path} was replaced while it was read; start again")
             # Not through the mapping, where a full disk would kill the process.
-            os.pwrite(self._file.fileno(), found, start)
+            os.pwrite(self._file.fileno(), data, start)
             os.fdatasync(self._file.fileno())
             self._present[block] = 1
         except OSError as error:

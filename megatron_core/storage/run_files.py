@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.parallel import World
+from megatron_core.locations import location
 from megatron_core.parallel.texts import raising_on_all_ranks
-from megatron_core.storage import StoragePath, in_storage, location
+from megatron_core.storage.paths import StoragePath
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.failures import OF_FAILURES
+from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
 PATTERNS = ("*.jsonl", "*.json", "*.yaml", "*.log", "metrics.ranks/*.jsonl")
@@ -22,14 +23,16 @@ VERSIONS = ".stored"
 """File with the version of each object that equals, or is older than, the file here."""
 
 
-def fetch_run_files(config: RunConfig, world: World) -> None:
-    """On rank 0, copy the files of the run that another machine has stored since this one stored or fetched them, so
-    that metrics continue; a collective call. Errors: ``OSError`` on rank 0 and ``ConfigError`` on the others."""
-    copies = _Copies.of(config)
-    if copies is not None:
-        with raising_on_all_ranks(world.device):
-            if world.rank == 0:
-                copies.fetch()
+class FetchedFiles(RunPart):
+    """On rank 0, copies the files of the run that another machine has stored since this one stored or fetched them, so
+    that metrics continue. Errors: ``OSError`` on rank 0 and ``ConfigError`` on the others."""
+
+    def __init__(self, run: Run) -> None:
+        copies = _Copies.of(run.config)
+        if copies is not None:
+            with raising_on_all_ranks(run.world.device):
+                if run.world.rank == 0:
+                    copies.fetch()
 
 
 class RunFiles(Callback):
@@ -74,8 +77,8 @@ class _Copies:
     def of(cls, config: RunConfig) -> _Copies | None:
         """The places of a run, or None if ``save`` is not in object storage."""
         save, folder = config.checkpoint.save, config.checkpoint.run_folder
-        remote = None if save is None else in_storage(location(save))
-        return None if remote is None or folder is None else cls(remote, folder)
+        remote: object = None if save is None else location(save)
+        return cls(remote, folder) if isinstance(remote, StoragePath) and folder is not None else None
 
     def fetch(self) -> None:
         """Copy the objects that are not the version known here: another machine has continued the run."""

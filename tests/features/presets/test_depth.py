@@ -6,9 +6,9 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
-from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
+from megatron_core.features.presets.depth import settings_of_depth
 from megatron_core.planner.parameters import layer_parameters
 
 
@@ -79,5 +79,5 @@ def test_depth_is_limited(depth: int) -> None:
 
 
 def test_depth_excludes_a_preset() -> None:
-    with pytest.raises(ConfigError, match="model_preset=llama3-8b and depth=4 both choose the model"):
+    with pytest.raises(ConfigError, match="model_preset=llama3-8b and depth both choose the model"):
         parse_run_config(["--depth", "4", "--model-preset", "llama3-8b"])

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.megatron_model import ABSENT, FIXED_OF_MAMBA, without_arguments
 from megatron_core.config.run import aliases
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import problems
+from megatron_core.hub.rules import ABSENT, FIXED_OF_MAMBA, without_arguments
 
 OF_OTHERS = {
     *("moe_sparsemixer_threshold", "query_temperature_floor", "query_temperature_of_rotary"),
@@ -25,7 +25,7 @@ OF_PATTERN = {"mtp_layer_pattern"}
 
 
 def test_every_setting_of_the_function_is_an_argument_of_megatron_lm_or_listed() -> None:
-    lines = (Path(__file__).parent / "megatron_lm_flags.txt").read_text().split()
+    lines = (Path(__file__).parents[1] / "config" / "megatron_lm_flags.txt").read_text().split()
     theirs = {line.removeprefix("--").removesuffix("=").replace("-", "_") for line in lines}
     theirs |= {aliases()[name] for name in theirs if name in aliases()}
     ours = set(names_by_resume(ModelConfig, Resume.FUNCTION, Resume.TENSORS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -11,34 +10,15 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
-from megatron_core.storage import StoragePath, read_part
-
-_MOST_HEADER_BYTES = 100_000_000
-"""The limit of the format."""
-FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors that a file of any content may cause while it is read."""
-
-
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The offset of the data in a safetensors file, and its header. Errors: ``OSError``, ``ValueError`` if it is
-    damaged."""
-    length = int.from_bytes(read_part(path, 0, 8), "little")
-    if not 0 < length <= _MOST_HEADER_BYTES:
-        raise ValueError(f"its header has {length} bytes")
-    try:
-        found = json.loads(read_part(path, 8, length))
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    if not isinstance(found, dict) or not isinstance(found.get("__metadata__") or {}, dict):
-        raise ValueError("its header, or __metadata__ in it, is not an object")
-    return 8 + length, found
+from megatron_core.checkpoint.one_pass import read_header
+from megatron_core.locations import ObjectPath
 
 
 class TensorsInStorage:
     """The interface of ``safetensors.safe_open`` for an object. Errors: ``OSError``, ``ValueError`` for a damaged
     header."""
 
-    def __init__(self, path: StoragePath) -> None:
+    def __init__(self, path: ObjectPath) -> None:
         self.path = path
         self._begin, self._header = read_header(cast(Path, path))
 
@@ -54,7 +34,7 @@ class TensorsInStorage:
 class SliceInStorage:
     """A tensor of the file."""
 
-    def __init__(self, path: StoragePath, begin: int, entry: dict[str, Any]) -> None:
+    def __init__(self, path: ObjectPath, begin: int, entry: dict[str, Any]) -> None:
         self._path, self._shape, self._dtype = path, tuple(entry["shape"]), entry["dtype"]
         self._begin = begin + entry["data_offsets"][0]
 

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.tuning import PARTS, WHOLE, TuningConfig
+from megatron_core.config import RunConfig
+from megatron_core.features.lora.layer import LoRA
+from megatron_core.features.lora.settings import PARTS, WHOLE, TuningConfig
+from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import Range, ShardSpec, spec_of
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_core.tensor_parallel.lora import AdapterSettings, LoRA
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import DownProjection
@@ -41,31 +44,34 @@ def linears_of(layers: nn.ModuleDict) -> Iterator[tuple[str, Linear]]:
                 yield f"decoder.layers.{number}.{name}", module
 
 
-def add_adapters(
-    layers: nn.ModuleDict, tuning: TuningConfig, groups: ParallelGroups, seed: int, *, sequence_parallel: bool
-) -> None:
-    """Add the adapters of ``tuning`` to ``layers``, by their global numbers; their weights are not initialized yet."""
-    assert tuning.lora_rank is not None, "there are adapters"
-    settings = AdapterSettings(tuning.lora_rank, tuning.lora_scale, tuning.use_dora)
+def add_to_stage(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
+    """Freeze a stage and add low-rank adapters; see ``Feature.change_stage``."""
+    tuning = config.section(TuningConfig)
+    seed = config.training.seed
+    layers = model.decoder.layers
     current = _CurrentSequence()
+    model.requires_grad_(False)
     separate_parts(layers.values())
     for name, linear in linears_of(layers):
         assert linear.weight is not None, "linear layers inside of layers own their weight"
-        spec, is_expert = spec_of(linear.weight), isinstance(linear, GroupedLinear)
-        chosen = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
-        if not chosen:
+        spec = spec_of(linear.weight)
+        is_expert = isinstance(linear, GroupedLinear)
+        parts = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
+        if not parts:
             continue
         axis = "etp" if is_expert else "tp"
         linear.adapter = LoRA(
             linear.weight,
-            {part: rows_of(spec, part, name) for part in chosen},
-            settings,
+            {part: rows_of_part(spec, part, name) for part in parts},
+            tuning,
             group=groups.group(axis),
             axis=axis,
-            sequence_parallel=sequence_parallel and not is_expert,
+            sequence_parallel=model.parallel.sequence_parallel and not is_expert,
         )
         if tuning.lora_dropout:
             linear.adapter.dropout = InputDropout(tuning.lora_dropout, seed, name, linear, current)
+        for parameter_name, parameter in linear.adapter.named_parameters() if initialise else ():
+            draw_by_name(f"{name}{MARK}{parameter_name}", parameter, seed)
     if tuning.lora_dropout:
         for layer in layers.values():
             current.follow(layer)
@@ -143,7 +149,7 @@ class InputDropout(nn.Module):
         return kept.squeeze(1).transpose(0, 1)
 
 
-def rows_of(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
+def rows_of_part(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
     """The global rows of a part of a weight."""
     rows = spec.global_shape[-2]
     if part == WHOLE or spec.fused is None:

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
-from megatron_core.config.presets import PRESETS
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.presets.published import PRESETS
 from megatron_core.hub.conversion import global_shapes
 from tests.runs import TINY
 
