@@ -36,7 +36,6 @@ LEVELS = {
     "parallel.grid": 1,
     "planner": 1,
     "ops": 2,
-    "storage": 2,
     "tokenizers": 2,
     "parallel": 2,
     "parallel_state": 3,
@@ -55,6 +54,7 @@ LEVELS = {
     # The core ends here. Settings and rules of features have level 0, their other modules FEATURE_LEVEL.
     "hub": 8,
     "cpu_ranks": 7,
+    "storage": 7,
     "resilience": 8,
     "reports": 8,
     "inference": 8,  # serves chats
@@ -65,13 +65,13 @@ LEVELS = {
 }
 FEATURE_LEVEL = 7
 FEATURES_THAT_IMPORT_FEATURES = {
-    "distillation": {"preferences"},  # a second, frozen model
-    "preferences": {"conversations"},  # lines of preferences have two conversations
+    "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
+    "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
-WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher")}
+WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
 WITHIN_LEVEL_0 |= {("schema", "errors"), ("schema", "text_file")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
@@ -112,7 +112,7 @@ for feature in FEATURES:
     }
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
-SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks")
+SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage")
 """Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
 and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:

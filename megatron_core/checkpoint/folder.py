@@ -19,8 +19,8 @@ from megatron_core.checkpoint.hashes import sync_folder, write_file, wrong_sizes
 from megatron_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from megatron_core.config.checkpoint import TEMPORARY_FOLDER
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import in_storage, location, read_part, real
 from megatron_core.output_file import is_still_at, no_follow
-from megatron_core.storage import in_storage, location, read_part, real
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"

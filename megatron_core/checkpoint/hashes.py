@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from xxhash import xxh3_128
 
+from megatron_core.locations import in_storage
 from megatron_core.output_file import no_follow
-from megatron_core.storage import in_storage
 
 HASH = "xxh3_128"
 READ_BYTES = 2**23
@@ -117,7 +117,7 @@ def content_hash(path: Path) -> str:
     """The hash of a file's content."""
     found, buffer, remote = xxh3_128(), bytearray(READ_BYTES), in_storage(path)
     if remote is not None:
-        for start in range(0, remote.stat().st_size, READ_BYTES):
+        for start in range(0, path.stat().st_size, READ_BYTES):
             found.update(remote.read_range(start, READ_BYTES))
         return found.hexdigest()
     with path.open("rb", buffering=0) as file:

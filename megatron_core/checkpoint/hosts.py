@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import in_storage
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import gather_from_all_ranks
-from megatron_core.storage import in_storage
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Differs between running kernels; only on Linux."""

@@ -22,16 +22,14 @@ from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
-from megatron_core.checkpoint.tensors_in_storage import TensorsInStorage
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import in_storage
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.storage import in_storage
 
 
-class CheckpointReader:
-    """An open checkpoint folder; a context manager."""
-
-    only_weights = False
+class CheckpointReader(StateReader):
+    """An open checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +37,7 @@ class CheckpointReader:
         self.state = self.manifest.state
         self.is_hashed = False
         """Whether the hashes of the files with tensors have been compared, or need not be."""
-        self._files: dict[str, safe_open | TensorsInStorage] = {}
+        self._files: dict[str, safe_open] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> CheckpointReader:
@@ -201,16 +199,15 @@ class CheckpointReader:
             )
         return found
 
-    def _file(self, name: str) -> safe_open | TensorsInStorage:
+    def _file(self, name: str) -> safe_open:
         if name not in self._files:
             try:
                 path = inside(self.folder, name)
                 remote = in_storage(path)
-                file: safe_open | TensorsInStorage
                 if remote is None:
                     file = self._open.enter_context(safe_open(path, framework="pt"))
                 else:
-                    file = TensorsInStorage(remote)
+                    file = remote.open_tensors()
                 metadata = file.metadata() or {}
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None

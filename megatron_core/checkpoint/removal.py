@@ -23,8 +23,8 @@ from megatron_core.checkpoint.folder import (
 )
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import in_storage
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import in_storage
 
 _TEMPORARY = re.compile(r"rank_\d{5,}\.(report|unreported)|save_id")
 _NATIVE = re.compile(rf"rank_\d{{5,}}\.safetensors|{re.escape(MANIFEST)}|tokenizer/.+|{_TEMPORARY.pattern}")

@@ -28,9 +28,9 @@ from megatron_core.checkpoint.folder import (
 from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
+from megatron_core.checkpoint.one_pass import read_header
 from megatron_core.checkpoint.reader import CheckpointReader, note
 from megatron_core.checkpoint.removal import discard
-from megatron_core.checkpoint.tensors_in_storage import read_header
 from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError

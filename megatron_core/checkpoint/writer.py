@@ -27,9 +27,9 @@ from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.checkpoint.removal import discard, drop_old, give_name, remove
 from megatron_core.errors import CheckpointError
+from megatron_core.locations import in_storage
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import in_storage
 
 Agree = Callable[[bool], bool]
 Entry = tuple[str, torch.dtype, tuple[int, ...]]

@@ -40,8 +40,8 @@ from megatron_core.hub.conversion import (
 )
 from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
 from megatron_core.hub.megatron_lm.writer import Format
+from megatron_core.locations import location
 from megatron_core.output_file import refuse_url
-from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")

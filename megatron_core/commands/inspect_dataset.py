@@ -29,10 +29,10 @@ from tqdm import tqdm
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import get_header_path
 from megatron_core.errors import ConfigError, visible
+from megatron_core.locations import location
 from megatron_core.output_file import picture_kind, prepare_output
 from megatron_core.preprocess.lengths import Lengths, document_lengths
 from megatron_core.preprocess.validate import total_bytes, validate
-from megatron_core.storage import location
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.build import TokenizerFiles

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from megatron_core.command import program
 from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig, RunConfig
 from megatron_core.errors import MegatronError
+from megatron_core.locations import location
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.driver import StepHooks

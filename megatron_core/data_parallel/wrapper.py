@@ -50,7 +50,7 @@ class DataParallel(EarlySums):
     # ``compressor`` sums the gradients of all micro-batches lossily, once per step.
 
     is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
-    """Whether checkpoints contain the weight of this name; runs with low-rank adapters replace it."""
+    """Whether checkpoints contain the weight of this name; see ``training.parts.AddedWeights.saved_alone``."""
 
     def __init__(
         self,

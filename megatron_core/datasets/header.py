@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_core.errors import DataError
-from megatron_core.storage import location
+from megatron_core.locations import location
 from megatron_core.terminal import print_once
 from megatron_core.tokenizers import Tokenizer
 

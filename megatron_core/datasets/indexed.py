@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_core.datasets.streaming import StreamedTokens
 from megatron_core.errors import DataError
-from megatron_core.storage import in_storage, local_copy, location
+from megatron_core.locations import in_storage, local_copy, location
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -236,7 +235,7 @@ class IndexedDataset:
         # The index is copied to this machine as a whole, because every start reads all of it; tokens are read block by
         # block.
         remote = in_storage(self._bin)
-        self._stream = None if remote is None else StreamedTokens(remote)
+        self._stream = None if remote is None else remote.open_tokens()
         index = self.index = read_index(_index_file(self.path_prefix), multimodal, mmap)
         self.dtype = index.dtype
         self.sequence_lengths = index.sequence_lengths

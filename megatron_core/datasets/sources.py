@@ -13,7 +13,7 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path
 from megatron_core.datasets.paths import NAMES, read_paths
-from megatron_core.storage import local_copy, location, read_part
+from megatron_core.locations import local_copy, location, read_part
 
 BLOCK_BYTES = 1 << 16
 BLOCKS = 16

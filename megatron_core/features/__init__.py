@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, hub, reports, resilience
+from megatron_core import cpu_ranks, hub, reports, resilience, storage
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -19,6 +19,7 @@ from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
+from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
@@ -43,6 +44,7 @@ FEATURES = (
     OUTER_STEPS,
     OFFLOAD,
     PREFERENCES,
+    MODEL_PRESETS,
     QK_CLIP,
     QUESTIONS,
     RECURRENT,
@@ -51,5 +53,6 @@ FEATURES = (
     *hub.FEATURES,
     *reports.FEATURES,
     *resilience.FEATURES,
+    *storage.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

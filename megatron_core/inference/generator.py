@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import CheckpointReader, parameter_pieces
-from megatron_core.checkpoint.formats import OtherReader
+from megatron_core.checkpoint import parameter_pieces
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import AttentionKind
 from megatron_core.config.mixers import mixer_of
@@ -60,7 +60,7 @@ class Generator:
     @classmethod
     def load(
         cls,
-        reader: CheckpointReader | OtherReader,
+        reader: StateReader,
         config: RunConfig,
         groups: ParallelGroups,
         device: torch.device,
@@ -218,7 +218,7 @@ class GenerationLayout:
 
 
 def start_generator(
-    reader: CheckpointReader | OtherReader,
+    reader: StateReader,
     trained: RunConfig,
     layout: GenerationLayout,
     world: World,

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_core.transformer.paged_attention import Chunk, PagedStep
+from megatron_core.inference.paged_attention import attend_heads, attend_latents
+from megatron_core.inference.paged_step import Chunk, PagedStep
+from megatron_core.transformer.latent_attention import LatentAttention
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class KVCache:
         """Allocated memory."""
         layers = (*self._layers.values(), *self._states.values())
         return sum(memory.nbytes for layer in layers for memory in layer)
+
+    def attend(self, layer: Any, *tensors: Any) -> Tensor:
+        """See ``KeyValueStore.attend``."""
+        if hasattr(layer, "attend_in_generation"):
+            attended: Tensor = layer.attend_in_generation(self, *tensors)
+            return attended
+        attend = attend_latents if isinstance(layer, LatentAttention) else attend_heads
+        return attend(layer, self, *tensors)
 
     def begin(self, spans: Sequence[Span]) -> Tensor:
         """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.

@@ -159,7 +159,7 @@ class Pipeline:
                 frozen = Parameters(parameters.frozen, parameters.frozen_experts)
                 gather = self._sharded(parameters + frozen, clock.bytes)
                 backward = gather
-                if self.config.optional("dpo") and self.config.tuning.lora_rank is None:
+                if self.config.optional("dpo") and self.config.optional("lora_rank") is None:
                     # The frozen copy has no backward.
                     backward = self._sharded(parameters, clock.bytes)
                 elif self.config.optional("dpo"):

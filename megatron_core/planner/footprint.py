@@ -165,12 +165,12 @@ class Footprint:
         ):
             for category, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
                 totals[category] += elements * bytes_
-        if config.outer.outer_steps:  # global weights and momentum
+        if config.optional("outer_steps"):  # global weights and momentum
             wide = max(number_size(config.training.compute_dtype), 4)
             totals["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
         layers = self._layers_of(rank)
         parallel = config.parallel
-        ranks = self.world_size // config.outer.num_groups // parallel.pipeline_model_parallel_size
+        ranks = self.world_size // config.num_groups // parallel.pipeline_model_parallel_size
         of_matrices = matrix_state_elements(config, layers, has_mtp=self.plan.stage_to_rank[-1] == rank)
         totals["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
@@ -214,7 +214,7 @@ class Footprint:
     def shard_sizes(self) -> tuple[int, int]:
         """Number of ranks that shard dense parameters, and number of ranks that shard experts."""
         parallel = self.config.parallel
-        size = self.world_size // self.config.outer.num_groups
+        size = self.world_size // self.config.num_groups
         return parallel.data_parallel_size(size) * parallel.context_parallel_size, size // parallel.expert_model_size
 
     @cached_property

@@ -14,7 +14,7 @@ from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
-from megatron_core.planner.parameters import padded_vocabulary
+from megatron_core.planner.parameters import joins_parts, padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import Recurrence
 from megatron_core.planner.sparse_attention import sparse_seconds
@@ -323,7 +323,7 @@ class LayerClock:
         attention = self.attention(number)
         mlp = self.experts() if model.has_experts(number) else Passes({}, {}, {})
         if model.has_dense_mlp(number):
-            mlp = self.mlp(model.of_layer(number).ffn_size, joined=self.config.joins_parts(number))
+            mlp = self.mlp(model.of_layer(number).ffn_size, joined=joins_parts(self.config, number))
         elif model.block_of(number).mlp.linear:
             mlp = self.replaced()
         again = [forward] if model.recomputes("core_attn") else []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.linear_layers import linear_layers
-from megatron_core.config.tuning import PARTS, WHOLE
+from megatron_core.planner.parameters import added_tensors
 
 QKV = "linear_qkv"
 
@@ -35,7 +35,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
     model = config.model
     owned = [owner for layer in layers for owner in _matrices(config, layer)]
     for _ in range(model.mtp_built_layers * has_mtp):
-        if config.tuning.lora_rank is None:
+        if added_tensors(config) is None:
             owned += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(
         owner.copies * elements(config.optimizer, owner.pieces, owner.columns, owner.has_heads) for owner in owned
@@ -44,20 +44,19 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
 
 def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
     """The trained hidden matrices of a layer."""
-    model = config.model
-    tuning = config.tuning
+    model, tensors_of = config.model, added_tensors(config)
+    if tensors_of is not None:
+        for shape, experts in tensors_of(config, ParallelConfig(), layer_number):
+            if len(shape) == 2:
+                yield Matrices(shape[:1], shape[1], experts or 1)
+        return
     for path, inputs, pieces, experts, frozen in linear_layers(model, ParallelConfig(), layer_number):
         name = path.rpartition(".")[2]
-        if tuning.lora_rank is not None:
-            for section in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
-                first, end = (0, len(pieces)) if section == WHOLE else PARTS[name, len(pieces)][section]
-                yield Matrices((tuning.lora_rank,), inputs, experts or 1)
-                yield Matrices((sum(pieces[first:end]),), tuning.lora_rank, experts or 1)
-        elif not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
+        if not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
             if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
                 pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
             yield Matrices(pieces, inputs, experts or 1, name == QKV)
-    if model.has_experts(layer_number) and tuning.lora_rank is None and not model.dsa_indexer_warmup:
+    if model.has_experts(layer_number) and not model.dsa_indexer_warmup:
         yield Matrices((model.num_experts or 0,), model.hidden_size)
         if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:
             yield Matrices((1,), model.hidden_size)

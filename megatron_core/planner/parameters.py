@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from operator import add
 from typing import TypeVar
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.attention import attention_of
+from megatron_core.config.linear_layers import AddedTensor
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.tuning import PARTS, WHOLE
+from megatron_core.feature import load_hook, used_features
 
 Computed = TypeVar("Computed")
 
@@ -152,11 +154,11 @@ def rank_units(
             with_embedding = ends[0] == ends[1]
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
-    if config.tuning.lora_rank is None and not config.model.dsa_indexer_warmup:
+    if trains_whole_model(config):
         # The reference of preferences is a frozen copy of each unit.
         return [[unit + unit.freeze() for unit in units] for units in ranks] if config.optional("dpo") else ranks
-    # Adapters or indexers are trained, everything else is frozen.
-    trained = adapter_parameters if config.tuning.lora_rank is not None else _indexer_parameters
+    # The tensors that a feature adds, or indexers, are trained, everything else is frozen.
+    trained = _indexer_parameters if added_tensors(config) is None else added_parameters
     added = each_layer(kinds, lambda layer: trained(config, layer))
     left = [[unit.freeze() for unit in units] for units in ranks]
     for stage, run in enumerate(layers):
@@ -186,10 +188,10 @@ def layer_kinds(config: RunConfig) -> list[int]:
     for layer in range(model.num_layers):
         eight_bit = layer in in_eight_bits
         comm_type = comm[layer if len(comm) > 1 else 0]
-        adapted = adapter_parameters(config, layer)
+        added = added_parameters(config, layer)
         mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
         blocks = model.has_experts(layer), model.has_mlp(layer), mixer, model.block_of(layer)
-        traits = *blocks, comm_type, eight_bit, adapted
+        traits = *blocks, comm_type, eight_bit, added
         numbers.append(seen.setdefault(traits, len(seen)))
     return numbers
 
@@ -203,23 +205,39 @@ def each_layer(kinds: Sequence[int], compute: Callable[[int], Computed]) -> list
     return [results[layer_kind] for layer_kind in kinds]
 
 
-def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
-    """Elements of a layer's low-rank adapters on a rank: r (inputs + outputs) for each part of a matrix.
+def joins_parts(config: RunConfig, layer_number: int) -> bool:
+    """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (``transformer.joined``)."""
+    model, parallel = config.model, config.parallel
+    if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
+        return False
+    separate = (
+        *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
+        *(config.training.compile, config.optional("lora_rank") is not None),
+    )
+    return attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
 
-    Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
-    """
-    tuning = config.tuning
-    total = Parameters()
-    if tuning.lora_rank is None:
-        return total
-    for path, inputs, pieces, experts, _ in linear_layers(config.model, config.parallel, layer_number):
-        for section in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
-            first, end = (0, len(pieces)) if section == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][section]
-            rows = sum(pieces[first:end])
-            elements = tuning.lora_rank * (inputs + rows)
-            total += Parameters(experts=experts * elements) if experts else Parameters(elements)
-            total += _vectors(rows * tuning.use_dora)
-    return total
+
+def added_tensors(config: RunConfig) -> Callable[..., Iterable[AddedTensor]] | None:
+    """The ``Feature.added_tensors`` of a run; None if it trains the weights of the model."""
+    hooks = [feature.added_tensors for feature in used_features(config) if feature.added_tensors is not None]
+    return load_hook(*hooks) if hooks else None
+
+
+def trains_whole_model(config: RunConfig) -> bool:
+    """Whether no weights are frozen."""
+    return not config.model.dsa_indexer_warmup and added_tensors(config) is None
+
+
+def added_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """Elements of the tensors that a feature adds to a layer, on a rank."""
+    parameters = Parameters()
+    tensors_of = added_tensors(config)
+    for shape, experts in () if tensors_of is None else tensors_of(config, config.parallel, layer_number):
+        if len(shape) == 1:
+            parameters += _vectors(*shape)
+        else:
+            parameters += Parameters(experts=experts * prod(shape)) if experts else Parameters(prod(shape))
+    return parameters
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:

@@ -353,7 +353,7 @@ class Search:
 
     def _layer_kinds(self, config: RunConfig) -> list[int]:
         """Cached ``layer_kinds``; of the settings that the search varies, only sizes of adapters depend on some."""
-        key = () if config.tuning.lora_rank is None else _split_of(config)
+        key = () if config.optional("lora_rank") is None else _split_of(config)
         if key not in self._kinds:
             self._kinds[key] = layer_kinds(config)
         return self._kinds[key]

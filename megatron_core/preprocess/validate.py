@@ -8,7 +8,7 @@ import numpy as np
 from megatron_core.datasets.header import check_counts, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
-from megatron_core.storage import location
+from megatron_core.locations import location
 
 # Tokens checked at a time. A block and its temporaries need about 30 MB; larger ones are not faster.
 BLOCK = 1 << 20

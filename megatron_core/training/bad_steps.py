@@ -14,7 +14,7 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.checkpoint.folder import iteration_folder
 from megatron_core.config import CheckpointConfig
 from megatron_core.errors import MegatronError
-from megatron_core.storage import location
+from megatron_core.locations import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run

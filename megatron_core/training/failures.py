@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.locations import in_storage, location
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
 from megatron_core.parallel.exit_status import RESTART, explained
 from megatron_core.parallel.texts import broadcast_from_rank, raising_on_all_ranks
-from megatron_core.storage import in_storage, location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 

@@ -10,7 +10,6 @@ from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
 from megatron_core.training.failures import FailureLog, Heartbeat
 from megatron_core.training.reports import Measurements, Reports
-from megatron_core.training.run_files import RunFiles
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.training.stop import StopRequests
@@ -20,7 +19,6 @@ def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
     """The callbacks of every training run, in the order of their priorities."""
     measurements = Measurements(run)
     return [
-        RunFiles(run),  # closed last
         FailureLog(run),
         Heartbeat(run),
         StopRequests(run),

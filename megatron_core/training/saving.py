@@ -41,10 +41,10 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.locations import in_storage, location
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
-from megatron_core.storage import in_storage, location
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.parts import RunPart

@@ -117,7 +117,7 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
 
 def in_one_process(config: RunConfig) -> bool:
     """Whether this rank is alone and computes all outer groups of ``config``, one after the other."""
-    return config.outer.num_groups > 1 and this_world().size == 1
+    return config.num_groups > 1 and this_world().size == 1
 
 
 def group_of(run: Run) -> str:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.config.outer import OuterConfig
 from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.errors import ConfigError
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
@@ -43,7 +43,7 @@ class GroupsInOneProcess:
 
     def __init__(self, config: RunConfig, prepare: Callable[[RunConfig], Run]) -> None:
         training = config.training
-        groups = config.outer.outer_groups
+        groups = config.section(OuterConfig).outer_groups
         if training.rampup_batch_size is not None or training.global_batch_size is None:
             raise ConfigError(
                 f"outer_groups={groups} is compared with one process for a constant global_batch_size; give "
@@ -52,8 +52,9 @@ class GroupsInOneProcess:
         batch = training.global_batch_size // groups
         size = gcd(training.micro_batch_size, batch)
         alone = replace(training, global_batch_size=batch, micro_batch_size=size, eval_global_batch_size=None)
-        self.config = config.outer
-        self.runs = [prepare(replace(config, training=alone, outer=OuterConfig())) for _ in range(groups)]
+        self.config = config.section(OuterConfig)
+        without_groups = replace(config, training=alone).with_section(OuterConfig())
+        self.runs = [prepare(without_groups) for _ in range(groups)]
         for number, run in enumerate(self.runs):
             base = run.train_loader
             run.train_loader = LoaderOfGroup(

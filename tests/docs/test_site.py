@@ -27,6 +27,7 @@ EMPTY = {
     "tokenizers",
     "commands",
     "shell",
+    "storage",
     "any_model",
 }
 """Packages without a page: they export few names or none, or the names of other projects."""

@@ -11,8 +11,8 @@ import torch
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint, parameter_pieces
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import import_megatron
+from megatron_core.locations import location
 from megatron_core.models import GPTModel
-from megatron_core.storage import location
 from megatron_core.training.compatibility import open_model
 from tests.hub.test_megatron_checkpoints import imported
 from tests.hub.test_real_megatron_checkpoints import unpack

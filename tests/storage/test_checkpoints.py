@@ -16,8 +16,8 @@ from megatron_core.checkpoint.folder import TRACKER, complete_iterations, find_c
 from megatron_core.checkpoint.writer import Save, save_checkpoint
 from megatron_core.commands import replay_step
 from megatron_core.errors import CheckpointError
-from megatron_core.locations import CACHE_VARIABLE, run_folder
-from megatron_core.storage import StoragePath, StorageWriter, location
+from megatron_core.locations import CACHE_VARIABLE, location, run_folder
+from megatron_core.storage.paths import StoragePath, StorageWriter
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.loop import train
 from tests.checkpoint.runs import stored

@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.locations import CACHE_VARIABLE, run_folder
-from megatron_core.storage import StoragePath, _file_system, in_storage, local_copy, location, read_part
+from megatron_core.locations import (
+    CACHE_VARIABLE,
+    in_storage,
+    local_copy,
+    location,
+    read_part,
+    run_folder,
+)
+from megatron_core.storage.paths import StoragePath, _file_system
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoragePath:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     path = in_storage(location(f"memory://bucket/{uuid.uuid4().hex}/"))
-    assert path is not None
+    assert isinstance(path, StoragePath)
     return path
 
 
@@ -87,7 +94,7 @@ def test_errors_of_services(
         raise raised
 
     for name in ("cat_file", "pipe_file", "info", "exists", "isfile", "isdir", "ls", "glob", "rm_file", "open"):
-        monkeypatch.setattr(folder._files, name, fail, raising=True)
+        monkeypatch.setattr(folder._files.files, name, fail, raising=True)
     actions = [
         folder.read_bytes,
         folder.exists,

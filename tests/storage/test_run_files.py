@@ -13,13 +13,12 @@ import torch.distributed as dist
 from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.errors import MegatronError
-from megatron_core.locations import CACHE_VARIABLE, run_folder
+from megatron_core.locations import CACHE_VARIABLE, location, run_folder
 from megatron_core.parallel import World
-from megatron_core.storage import location
+from megatron_core.storage.run_files import FetchedFiles, RunFiles
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.failures import FILE, FailureLog
 from megatron_core.training.loop import train
-from megatron_core.training.run_files import RunFiles, fetch_run_files
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 from megatron_core.verify.ranks import run_ranks
@@ -48,13 +47,13 @@ class Part:
 
 
 def test_machines_that_continue_a_run_in_turn(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, own = tiny_config(save=save), World(0, 1, 0, CPU)
+    config = tiny_config(save=save)
     names = ("metrics.jsonl", "metrics.ranks/rank00000.jsonl", "config.yaml")
 
     def machine(name: str) -> Path:
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / name))
         (run_folder(save) / "metrics.ranks").mkdir(parents=True, exist_ok=True)
-        fetch_run_files(config, own)
+        FetchedFiles(Part(config))  # type: ignore[arg-type]
         return run_folder(save)
 
     a = machine("a")
@@ -76,7 +75,7 @@ def test_machines_that_continue_a_run_in_turn(save: str, tmp_path: Path, monkeyp
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "b"))
     (b / "config.yaml").write_text("of rank 1")
     Part(config, rank=1).store()
-    fetch_run_files(config, World(1, 2, 0, CPU))
+    FetchedFiles(Part(config, rank=1))  # type: ignore[arg-type]
     assert (location(save) / "config.yaml").read_text() == "other" and (b / "config.yaml").read_text() == "of rank 1"
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.locations import CACHE_VARIABLE
+from megatron_core.locations import CACHE_VARIABLE, in_storage, location
 from megatron_core.reports.tensor_hashes import checkpoint_hashes
-from megatron_core.storage import StoragePath, in_storage, location
+from megatron_core.storage.paths import StoragePath
 from tests.datasets.files import write
 from tests.programs import run_program
 from tests.storage.server import BUCKET, s3_server

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.datasets import IndexedDataset, streaming
+from megatron_core.datasets import IndexedDataset
 from megatron_core.datasets.sources import token_file_content
 from megatron_core.errors import DataError
-from megatron_core.locations import CACHE_VARIABLE
+from megatron_core.locations import CACHE_VARIABLE, location
 from megatron_core.preprocess.validate import validate
-from megatron_core.storage import StoragePath, location
+from megatron_core.storage import tokens as streaming
+from megatron_core.storage.paths import StoragePath
 from tests.datasets.files import write
 
 BLOCK = 64

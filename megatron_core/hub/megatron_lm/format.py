@@ -15,7 +15,7 @@ from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.hub.megatron_lm.arguments import Progress, training_settings
 from megatron_core.hub.megatron_lm.reader import iteration_folder
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
-from megatron_core.storage import location
+from megatron_core.locations import location
 from megatron_core.training.compatibility import format_to_resume
 
 

@@ -30,11 +30,11 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LayerBlock
-from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm.arguments import common_state
 from megatron_core.hub.megatron_lm.reader import TRACKER
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN, LAYER, norm_offset, pieces_of_mixer, rows_of_ranks
+from megatron_core.hub.rules import without_arguments
 from megatron_core.parallel.boxes import Box
 
 Format = Literal["torch_dist", "torch_dcp"]

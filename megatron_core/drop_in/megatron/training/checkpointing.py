@@ -18,9 +18,9 @@ from megatron_core.checkpoint.folder import TRACKER, iteration_folder
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.hub.megatron_lm.format import MegatronFormat
+from megatron_core.locations import location
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import location
 from megatron_core.training.compatibility import check_same_model, format_to_resume, refuse_other_formats
 
 
