@@ -201,10 +201,14 @@ class ParallelGroups:
         The names of a single axis, or those of the fewest axes.
         """
         folded = self.size("ep") > 1 or self.size("etp") != self.size("tp")
-        axes = [axes_ for axes_ in COMBINATIONS if folded or "e" not in axes_]  # else the views of the ranks are equal
-        listed: list[tuple[str, Group | None]] = [(name_, self.group(name_)) for name_ in axes]
-        listed += [(f"{name_} in its instance", self.shard_group(name_)) for name_ in self._sharding]
-        listed += [(f"{name_} between instances", self.instance_group(name_)) for name_ in self._sharding]
+        axes = [
+            combination for combination in COMBINATIONS if folded or "e" not in combination
+        ]  # else the views of the ranks are equal
+        listed: list[tuple[str, Group | None]] = [(combination, self.group(combination)) for combination in axes]
+        listed += [(f"{combination} in its instance", self.shard_group(combination)) for combination in self._sharding]
+        listed += [
+            (f"{combination} between instances", self.instance_group(combination)) for combination in self._sharding
+        ]
         listed += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
         listed += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
         listed += [("outer groups", self.outer), ("reports of outer groups", self.outer_reports)]
