@@ -4,7 +4,7 @@ import megatron_core.drop_in  # finds the modules of named_modules.yaml
 from deepspeed import comm as comm
 from deepspeed import moe as moe
 from deepspeed import ops as ops
-from deepspeed import pipe as pipe
+from deepspeed import pipe as pipe  # type: ignore[attr-defined]
 from deepspeed import runtime as runtime
 from deepspeed import utils as utils
 from deepspeed.accelerator import get_accelerator as get_accelerator
