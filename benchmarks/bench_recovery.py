@@ -26,7 +26,7 @@ import tyro
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.resilience.processes.memory import HostMemory
 from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step

@@ -23,8 +23,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.commands import launch, run
-from megatron_core.config.depth import HEAD_SIZE, TOKENS_PER_PARAMETER, batch_tokens
 from megatron_core.errors import ConfigError
+from megatron_core.features.presets.depth import HEAD_SIZE, TOKENS_PER_PARAMETER, batch_tokens
 
 EVALUATED = 64
 """Batches of a validation."""

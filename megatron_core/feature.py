@@ -9,7 +9,7 @@ A hook that needs torch is a string, ``"package.module:name"``, and is imported 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -24,8 +24,9 @@ class Shorthand:
     """A flag whose value, such as a file of another program, stands for settings."""
 
     help: str
-    settings: Callable[[str], tuple[dict[str, Any], str]]
-    """From the value to the settings, which become defaults, and a note or ""; ``ConfigError`` for other values."""
+    settings: Callable[[str, Collection[str]], tuple[dict[str, Any], str]]
+    """From the value, and the names of all settings that flags and the file give, to settings, which become defaults,
+    and a note or ""; ``ConfigError`` for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,11 @@ class Feature:
     change_stage: str | None = None
     """Hook: a function from the ``RunConfig``, a stage of the model, and the groups, which freezes parameters or adds
     parts when the stage has been built; with ``initialise`` it draws the weights of its parts."""
+    added_weights: str | None = None
+    """Class derived from ``training.parts.AddedWeights``: parameters that it adds to a model trained without them."""
+    added_tensors: str | None = None
+    """Hook: a function from the ``RunConfig``, a ``ParallelConfig``, and the number of a layer to the
+    ``config.linear_layers.AddedTensor`` of the layer, which are all that a run trains."""
     check_device: str | None = None
     """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
     what the feature needs; called on all ranks before the model is built."""

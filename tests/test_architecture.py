@@ -65,8 +65,8 @@ LEVELS = {
 }
 FEATURE_LEVEL = 7
 FEATURES_THAT_IMPORT_FEATURES = {
-    "distillation": {"preferences"},  # a second, frozen model
-    "preferences": {"conversations"},  # lines of preferences have two conversations
+    "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
+    "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}

@@ -26,7 +26,7 @@
 from small_runs import COLOURS, SMALL, new_figure, print_table, save
 
 from megatron_core.config import RunConfig
-from megatron_core.config.presets import preset
+from megatron_core.features.presets.published import preset
 from megatron_core.planner.explain import details, table, why_slower
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layout_settings import describe_layout

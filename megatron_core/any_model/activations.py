@@ -73,8 +73,8 @@ def _recompute(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
 def _offloaded(
     offload: ActivationOffload, number: int, unit: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    def make(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: offload.run(number, partial(own, *args, **kwargs), [unit])
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: offload.run(number, partial(forward, *args, **kwargs), [unit])
 
     return DerivedForward(forward, make)
 

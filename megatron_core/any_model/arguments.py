@@ -166,18 +166,18 @@ def check_unit_classes(model: nn.Module, unit_classes: Any, *, is_built: bool) -
     if unit_classes is None:
         return
     is_list = isinstance(unit_classes, Sequence | set) and not isinstance(unit_classes, str)
-    if not is_list or not unit_classes or not all(isinstance(kind, str | type) for kind in unit_classes):
+    if not is_list or not unit_classes or not all(isinstance(wanted, str | type) for wanted in unit_classes):
         raise ConfigError(
             f"unit_classes={_shown(unit_classes)} must be a list of names or types of modules, such as ['Block']"
         )
     modules = list(model.modules())
-    for kind in unit_classes if is_built else ():
-        known = (type(m).__name__ == kind if isinstance(kind, str) else isinstance(m, kind) for m in modules)
+    for wanted in unit_classes if is_built else ():
+        known = (type(m).__name__ == wanted if isinstance(wanted, str) else isinstance(m, wanted) for m in modules)
         if not any(known):
             names = list(dict.fromkeys(type(module).__name__ for module in modules))
             raise ConfigError(
                 f"unit_classes={[getattr(c, '__name__', c) for c in unit_classes]}: the model has no such modules as "
-                f"{getattr(kind, '__name__', kind)}; its classes are {listed(names)}"
+                f"{getattr(wanted, '__name__', wanted)}; its classes are {listed(names)}"
             )
 
 
@@ -206,12 +206,12 @@ def check_cut(model: nn.Module, partition_method: Any, head_modules: Any, *, is_
 def check_scheduler_of(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """ConfigError if a torch scheduler, or one inside of it, changes the rates of another optimizer."""
     inner = getattr(scheduler, "_schedulers", ())
-    for each in (scheduler, *(inner if isinstance(inner, list | tuple) else ())):
-        target = getattr(each, "optimizer", None)
+    for inner_scheduler in (scheduler, *(inner if isinstance(inner, list | tuple) else ())):
+        target = getattr(inner_scheduler, "optimizer", None)
         groups = getattr(target, "param_groups", None)
         if groups is not None and groups is not optimizer.param_groups:
             raise ConfigError(
-                f"lr_scheduler={type(each).__name__} changes the learning rates of another optimizer "
+                f"lr_scheduler={type(inner_scheduler).__name__} changes the learning rates of another optimizer "
                 f"({type(target).__name__}), so it would have no effect; construct it with the optimizer that is given "
                 "to initialize, or give a function that makes it of the engine's optimizer"
             )

@@ -151,7 +151,9 @@ class EngineBackward:
         """Set the gradients and losses of the current step to zero; its micro-batches count on."""
         self.data_parallel.zero_grad()
         self._losses = torch.zeros_like(self._losses)
-        self._weighted, self._sync_started, self._knows_loss = None, False, True
+        self._weighted = None
+        self._sync_started = False
+        self._knows_loss = True
         self._received_sums = False
 
     def _refuse_sums(self) -> None:
@@ -195,9 +197,9 @@ def _shown(value: object) -> str:
 
 def _layer_with_own_sums(module: nn.Module) -> str | None:
     """Name a layer of this project that adds gradients to ``main_grad`` itself."""
-    for each in module.modules():
-        places = [kind.__module__ for kind in type(each).__mro__]
-        own = [at for at in places if at.startswith("megatron_core.") and not at.startswith("megatron_core.training.")]
-        if own or fp8_of(each) is not None:
-            return f"{type(each).__name__}{' in FP8' if not own else ''}"
+    for layer in module.modules():
+        sources = [base.__module__ for base in type(layer).__mro__]
+        inside = any(s.startswith("megatron_core.") and not s.startswith("megatron_core.training.") for s in sources)
+        if inside or fp8_of(layer) is not None:
+            return f"{type(layer).__name__}{' in FP8' if not inside else ''}"
     return None

@@ -55,7 +55,11 @@ class EngineCheckpoints:
         owns_buffer: Callable[[str], bool],
     ) -> None:
         """``owns_buffer(name)``: whether this rank saves a buffer."""
-        self._module, self._config, self._data, self._optimizer, self._fp8 = module, config, data, optimizer, fp8
+        self._module = module
+        self._config = config
+        self._data = data
+        self._optimizer = optimizer
+        self._fp8 = fp8
         self._owns_buffer = owns_buffer
         self._savers: dict[str, CheckpointSaver] = {}
 
@@ -80,7 +84,7 @@ class EngineCheckpoints:
             state.param_groups = self._optimizer.group_settings()
         first = {parameter: name for name, parameter in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
-        state.shared = {further: first[parameter] for further, parameter in every if first[parameter] != further}
+        state.shared = {alias: first[parameter] for alias, parameter in every if first[parameter] != alias}
         self._savers[name].save(state)
 
     def finish(self) -> None:
@@ -133,12 +137,12 @@ class EngineCheckpoints:
         ``CheckpointError`` on all ranks.
         """
         self.finish()
-        found = open_deepspeed(folder, tag, self._data, verify=self._config.checkpoint.verify_checkpoint)
+        stored = open_deepspeed(folder, tag, self._data, verify=self._config.checkpoint.verify_checkpoint)
         values = load_deepspeed(
-            found, self._module, self._data, self._optimizer, list(self._buffers()), load_optimizer=load_optimizer
+            stored, self._module, self._data, self._optimizer, list(self._buffers()), load_optimizer=load_optimizer
         )
         if load_optimizer:
-            self._set_rates(found.param_groups)
+            self._set_rates(stored.param_groups)
         return EngineState(**values)
 
     def _set_rates(self, stored: list[dict[str, Any]]) -> None:
@@ -182,5 +186,5 @@ def check_client_state(values: Mapping[str, Any]) -> None:
 def _numbers(value: Any) -> Any:
     """Return a setting of a parameter group as JSON; schedulers may set NumPy's numbers and tensors."""
     if isinstance(value, tuple | list):
-        return [float(each) for each in value]
+        return [float(number) for number in value]
     return None if value is None else float(value)

@@ -49,7 +49,8 @@ class _Elsewhere(nn.Module):
         super().__init__()
         plain = {n: v for n, v in vars(layer).items() if not n.startswith("_") and isinstance(v, int | float | str)}
         vars(self).update(plain)
-        self._number, self._pass_on = number, cut.pass_on
+        self._number = number
+        self._pass_on = cut.pass_on
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the stage before, or end the stage."""
@@ -67,22 +68,23 @@ def find_layers(model: nn.Module) -> tuple[str, nn.Module]:
         return "", model
     names = {module: name for name, module in model.named_modules()}
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [each for each in names if _is_list(each) and all(type(c).__name__ in kinds for c in each.children())]
+    lists = [m for m in names if _is_list(m) and all(type(layer).__name__ in kinds for layer in m.children())]
     if not lists:
         lists = outermost(model, _is_list)
         total = sum(p.numel() for p in model.parameters())
-        most = [each for each in lists if 2 * sum(p.numel() for p in each.parameters()) > total]
+        most = [layers for layers in lists if 2 * sum(p.numel() for p in layers.parameters()) > total]
         lists = most if len(lists) > 1 and most else lists
     if len(lists) != 1:
-        found = f"several lists of layers ({listed([names[each] for each in lists])})" if lists else "no list of layers"
+        several = f"several lists of layers ({listed([names[layers] for layers in lists])})"
+        problem = several if lists else "no list of layers"
         raise ConfigError(
-            f"pipeline_model_parallel_size: {type(model).__name__} has {found}, so its stages are not known; {HINT}"
+            f"pipeline_model_parallel_size: {type(model).__name__} has {problem}, so its stages are not known; {HINT}"
         )
     return names[lists[0]], lists[0]
 
 
 def _is_list(module: nn.Module) -> bool:
-    entries = [each for each in module.children() if next(each.parameters(), None) is not None]
+    entries = [child for child in module.children() if next(child.parameters(), None) is not None]
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(entries) > 1
 
 
@@ -101,7 +103,9 @@ class ModelCut:
         method: str | Sequence[int],
         head_modules: Sequence[str] = (),
     ) -> None:
-        self.model, self.stage_to_rank, self.head_modules = model, stage_to_rank, tuple(head_modules)
+        self.model = model
+        self.stage_to_rank = stage_to_rank
+        self.head_modules = tuple(head_modules)
         settings: Any = getattr(model, "config", None)
         if getattr(settings, "output_router_logits", False):
             raise ConfigError(
@@ -116,7 +120,7 @@ class ModelCut:
             method,
             [type(layer).__name__ for layer in self.layers],
             len(stage_to_rank),
-            parameters=lambda: [sum(p.numel() for p in each.parameters() if p.requires_grad) for each in self.layers],
+            parameters=lambda: [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in self.layers],
         )
         self._passage: _Passage | None = None
         self._users: dict[nn.Module, set[int]] = {}
@@ -126,11 +130,12 @@ class ModelCut:
         self.places: dict[nn.Parameter, Place] = {}
 
     def _find_places(self) -> dict[nn.Parameter, Place]:
-        last = len(self.stage_to_rank) - 1
+        final = len(self.stage_to_rank) - 1
         stages: dict[nn.Parameter, set[int]] = {}
         names: dict[nn.Parameter, str] = {}
         users: dict[nn.Module, set[int]] = {}
-        prefix, after = f"{self.path}.".lstrip("."), False
+        prefix = f"{self.path}.".lstrip(".")
+        after = False
         self._first_stage: dict[str, int] = {}
         """First stage of each module, by name."""
         for path, module in self.model.named_modules(remove_duplicate=False):
@@ -139,25 +144,25 @@ class ModelCut:
             key = path.removeprefix(prefix).partition(".")[0] if path.startswith(prefix) and path else ""
             if key in self.keys:  # inside of a layer
                 number = self.keys.index(key)
-                own = {next(s for s, layers in enumerate(self.bounds) if number in layers)}
+                using = {next(s for s, layers in enumerate(self.bounds) if number in layers)}
             elif around:
-                own = set(range(last + 1))
+                using = set(range(final + 1))
             else:
                 is_head = after or any(path == name or path.startswith(f"{name}.") for name in self.head_modules)
-                own = {last if is_head else 0}
-            self._first_stage[path] = min(own)
-            users.setdefault(module, set()).update(own)
+                using = {final if is_head else 0}
+            self._first_stage[path] = min(using)
+            users.setdefault(module, set()).update(using)
             if key not in self.keys and module._parameters:
                 self._users[module] = users[module]
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
-                stages.setdefault(parameter, set()).update(own)
+                stages.setdefault(parameter, set()).update(using)
                 names.setdefault(parameter, name)
-        return {p: Place(names[p], tuple(sorted(found))) for p, found in stages.items()}
+        return {p: Place(names[p], tuple(sorted(numbers))) for p, numbers in stages.items()}
 
     def keep(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         """Drop the layers and parameters that the pipeline rank ``index`` does not hold; the run has these types."""
         self.mine = [stage for stage, rank in enumerate(self.stage_to_rank) if rank == index]
-        self.places = {p: place for p, place in self.all_places.items() if set(place.stages) & set(self.mine)}
+        self.places = {p: holder for p, holder in self.all_places.items() if set(holder.stages) & set(self.mine)}
         del self.all_places
         local = {number for stage in self.mine for number in self.bounds[stage]}
         self._elsewhere = [_Elsewhere(self, number, layer) for number, layer in enumerate(self.layers)]
@@ -200,7 +205,7 @@ class ModelCut:
         units: dict[int, list[list[nn.Module]]] = {}
         seen: set[nn.Parameter] = set()
         for stage in self.mine:
-            named = [(place.name, p) for p, place in self.places.items() if stage in place.stages and p not in seen]
+            named = [(holder.name, p) for p, holder in self.places.items() if stage in holder.stages and p not in seen]
             seen |= {p for _, p in named}
             layers = [self.layers[number] for number in self.bounds[stage]]
             outside = [
@@ -208,7 +213,7 @@ class ModelCut:
             ]
             stages[stage] = Stage(self._run_of(stage), [*outside, *layers], named)
             borrowed = stages[stage].borrowed({p for _, p in named})
-            units[stage] = [[each] for each in layers] + [[each] for each in borrowed if each not in layers]
+            units[stage] = [[unit] for unit in layers] + [[unit] for unit in borrowed if unit not in layers]
         return stages, units
 
     def owns_buffer(self, name: str) -> bool:
@@ -257,7 +262,7 @@ class ModelCut:
     def _check_chain(self, number: int, before: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check that a layer gets the output of the layer before it, unchanged."""
         expected = next(_tensors(before), None)
-        if expected is None or not any(each is expected for each in _tensors([args, dict(kwargs)])):
+        if expected is None or not any(tensor is expected for tensor in _tensors([args, dict(kwargs)])):
             raise ConfigError(
                 f"{type(self.model).__name__} changes the output of {self._name(number - 1)} before "
                 f"{self._name(number)}, which a cut between them would lose; {HINT}"
@@ -280,13 +285,14 @@ class ModelCut:
 
     def _check_user(self, module: nn.Module, stages: set[int]) -> Callable[..., None]:
         """Check that a module outside of layers runs where its parameters are."""
-        name = next(path for path, each in self.model.named_modules() if each is module)
+        name = next(path for path, child in self.model.named_modules() if child is module)
 
         def check(_: nn.Module, args: Any) -> None:
             passage = self._passage
             if passage is None or passage.stage in stages:
                 return
-            is_first, is_over = passage.stage == 0, passage.output is not None
+            is_first = passage.stage == 0
+            is_over = passage.output is not None
             if (is_first and not is_over) or (is_over and passage.stage == len(self.stage_to_rank) - 1):
                 where = "before" if is_first else "after"
                 raise ConfigError(
@@ -311,8 +317,8 @@ def _nothing_in(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _nothing(value.shape, value.dtype, value.device).data if value.is_floating_point() else value
     if type(value) in (tuple, list):
-        return type(value)(_nothing_in(each) for each in value)
-    return {name: _nothing_in(each) for name, each in value.items()} if type(value) is dict else value
+        return type(value)(_nothing_in(inner) for inner in value)
+    return {name: _nothing_in(inner) for name, inner in value.items()} if type(value) is dict else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -321,5 +327,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
+        for inner in value:
+            yield from _tensors(inner)

@@ -22,7 +22,8 @@ class _Positions(Sampler[list[int]]):
         loader = self.loader
         epoch, first = divmod(loader.consumed(), loader.epoch_samples)
         order = loader.order(epoch)
-        size, together = loader.micro_batch_size, loader.micro_batch_size * loader.ranks
+        size = loader.micro_batch_size
+        together = loader.micro_batch_size * loader.ranks
         for start in range(first + loader.rank * size, loader.epoch_samples, together):
             yield order[start : start + size].tolist()
 
@@ -52,8 +53,13 @@ class EngineLoader:
     ) -> None:
         check_dataset(dataset)
         count = len(dataset)  # type: ignore[arg-type]
-        self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
-        self.seed, self.consumed, self.shuffle, self.count = seed, consumed, shuffle, count
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.ranks = ranks
+        self.seed = seed
+        self.consumed = consumed
+        self.shuffle = shuffle
+        self.count = count
         self.epoch_samples = count // global_batch_size * global_batch_size
         if self.epoch_samples == 0:
             raise ConfigError(
@@ -88,22 +94,22 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):
-        return type(value)(cast_floating(each, dtype) for each in value)
+        return type(value)(cast_floating(inner, dtype) for inner in value)
     if type(value) is dict:
-        return {name: cast_floating(each, dtype) for name, each in value.items()}
+        return {name: cast_floating(inner, dtype) for name, inner in value.items()}
     return value
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Return a context with ``module`` in evaluation mode; the mode of each submodule is restored afterwards."""
-    modes = {each: each.training for each in module.modules()}
+    modes = {child: child.training for child in module.modules()}
     module.eval()
     try:
         yield
     finally:
-        for each, mode in modes.items():
-            each.training = mode
+        for child, mode in modes.items():
+            child.training = mode
 
 
 def call_with(model: Callable[..., Any], batch: Any) -> Any:
@@ -123,9 +129,9 @@ def loss_of(output: Any) -> Tensor:
     """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
     if isinstance(output, Tensor):
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple | list) and output:
-        found = output[0]
-    if isinstance(found, Tensor):
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if isinstance(loss, Tensor):
+        return loss
     raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")

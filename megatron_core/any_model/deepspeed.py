@@ -24,31 +24,31 @@ from megatron_core.training.state import TrainState, held_weights, optimizer_pie
 class DeepSpeedReader:
     """Fills pieces of an engine's weights and optimizer state, as ``CheckpointReader`` does."""
 
-    def __init__(self, found: DeepSpeedCheckpoint) -> None:
-        self.found = found
+    def __init__(self, stored: DeepSpeedCheckpoint) -> None:
+        self.found = stored
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the stored values into the memory of each piece, converting dtypes."""
         for piece in pieces:
-            whole = self._whole(piece.name)
-            if tuple(whole.shape) != piece.global_shape:
+            tensor = self._whole(piece.name)
+            if tuple(tensor.shape) != piece.global_shape:
                 raise CheckpointError(
-                    f"{self.found.folder}: {piece.name} has the shape {list(whole.shape)}; this engine needs "
+                    f"{self.found.folder}: {piece.name} has the shape {list(tensor.shape)}; this engine needs "
                     f"{list(piece.global_shape)}"
                 )
-            piece.memory.copy_(whole[piece.box.index])
+            piece.memory.copy_(tensor[piece.box.index])
 
     def _whole(self, name: str) -> Tensor:
         """The tensor of a piece; the last one is kept, because pieces of a tensor follow each other."""
         if self._last[0] != name:
-            kind, _, rest = name.partition(".")
-            state, _, parameter = rest.partition(".")
-            if kind == "model" or state == "main":
-                value = self.found.weight(rest if kind == "model" else parameter)
-            elif kind == "buffers":
-                value = self.found.buffers[rest] if rest in self.found.buffers else self.found.weight(rest)
+            section, _, path = name.partition(".")
+            state, _, parameter = path.partition(".")
+            if section == "model" or state == "main":
+                value = self.found.weight(path if section == "model" else parameter)
+            elif section == "buffers":
+                value = self.found.buffers[path] if path in self.found.buffers else self.found.weight(path)
             elif state == "step" and parameter.startswith("of."):  # a torch optimizer counts for each parameter
                 value = torch.tensor(float(self.found.optimizer_steps))
             else:
@@ -64,17 +64,17 @@ def open_deepspeed(
 
     Errors: ``CheckpointError`` on all ranks.
     """
-    found: DeepSpeedCheckpoint | None = None
+    stored: DeepSpeedCheckpoint | None = None
     fault = ""
     try:
-        found = read_deepspeed_checkpoint(os.fspath(folder), tag, verify=False)
+        stored = read_deepspeed_checkpoint(os.fspath(folder), tag, verify=False)
         if verify:
-            fault = next(found.damaged(data.groups.rank, data.groups.grid.world_size), "")
+            fault = next(stored.damaged(data.groups.rank, data.groups.grid.world_size), "")
     except CheckpointError as error:
         fault = str(error)
     _raise_together(fault, data)
-    assert found is not None
-    return found
+    assert stored is not None
+    return stored
 
 
 def _raise_together(fault: str, data: DataParallel) -> None:
@@ -85,7 +85,7 @@ def _raise_together(fault: str, data: DataParallel) -> None:
 
 
 def load_deepspeed(
-    found: DeepSpeedCheckpoint,
+    stored: DeepSpeedCheckpoint,
     module: nn.Module,
     data: DataParallel,
     optimizer: Optimizer,
@@ -100,9 +100,9 @@ def load_deepspeed(
     fault = ""
     data.finish_param_sync()
     try:
-        _check_names(found, module, {box.name for box in buffers})
-        _fill(found, module, data, optimizer, buffers, load_optimizer=load_optimizer)
-        state = _counters(found)
+        _check_names(stored, module, {box.name for box in buffers})
+        _fill(stored, module, data, optimizer, buffers, load_optimizer=load_optimizer)
+        state = _counters(stored)
     except CheckpointError as error:
         fault = str(error)
     _raise_together(fault, data)
@@ -110,7 +110,7 @@ def load_deepspeed(
 
 
 def _fill(
-    found: DeepSpeedCheckpoint,
+    stored: DeepSpeedCheckpoint,
     module: nn.Module,
     data: DataParallel,
     optimizer: Optimizer,
@@ -119,28 +119,28 @@ def _fill(
     load_optimizer: bool,
 ) -> None:
     if load_optimizer:
-        found.name_states(_orders(module, optimizer))
+        stored.name_states(_orders(module, optimizer))
         needed = {moment for shard in optimizer.shards for moment in shard.state}
-        absent = sorted(needed - found.states.keys())
-        if absent and found.optimizer_steps:
+        absent = sorted(needed - stored.states.keys())
+        if absent and stored.optimizer_steps:
             raise CheckpointError(
-                f"{found.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}), but "
-                f"{listed(sorted(found.states)) or 'none'}; use the optimizer of the checkpoint, or load only the "
+                f"{stored.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}), but "
+                f"{listed(sorted(stored.states)) or 'none'}; use the optimizer of the checkpoint, or load only the "
                 "weights with load_optimizer=False"
             )
-    reader = DeepSpeedReader(found)
+    reader = DeepSpeedReader(stored)
     reader.fill(held_weights(data))
     reader.fill(buffers)
     pieces = list(optimizer_pieces(optimizer))
     mains = [piece for piece in pieces if piece.name.startswith("optimizer.main.")]
-    if not load_optimizer or not found.optimizer_steps:
+    if not load_optimizer or not stored.optimizer_steps:
         reader.fill(mains)
         return
     reader.fill(pieces)
     if isinstance(optimizer, TorchOptimizer):
         optimizer.load(reader, [])
-    optimizer.set_steps_taken(found.optimizer_steps)
-    optimizer.loss_scale.load_state_dict(found.loss_scale)
+    optimizer.set_steps_taken(stored.optimizer_steps)
+    optimizer.loss_scale.load_state_dict(stored.loss_scale)
 
 
 def _orders(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
@@ -151,25 +151,25 @@ def _orders(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
     return [groups, [trained], [list(names.values())]]
 
 
-def _check_names(found: DeepSpeedCheckpoint, module: nn.Module, buffers: set[str]) -> None:
+def _check_names(stored: DeepSpeedCheckpoint, module: nn.Module, buffers: set[str]) -> None:
     """Raise ``CheckpointError`` unless the checkpoint has the parameters of the module, by name and shape."""
     needed = {name: tuple(spec_of(parameter).global_shape) for name, parameter in module.named_parameters()}
-    held = found.shapes
-    read = {found.shared.get(name, name) for name in (*needed, *(name.removeprefix("buffers.") for name in buffers))}
+    shapes = stored.shapes
+    read = {stored.shared.get(name, name) for name in (*needed, *(name.removeprefix("buffers.") for name in buffers))}
     faults = {
-        "missing": [name for name in needed if name not in held],
-        "unexpected": [name for name in held if found.shared.get(name, name) not in read],
-        "of another shape": [name for name, shape in needed.items() if held.get(name, shape) != shape],
+        "missing": [name for name in needed if name not in shapes],
+        "unexpected": [name for name in shapes if stored.shared.get(name, name) not in read],
+        "of another shape": [name for name, shape in needed.items() if shapes.get(name, shape) != shape],
     }
     text = "; ".join(f"{len(names)} {what} ({listed(names)})" for what, names in faults.items() if names)
     if text:
-        raise CheckpointError(f"{found.folder} does not have the parameters of this model: {text}")
+        raise CheckpointError(f"{stored.folder} does not have the parameters of this model: {text}")
 
 
-def _counters(found: DeepSpeedCheckpoint) -> dict[str, Any]:
+def _counters(stored: DeepSpeedCheckpoint) -> dict[str, Any]:
     """The values of ``EngineState``: counters, the caller's state, and that of the learning-rate scheduler."""
-    counts = found.counters
+    counts = stored.counters
     steps, samples, skipped = (counts[name] for name in ("global_steps", "global_samples", "skipped_steps"))
-    each = samples // steps if steps else 0
-    state = TrainState(steps, samples, skipped_iterations=skipped, skipped_samples=skipped * each)
-    return {**asdict(state), "client_state": dict(found.client_state), "scheduler": dict(found.lr_scheduler)}
+    per_step = samples // steps if steps else 0
+    state = TrainState(steps, samples, skipped_iterations=skipped, skipped_samples=skipped * per_step)
+    return {**asdict(state), "client_state": dict(stored.client_state), "scheduler": dict(stored.lr_scheduler)}

@@ -22,7 +22,9 @@ class DirectBackward:
     def __init__(
         self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[Tensor | None], None]
     ) -> None:
-        self._parameters, self._begin, self._end = list(parameters), begin, end
+        self._parameters = list(parameters)
+        self._begin = begin
+        self._end = end
         self.is_running = False
         """Whether a backward runs, of the engine or of the program."""
 
@@ -52,15 +54,15 @@ def _accumulates(parameter: nn.Parameter) -> bool:
         view = parameter.view_as(parameter)
     node: Any = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
     try:
-        found: bool = torch._C._will_engine_execute_node(node)
+        is_reached: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad returns this gradient
         return False
-    return found
+    return is_reached
 
 
 def _detached_loss(output: Any) -> Tensor | None:
     try:
-        found = loss_of(output).detach()
+        loss = loss_of(output).detach()
     except ConfigError:
         return None
-    return found if found.numel() == 1 else None
+    return loss if loss.numel() == 1 else None

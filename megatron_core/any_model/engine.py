@@ -75,10 +75,13 @@ class Engine(EngineBackward, nn.Module):
         initialise: Initialise | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.config, self.world = module, config, world
-        given = None if model_parameters is None else list(model_parameters)
-        prepared = self._prepare(Choices(given, unit_classes, initialise, own_optimizer is not None))
-        self.groups, self.fp8 = prepared.groups, prepared.fp8
+        self.module = module
+        self.config = config
+        self.world = world
+        parameters = None if model_parameters is None else list(model_parameters)
+        prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
+        self.groups = prepared.groups
+        self.fp8 = prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
@@ -130,7 +133,8 @@ class Engine(EngineBackward, nn.Module):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
-        stage, groups = self.config.parallel.dp_zero_stage, self.groups
+        stage = self.config.parallel.dp_zero_stage
+        groups = self.groups
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "pp") if groups.size(axis) > 1)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
@@ -209,7 +213,9 @@ class Engine(EngineBackward, nn.Module):
         """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
-        self._direct.is_running, self.data_parallel.grad_factor = False, 1.0  # a backward may have failed
+        # a backward may have failed
+        self._direct.is_running = False
+        self.data_parallel.grad_factor = 1.0
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
@@ -243,7 +249,8 @@ class Engine(EngineBackward, nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         check_trained(self.module, self._trained)
-        data, sharded = self.data_parallel, self._sharded
+        data = self.data_parallel
+        sharded = self._sharded
         METER.switch("gradients")
         finish_gradients(data, self._after_gradients)
         self.before_update()
@@ -280,7 +287,8 @@ class Engine(EngineBackward, nn.Module):
         return self.last_report
 
     def _refuse_bad(self, loss: float, norm: float) -> None:
-        training, known = self.config.training, norm + loss if self._knows_loss else norm
+        training = self.config.training
+        known = norm + loss if self._knows_loss else norm
         if training.check_for_nan_in_loss_and_grad and not training.fp16 and not math.isfinite(known):
             self.discard_gradients()  # the program may continue with other data
             raise MegatronError(
@@ -357,9 +365,9 @@ class Engine(EngineBackward, nn.Module):
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
         names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
         self._sharded.synchronize()
-        held = {p: whole_tensor(p, self.groups.group("tp")) for p in self.data_parallel.reading(names)}
-        found = self.module.state_dict(keep_vars=True)
-        return {n: held[t] if t in held else t.detach().to("cpu", copy=True) for n, t in found.items()}
+        tensors = {p: whole_tensor(p, self.groups.group("tp")) for p in self.data_parallel.reading(names)}
+        state = self.module.state_dict(keep_vars=True)
+        return {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
 
     def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
         """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.

@@ -38,13 +38,13 @@ def multiply_in_fp8(
     settings = config.training
     if settings.fp8_format is None:
         return
-    inside = {each for unit in units for root in unit for each in root.modules()}
+    inside = {child for unit in units for root in unit for child in root.modules()}
     replaced: dict[nn.Module, ParallelLinear] = {}
-    kept = 0
+    unchanged = 0
     with raising_on_all_ranks(device):  # pipeline stages have different layers
         for path, linear in list(_linear_layers(module)):
             if linear not in inside or not _is_suitable(linear):
-                kept += 1
+                unchanged += 1
                 continue
             if linear not in replaced:
                 replaced[linear] = _in_fp8(path, linear, settings, config)
@@ -56,8 +56,8 @@ def multiply_in_fp8(
             f"{STEP}; name their modules in unit_classes, or remove fp8_format"
         )
     if groups.rank == 0:
-        others = f"; {kept} others in {settings.compute_dtype}" if kept else ""
-        print(f"fp8: {settings.fp8_format}, {settings.fp8_recipe}: {len(replaced)} linear layers{others}", flush=True)
+        note = f"; {unchanged} others in {settings.compute_dtype}" if unchanged else ""
+        print(f"fp8: {settings.fp8_format}, {settings.fp8_recipe}: {len(replaced)} linear layers{note}", flush=True)
 
 
 def histories_of(
@@ -72,9 +72,9 @@ def histories_of(
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Linear layers by name; a layer with several names comes several times."""
     kinds = (nn.Linear, ParallelLinear, *conv1d())
-    for path, each in module.named_modules(remove_duplicate=False):
-        if type(each) in kinds:
-            yield path, each
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if type(layer) in kinds:
+            yield path, layer
 
 
 def _is_suitable(linear: Any) -> bool:
@@ -87,7 +87,8 @@ def _in_fp8(path: str, linear: Any, settings: FP8Config, config: RunConfig) -> P
     if not isinstance(linear, ParallelLinear):
         linear = ParallelLinear(linear, "colwise", ALONE, transposed=type(linear) in conv1d())
     splits_input = linear.style.startswith("rowwise")
-    size, width = block_size(settings), linear.in_features if splits_input else linear.out_features
+    size = block_size(settings)
+    width = linear.in_features if splits_input else linear.out_features
     if size and linear.group.size() > 1 and width % size:
         raise ConfigError(
             f"fp8_recipe={settings.fp8_recipe} has blocks of {size}, and {path} has {width} features on each tensor-"

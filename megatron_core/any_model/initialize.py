@@ -108,7 +108,8 @@ def initialize(
     own_optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        optimizer, model_parameters = make_optimizer(optimizer, trained), None
+        optimizer = make_optimizer(optimizer, trained)
+        model_parameters = None
     if optimizer is not None:
         known = settings_from(optimizer, settings.optimizer)
         own_optimizer = optimizer if known is None else None

@@ -26,7 +26,9 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
             raise ConfigError(f"LayerSpec: {typename!r} must be a class derived from torch.nn.Module")
-        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
 
     def build(self) -> nn.Module:
         """Construct the layer."""
@@ -57,7 +59,8 @@ class TiedLayerSpec(LayerSpec):
             raise ConfigError(f"TiedLayerSpec: key={key!r} must be a text without a dot; it becomes a part of names")
         if forward_fn is not None and not callable(forward_fn):
             raise ConfigError(f"TiedLayerSpec {key!r}: forward_fn={forward_fn!r} must be a function, or None")
-        self.key, self.forward_fn = key, forward_fn
+        self.key = key
+        self.forward_fn = forward_fn
 
 
 class PipelineModule(nn.Module):
@@ -93,9 +96,13 @@ class PipelineModule(nn.Module):
         super().__init__()
         if isinstance(layers, nn.Module | str | Mapping) or not isinstance(layers, Iterable):
             raise ConfigError(f"PipelineModule: layers={layers!r} must be a list of layers")
-        self.specs, self.loss_fn, self.partition_method = list(layers), loss_fn, partition_method
-        self.recompute_interval, self.example = recompute_interval, example
-        self.tensor_plan, self.seed = tensor_plan, seed
+        self.specs = list(layers)
+        self.loss_fn = loss_fn
+        self.partition_method = partition_method
+        self.recompute_interval = recompute_interval
+        self.example = example
+        self.tensor_plan = tensor_plan
+        self.seed = seed
         if not self.specs or type(recompute_interval) is not int or recompute_interval < 0:
             raise ConfigError(
                 f"PipelineModule: {len(self.specs)} layers, recompute_interval={recompute_interval}; legal: one layer "
@@ -139,10 +146,8 @@ class PipelineModule(nn.Module):
     @cached_property
     def skeleton(self) -> list[nn.Module | None]:
         """Each layer's module without memory for its weights, None for functions."""
-        return [
-            _without_memory(spec) if isinstance(spec, LayerSpec) else spec if isinstance(spec, nn.Module) else None
-            for spec in self.specs
-        ]
+        layers = [_without_memory(spec) if isinstance(spec, LayerSpec) else spec for spec in self.specs]
+        return [layer if isinstance(layer, nn.Module) else None for layer in layers]
 
     def parameter_counts(self) -> list[int]:
         """Return the number of trained parameters of each layer."""
@@ -153,14 +158,15 @@ class PipelineModule(nn.Module):
 
     def flops(self) -> list[int]:
         """Return the FLOPs of each layer's forward for ``example``."""
-        found, x = [], _on_meta(self.example)
+        counts = []
+        x = _on_meta(self.example)
         for layer, spec in zip(self.skeleton, self.specs, strict=True):
             call = spec if layer is None else _on_meta(layer)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 forward_fn = getattr(spec, "forward_fn", None)
                 x = call(x) if forward_fn is None else forward_fn(call, x)
-            found.append(counter.get_total_flops())
-        return found
+            counts.append(counter.get_total_flops())
+        return counts
 
     def divide(self, stages: int) -> list[range]:
         """Return the layers of each of ``stages`` stages."""
@@ -176,8 +182,10 @@ class PipelineModule(nn.Module):
 
     def place(self, bounds: Sequence[range], mine: Sequence[int]) -> None:
         """Construct the layers of the stages ``mine`` of ``bounds``; the others are not constructed."""
-        self.bounds, self._mine = list(bounds), list(mine)
-        names, stages = self._module_names(), dict[str, set[int]]()
+        self.bounds = list(bounds)
+        self._mine = list(mine)
+        names = self._module_names()
+        stages = dict[str, set[int]]()
         for stage, layers in enumerate(bounds):
             for number in layers:
                 stages.setdefault(names[number], set()).add(stage)
@@ -190,23 +198,26 @@ class PipelineModule(nn.Module):
                 modules[name] = spec
             elif name and stages[name] & set(mine):
                 modules[name] = self._build(spec, number)
-        self._first_stage = {name: min(own) for name, own in stages.items()}
-        found: dict[nn.Parameter, tuple[str, set[int]]] = {}
+        self._first_stage = {name: min(numbers) for name, numbers in stages.items()}
+        users: dict[nn.Parameter, tuple[str, set[int]]] = {}
         for name, module in modules.items():
             for path, parameter in module.named_parameters(prefix=name):
-                found.setdefault(parameter, (path, set()))[1].update(stages[name])
-        self.places = {p: Place(path, tuple(sorted(s))) for p, (path, s) in found.items() if s & set(mine)}
-        self.uses = {tuple(sorted(own)) for own in [*stages.values(), *(each for _, each in found.values())]}
+                users.setdefault(parameter, (path, set()))[1].update(stages[name])
+        self.places = {p: Place(path, tuple(sorted(s))) for p, (path, s) in users.items() if s & set(mine)}
+        used_on = [*stages.values(), *(numbers for _, numbers in users.values())]
+        self.uses = {tuple(sorted(numbers)) for numbers in used_on}
         # The functions of this rank's layers; the specs of others are dropped.
         for name, module in modules.items():
             if stages[name] & set(mine):
                 self._register(name, module)
         for number in (number for stage in mine for number in bounds[stage]):
-            spec, own = self.specs[number], modules.get(names[number])
-            forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
-            self._calls[number] = spec if own is None else own if forward_fn is None else _Use(own, forward_fn)
-            if own is not None:
-                self._parts[number] = own
+            spec = self.specs[number]
+            layer = modules.get(names[number])
+            self._calls[number] = spec if layer is None else layer
+            if layer is not None:
+                self._parts[number] = layer
+                if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+                    self._calls[number] = _Use(layer, spec.forward_fn)
         self.specs = [spec if number in self._calls else None for number, spec in enumerate(self.specs)]
         vars(self).pop("skeleton", None)
 
@@ -230,11 +241,11 @@ class PipelineModule(nn.Module):
             return spec.build()
 
     def _register(self, name: str, module: nn.Module) -> None:
-        folder, _, own = name.rpartition(".")
+        folder, _, label = name.rpartition(".")
         if folder and folder not in self._modules:
             self.add_module(folder, nn.ModuleDict())
         owner = self.get_submodule(folder)
-        owner.add_module(own, module)
+        owner.add_module(label, module)
 
     # Stages.
 
@@ -245,17 +256,17 @@ class PipelineModule(nn.Module):
         """
         if ranks == 1 and self.tensor_plan is None:
             return None
-        whole = nn.Module()
+        built = nn.Module()
         names = self._module_names()
         for name, layer in zip(names, self.skeleton, strict=True):
-            if layer is not None and name not in whole._modules:
-                whole._modules[name] = layer
-        plan = plan_of(whole, self.tensor_plan, nn.Linear)
-        return {name: style if parts == 1 else f"packed_colwise:{parts}" for name, (style, parts) in plan.items()}
+            if layer is not None and name not in built._modules:
+                built._modules[name] = layer
+        plan = plan_of(built, self.tensor_plan, nn.Linear)
+        return {name: style if count == 1 else f"packed_colwise:{count}" for name, (style, count) in plan.items()}
 
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank is the first one whose stages use a buffer of the whole model."""
-        return next(s for own, s in self._first_stage.items() if own and name.startswith(f"{own}.")) in self._mine
+        return next(s for path, s in self._first_stage.items() if path and name.startswith(f"{path}.")) in self._mine
 
     def make_stages(self) -> tuple[dict[int, Stage], dict[int, list[list[nn.Module]]]]:
         """Return this rank's stages, and the modules of their units: each layer with parameters."""
@@ -263,16 +274,17 @@ class PipelineModule(nn.Module):
         units: dict[int, list[list[nn.Module]]] = {}
         seen: set[nn.Parameter] = set()
         for stage in self._mine:
-            named = [(place.name, p) for p, place in self.places.items() if stage in place.stages and p not in seen]
+            named = [(holder.name, p) for p, holder in self.places.items() if stage in holder.stages and p not in seen]
             seen |= {p for _, p in named}
             uses: dict[nn.Module, list[nn.Module]] = {}
             for number in self.bounds[stage]:
                 if number in self._parts:
-                    part, call = self._parts[number], self._calls[number]
-                    uses.setdefault(part, [part]).extend([call] if isinstance(call, _Use) else [])
-            parts = [module for modules in uses.values() for module in modules]
-            stages[stage] = Stage(partial(_run_stage, self, stage), parts, named)
-            units[stage] = [modules for part, modules in uses.items() if next(part.parameters(), None) is not None]
+                    layer = self._parts[number]
+                    call = self._calls[number]
+                    uses.setdefault(layer, [layer]).extend([call] if isinstance(call, _Use) else [])
+            modules_of_stage = [module for modules in uses.values() for module in modules]
+            stages[stage] = Stage(partial(_run_stage, self, stage), modules_of_stage, named)
+            units[stage] = [modules for layer, modules in uses.items() if next(layer.parameters(), None) is not None]
         return stages, units
 
     def layers_here(self) -> list[nn.Module]:
@@ -286,9 +298,9 @@ class PipelineModule(nn.Module):
         if interval == 0:
             return self._run_layers(layers, x)
         for start in range(layers.start, layers.stop, interval):
-            part = range(start, min(start + interval, layers.stop))
-            modules = nn.ModuleList(self._parts[number] for number in part if number in self._parts)
-            x = recomputed(modules, partial(self._run_layers, part))(x)
+            group = range(start, min(start + interval, layers.stop))
+            modules = nn.ModuleList(self._parts[number] for number in group if number in self._parts)
+            x = recomputed(modules, partial(self._run_layers, group))(x)
         return x
 
     def _run_layers(self, layers: range, x: Any) -> Any:
@@ -308,7 +320,8 @@ class _Use(nn.Module):
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[Any, Any], Any]) -> None:
         super().__init__()
-        self.module, self._forward_fn = module, forward_fn
+        self.module = module
+        self._forward_fn = forward_fn
 
     def forward(self, x: Any) -> Any:
         """Apply the function to the module and ``x``."""
@@ -346,4 +359,4 @@ def _on_meta(value: Any) -> Any:
         return value.to("meta")
     if isinstance(value, tuple | list):
         return type(value)(map(_on_meta, value))
-    return {name: _on_meta(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+    return {name: _on_meta(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value

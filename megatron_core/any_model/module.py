@@ -25,7 +25,7 @@ from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
 READ = frozenset(
     {
-        *(each.name for each in fields(OptimizerConfig)),
+        *(setting.name for setting in fields(OptimizerConfig)),
         *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
         *("zero3_param_offload_dir", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"),
         *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression"),
@@ -66,7 +66,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
         settings = _from_mapping(config or {})
     else:
         raise ConfigError(f"config={config!r} must be a dict, the path of a YAML or JSON file, or a RunConfig")
-    values, defaults = settings.flat(), RunConfig().flat()
+    values = settings.flat()
+    defaults = RunConfig().flat()
     if settings.training.fp8_param_gather:
         raise ConfigError(
             "fp8_param_gather=True on a model of your own: gathered weights would be rounded to FP8 for all their "
@@ -84,7 +85,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
 
 def _check_types(settings: RunConfig) -> None:
     """ConfigError for values of a ``RunConfig`` that a configuration file could not have."""
-    kinds, faults = field_types(), []
+    kinds = field_types()
+    faults = []
     defaults = RunConfig().flat()
     for name, value in settings.flat().items():
         try:
@@ -98,7 +100,9 @@ def _check_types(settings: RunConfig) -> None:
 
 
 def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
-    kinds, faults, values = field_types(), [], RunConfig().flat()
+    kinds = field_types()
+    faults = []
+    values = RunConfig().flat()
     for name, value in config.items():
         if name not in kinds:
             hint = perhaps(
@@ -117,7 +121,8 @@ def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
 
 def check_settings(config: RunConfig, world_size: int) -> RunConfig:
     """Check ``config`` on ``world_size`` ranks; return it with a constant learning rate if the steps are unknown."""
-    training, optimizer = config.training, config.optimizer
+    training = config.training
+    optimizer = config.optimizer
     if (
         training.train_iters is None
         and training.train_samples is None
@@ -146,7 +151,8 @@ def check_same_settings(config: RunConfig, device: torch.device) -> None:
     by_rank = gather_from_all_ranks(json.dumps(values, default=str), device)
     other = next((rank for rank, text in enumerate(by_rank) if text != by_rank[0]), None)
     if other is not None:
-        first, second = json.loads(by_rank[0]), json.loads(by_rank[other])
+        first = json.loads(by_rank[0])
+        second = json.loads(by_rank[other])
         name = next(name for name in values if first[name] != second[name])
         raise LayoutError(
             f"the settings differ between ranks: rank 0 has {name}={first[name]!r}, and rank {other} has "
@@ -189,13 +195,13 @@ def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
                 inner.forward = DerivedForward(inner.forward, _with_float32_parameters)
 
 
-def _with_float32_parameters(own: Any) -> Callable[..., Any]:
-    module: nn.Module = own.__self__
+def _with_float32_parameters(method: Any) -> Callable[..., Any]:
+    module: nn.Module = method.__self__
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         wide: Any = copy(module)  # with the same buffers, which change in place
         wide._parameters = {name: None if p is None else p.float() for name, p in module._parameters.items()}
-        return own.__func__(wide, *args, **kwargs)
+        return method.__func__(wide, *args, **kwargs)
 
     return forward
 
@@ -230,9 +236,9 @@ def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             if not tensor.is_meta:
-                whole = tensor.contiguous()
-                dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, 0)
-                tensor.copy_(whole)
+                contiguous = tensor.contiguous()
+                dist.broadcast(contiguous.view(torch.uint8) if contiguous.dtype == torch.bool else contiguous, 0)
+                tensor.copy_(contiguous)
 
 
 def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[list[nn.Module]]:
@@ -247,36 +253,36 @@ def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[li
     if classes is not None:
         if _is_of(module, classes):
             return []
-        found = outermost(module, lambda each: _is_of(each, classes))
-        if not found:
-            names = list(dict.fromkeys(type(each).__name__ for each in module.modules()))
+        units = outermost(module, lambda unit: _is_of(unit, classes))
+        if not units:
+            names = list(dict.fromkeys(type(unit).__name__ for unit in module.modules()))
             raise ConfigError(
                 f"unit_classes={[getattr(c, '__name__', c) for c in classes]}: the model has no such modules; its "
                 f"classes are {listed(names, FIRST_MODULES)}"
             )
-        return [[each] for each in found]
+        return [[unit] for unit in units]
     named = list(getattr(module, "_no_split_modules", None) or ())
-    found = outermost(module, lambda each: _is_of(each, named)) if named else []
-    if not found:
-        lists = outermost(module, lambda each: isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1)
-        found = [child for each in lists for child in each.children()]
+    units = outermost(module, lambda unit: _is_of(unit, named)) if named else []
+    if not units:
+        lists = outermost(module, lambda unit: isinstance(unit, nn.ModuleList | nn.Sequential) and len(unit) > 1)
+        units = [member for unit in lists for member in unit.children()]
     # No hook sees the use of a list of parameters, which has no forward.
-    found = found or [c for c in module.children() if not isinstance(c, nn.ParameterList | nn.ParameterDict)]
-    found = [each for each in found if next(each.parameters(), None) is not None]
-    unique = list(dict.fromkeys(found))
-    return [[each] for each in unique]
+    units = units or [c for c in module.children() if not isinstance(c, nn.ParameterList | nn.ParameterDict)]
+    units = [unit for unit in units if next(unit.parameters(), None) is not None]
+    unique = list(dict.fromkeys(units))
+    return [[unit] for unit in unique]
 
 
 def outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Return the modules inside ``module`` for which ``wanted`` is true and which are inside no other of them."""
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
     for child in module.children():
-        found += [child] if wanted(child) else outermost(child, wanted)
-    return found
+        chosen += [child] if wanted(child) else outermost(child, wanted)
+    return chosen
 
 
 def _is_of(module: nn.Module, classes: UnitClasses) -> bool:
-    return any(type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in classes)
+    return any(type(module).__name__ == c if isinstance(c, str) else isinstance(module, c) for c in classes)
 
 
 class LocalInitialisation:
@@ -288,12 +294,13 @@ class LocalInitialisation:
     """
 
     def __init__(self, module: nn.Module, seed: int, device: torch.device, initialise: Initialise | None) -> None:
-        self.seed, self.device = seed, device
+        self.seed = seed
+        self.device = device
         self.initialise = initialise or getattr(module, "_init_weights", None)
         self.owners = {
-            f"{path}.{own}".lstrip("."): (path, owner, dict(owner._parameters))
+            f"{path}.{label}".lstrip("."): (path, owner, dict(owner._parameters))
             for path, owner in module.named_modules()
-            for own, parameter in owner.named_parameters(recurse=False)
+            for label, parameter in owner.named_parameters(recurse=False)
             if parameter.is_meta
         }
         missing = [name for name, buffer in module.named_buffers() if buffer.is_meta]
@@ -309,10 +316,10 @@ class LocalInitialisation:
         scratch = copy(owner)
         scratch._modules = {}
         scratch._parameters = {
-            own: None
-            if each is None
-            else nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
-            for own, each in parameters.items()
+            label: None
+            if other is None
+            else nn.Parameter(torch.empty(other.shape, dtype=other.dtype, device=parameter.device), other.requires_grad)
+            for label, other in parameters.items()
         }
         digest = hashlib.sha256(f"{self.seed} {path}".encode()).digest()
         devices = [parameter.device] if parameter.device.type == "cuda" else []

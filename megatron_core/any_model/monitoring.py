@@ -43,19 +43,24 @@ class StepMonitor:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, world: World, layout: str) -> None:
-        self._config, self._groups, self._world, self._layout = config, groups, world, layout
+        self._config = config
+        self._groups = groups
+        self._world = world
+        self._layout = layout
         has_sink = any(feature.sink is not None for feature in used_features(config))
         self.is_on = has_sink or config.monitor.metrics_file is not None
         self._sinks: list[Sink] = []
         self._writer: RankWriter | None = None
         self._goodput = Goodput()
-        self._is_open, self._began = False, 0.0
+        self._is_open = False
+        self._began = 0.0
 
     def begin(self, iteration: int) -> None:
         """Open the files before the first step; ``iteration``: number of steps so far."""
         if not self.is_on or self._is_open:
             return
-        settings, rank = self._config.monitor, self._world.rank
+        settings = self._config.monitor
+        rank = self._world.rank
         self._is_open = True
         if rank == 0:
             context = SinkContext(self._config, start_iteration=iteration, logged=self._config.flat())
@@ -94,12 +99,15 @@ class StepMonitor:
         if not self._is_open or not self.is_on:
             return
         now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        times, in_use, peak = METER.take(), current_memory_bytes(), peak_memory_bytes()
+        seconds = now - self._began
+        self._began = now
+        times = METER.take()
+        in_use = current_memory_bytes()
+        peak = peak_memory_bytes()
         memory = {"current": in_use, "peak": peak, "activations and buffers": max(peak - in_use, 0)}
         if self._writer is not None:
-            at = (state.iteration, state.iteration, unix_time())
-            self._goodput.add(self._writer.write(*at, times, memory, int(skipped)))
+            position = (state.iteration, state.iteration, unix_time())
+            self._goodput.add(self._writer.write(*position, times, memory, int(skipped)))
         event = StepEvent(
             iteration=state.iteration,
             total_iterations=self._config.training.train_iters or state.iteration,
@@ -129,4 +137,6 @@ class StepMonitor:
             sink.close()
         if self._writer is not None:
             self._writer.close()
-        self._sinks, self._writer, self.is_on = [], None, False
+        self._sinks = []
+        self._writer = None
+        self.is_on = False

@@ -42,7 +42,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Groups, take_step: Callable[[], object], discard: Callable[[], object]) -> None:
         momenta: dict[str, Any] = {name: groups[0][name] for name in ("betas", "momentum") if name in groups[0]}
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **momenta})
-        self._take_step, self._discard = take_step, discard
+        self._take_step = take_step
+        self._discard = discard
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """As ``Engine.step``."""
@@ -78,15 +79,15 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def groups_of(
-    module: nn.Module, config: OptimizerConfig, given: Iterable[Any] | None, *, keeps_all: bool = False
+    module: nn.Module, config: OptimizerConfig, choice: Iterable[Any] | None, *, keeps_all: bool = False
 ) -> Groups:
     """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas`` of
     Adam, ``momentum`` of SGD).
 
-    ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
+    ``choice``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
     then applies to each, and further entries are kept, as are groups without trained parameters: schedulers have a
     rate for each group. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: add no
-    settings to those of ``given``.
+    settings to those of ``choice``.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     if config.optimizer == "adam":
@@ -102,29 +103,29 @@ def groups_of(
                 f"{name} is {parameter.dtype}: complex parameters cannot be trained; store the result of "
                 "torch.view_as_real, and call torch.view_as_complex in forward"
             )
-    if given is None:
+    if choice is None:
         by_decay = {decays: [p for p in trained if (p.dim() > 1) == decays] for decays in (True, False)}
         return [
             {**common, "weight_decay": config.weight_decay * decays, "params": params}
             for decays, params in by_decay.items()
             if params
         ]
-    items = list(given)
-    if not any(isinstance(each, Mapping) for each in items):
+    items = list(choice)
+    if not any(isinstance(entry, Mapping) for entry in items):
         items = [{"params": items}]
     groups: Groups = []
-    listed: Groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in items]
-    for each in listed:
-        params = {"params": [p for p in _parameters(each["params"]) if p.requires_grad]}
-        settings = {} if keeps_all else {name: float(each[name]) for name in PER_GROUP if name in each}
-        groups.append({**({} if keeps_all else common), **each, **settings, **params})
+    listed: Groups = [dict(entry) if isinstance(entry, Mapping) else {"params": [entry]} for entry in items]
+    for entry in listed:
+        params = {"params": [p for p in _parameters(entry["params"]) if p.requires_grad]}
+        settings = {} if keeps_all else {name: float(entry[name]) for name in PER_GROUP if name in entry}
+        groups.append({**({} if keeps_all else common), **entry, **settings, **params})
     _check_members(groups, trained)
     return groups
 
 
 def _parameters(params: Any) -> Iterator[nn.Parameter]:
-    for each in [params] if isinstance(params, nn.Parameter) else params:
-        yield each[1] if isinstance(each, tuple) else each
+    for entry in [params] if isinstance(params, nn.Parameter) else params:
+        yield entry[1] if isinstance(entry, tuple) else entry
 
 
 def _check_members(groups: Groups, trained: Mapping[nn.Parameter, str]) -> None:
@@ -168,7 +169,8 @@ def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
     momenta in all groups. Returns None for other options and classes, with hooks of ``step``, and after steps, whose
     state continues: these optimizers keep their own ``step``.
     """
-    groups, hooks = optimizer.param_groups, [vars(optimizer).get(name) for name in STEP_HOOKS]
+    groups = optimizer.param_groups
+    hooks = [vars(optimizer).get(name) for name in STEP_HOOKS]
     if any(hooks) or any(group.get(name) for group in groups for name in OPTIONS) or any(optimizer.state.values()):
         return None
     step = inspect.unwrap(type(optimizer).step)  # a subclass may have its own

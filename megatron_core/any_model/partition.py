@@ -31,15 +31,17 @@ def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, nothing, 0)}
     for number in range(1, count + 1):
         for stage in range(1, min(number, stages) + 1):
-            found = nothing
+            smallest = nothing
             for start in range(stage - 1, number):
                 if (start, stage - 1) not in best:
                     continue
                 most, least, _ = best[start, stage - 1]
-                own = sums[number] - sums[start]
-                most, least = max(most, own), min(least, own)
-                if most - least <= found:
-                    found, best[number, stage] = most - least, (most, least, start)
+                weight = sums[number] - sums[start]
+                most = max(most, weight)
+                least = min(least, weight)
+                if most - least <= smallest:
+                    smallest = most - least
+                    best[number, stage] = (most, least, start)
     bounds = [count]
     for stage in range(stages, 0, -1):
         bounds.append(best[bounds[-1], stage][2])
@@ -121,9 +123,9 @@ def _matches(method: str, names: Sequence[str]) -> list[float]:
         expression = re.compile(method.partition(":")[2], re.IGNORECASE)
     except re.error as error:
         raise ConfigError(f"partition_method={method!r}: {error}; correct the regular expression") from None
-    found = [float(expression.search(name) is not None) for name in names]
-    if not any(found):
+    matches = [float(expression.search(name) is not None) for name in names]
+    if not any(matches):
         raise ConfigError(
             f"partition_method={method!r} matches no layer; their classes are {', '.join(dict.fromkeys(names))}"
         )
-    return found
+    return matches

@@ -61,10 +61,12 @@ class PipelineEngine(Engine):
         **options: Any,
     ) -> None:
         """``has_dtype``: whether the settings choose the dtype, so that it need not be that of the layers."""
-        self._partition_method, self._head_modules = partition_method, head_modules
+        self._partition_method = partition_method
+        self._head_modules = head_modules
         self._has_dtype = has_dtype
         super().__init__(module, config, world, **options)
-        parallel, device = config.parallel, world.device
+        parallel = config.parallel
+        device = world.device
         p2p = PipelineP2P(self.groups)
         p2p.warm_up(device, self.plans.stage_to_rank)
         self._known: set[str] = set()
@@ -83,7 +85,8 @@ class PipelineEngine(Engine):
         )
 
     def _prepare(self, choices: Choices) -> Prepared:
-        config, module = self.config, self.module
+        config = self.config
+        module = self.module
         if choices.keeps_all:
             raise ConfigError(
                 f"optimizer={config.optimizer.optimizer} of your own with pipeline stages: each rank updates its own "
@@ -104,20 +107,23 @@ class PipelineEngine(Engine):
         self.stages, units = self.staged.make_stages()
         if choices.unit_classes is not None:
             units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
-        compile_units((modules for own in units.values() for modules in own), config.training)
-        save_memory(module, [each for own in units.values() for modules in own for each in modules], config.model)
-        own = [{**each, "params": [p for p in each["params"] if p in self.staged.places]} for each in param_groups]
+        all_units = [modules for units_of_stage in units.values() for modules in units_of_stage]
+        compile_units(all_units, config.training)
+        save_memory(module, [inner for modules in all_units for inner in modules], config.model)
+        places = self.staged.places
+        local_groups = [{**group, "params": [p for p in group["params"] if p in places]} for group in param_groups]
         fp8 = histories_of(module, config, groups, self.world.device)
-        return Prepared(groups, dict(self.stages), units, own, local, fp8)
+        return Prepared(groups, dict(self.stages), units, local_groups, local, fp8)
 
     def _place_layers(
         self, module: PipelineModule, groups: ParallelGroups, choices: Choices
     ) -> tuple[Groups, LocalInitialisation]:
         """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
-        config, where = self.config, self.plans.stage_to_rank
+        config = self.config
+        where = self.plans.stage_to_rank
         bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
         by_rank = gather_from_all_ranks(
-            json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device
+            json.dumps([module.class_names, [list(run) for run in bounds]]), self.world.device
         )
         if len(set(by_rank)) > 1:
             other = next(rank for rank, text in enumerate(by_rank) if text != by_rank[0])
@@ -136,14 +142,14 @@ class PipelineEngine(Engine):
         local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
         equalize(module.places, module.buffers(), where, groups)
         if plan is not None:
-            here = dict(module.named_modules())
-            own_plan = {name: style for name, style in plan.items() if name in here}
+            built = dict(module.named_modules())
+            own_plan = {name: style for name, style in plan.items() if name in built}
             if groups.size("tp") == 1:
                 check_plan(module, groups.group("tp"), own_plan)
             else:
                 split_model(module, groups.group("tp"), plan=own_plan)
                 torch.manual_seed(config.training.seed + groups.index("dp"))
-        inside = [[each] for layer in module.layers_here() for each in layer.children()]
+        inside = [[child] for layer in module.layers_here() for child in layer.children()]
         multiply_in_fp8(module, inside, config, groups, self.world.device)
         if not any(parameter.requires_grad for parameter in module.parameters()):  # a stage of functions alone
             optimizer = config.optimizer
@@ -155,7 +161,9 @@ class PipelineEngine(Engine):
         self, module: nn.Module, groups: ParallelGroups, choices: Choices
     ) -> tuple[ModelCut, Groups, LocalInitialisation]:
         """Cut a whole model into stages, and keep those of this rank."""
-        config, device, where = self.config, self.world.device, self.plans.stage_to_rank
+        config = self.config
+        device = self.world.device
+        where = self.plans.stage_to_rank
         check_same_module(module, device)
         with raising_on_all_ranks(device):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
@@ -165,7 +173,7 @@ class PipelineEngine(Engine):
             equalize_and_split(module, groups, config.training.seed)
         multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
         cut = ModelCut(module, where, self._partition_method, self._head_modules)
-        groups.tie(tied_sets({place.stages for place in cut.all_places.values()}, where))
+        groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, where))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
         if groups.size("tp") == 1:
             cast(module, config, device)
@@ -227,8 +235,8 @@ class PipelineEngine(Engine):
             micros.append(self._in_compute_dtype(batch))
             if len(micros) == count:
                 break
-        own = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
-        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(own), self.world.device)]
+        labels = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
+        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(labels), self.world.device)]
         ended = [rank for rank, kinds in enumerate(by_rank) if kinds is not None and len(kinds) < count]
         if ended and len(ended) == sum(kinds is not None for kinds in by_rank):
             raise StopIteration
@@ -253,7 +261,7 @@ class PipelineEngine(Engine):
                 f"ranks {needed[0]} and {other} are stages of one pipeline, but their batches have different shapes; "
                 "give all stages the same micro-batches"
             )
-        everything = {kind for kinds in by_rank for kind in kinds or ()}
+        everything = {label for kinds in by_rank for label in kinds or ()}
         is_new = not self._known.issuperset(everything)
         self._known |= everything
         message = StructuredMessages(self.world.device, kinds, is_new, self._structures)
@@ -277,14 +285,15 @@ class PipelineEngine(Engine):
 
     def _forward_step(self, micros: list[Any], loss_function: LossFunction | None, message: Any) -> ForwardStep:
         """Return the forward function of a stage: its output is a message, or on the last stage the loss."""
-        last = len(self.plans.stage_to_rank) - 1
+        final = len(self.plans.stage_to_rank) - 1
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
-            batch, received = micros[micro] if micros else None, None
+            batch = micros[micro] if micros else None
+            received = None
             if tensors is not None:
                 received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
             output = self.stages[stage](batch, received)
-            if stage == last:
+            if stage == final:
                 return self._loss_in(output, batch, loss_function)
             structure, sent = flatten(output)
             message.learn(Action(stage, "F", micro), structure)
@@ -318,23 +327,24 @@ class PipelineEngine(Engine):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers of all stages on the CPU; all ranks call it together."""
-        own = super().full_state_dict()
+        local = super().full_state_dict()
         names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        own = {name: tensor for name, tensor in own.items() if name in names or self.staged.owns_buffer(name)}
-        group, device = self.groups.group("pp"), self.world.device
-        lines = json.dumps([[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()])
-        whole: dict[str, Tensor] = {}
+        local = {name: tensor for name, tensor in local.items() if name in names or self.staged.owns_buffer(name)}
+        group = self.groups.group("pp")
+        device = self.world.device
+        lines = json.dumps([[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in local.items()])
+        gathered: dict[str, Tensor] = {}
         for index, text in enumerate(gather_strings(lines, group, device)):
             for name, shape, dtype in json.loads(text):
-                if name in whole:
+                if name in gathered:
                     continue
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 if index == self.groups.index("pp"):
-                    tensor.copy_(own[name])
+                    tensor.copy_(local[name])
                 sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
                 broadcast_(sent, self.groups.ranks("pp")[index], group)
-                whole[name] = tensor.cpu()
-        return whole
+                gathered[name] = tensor.cpu()
+        return gathered
 
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank saves a buffer."""
@@ -350,7 +360,7 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return [list(value.shape), str(value.dtype)]
     if isinstance(value, Mapping):
-        return {str(name): _shapes(each) for name, each in value.items()}
+        return {str(name): _shapes(inner) for name, inner in value.items()}
     if isinstance(value, tuple | list):
-        return [_shapes(each) for each in value]
+        return [_shapes(inner) for inner in value]
     return type(value).__name__

@@ -71,7 +71,7 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)
     compile_units(units, config.training)
-    save_memory(module, [each for modules in units for each in modules], config.model)
+    save_memory(module, [child for modules in units for child in modules], config.model)
     return Prepared(
         groups, {0: module}, {0: units}, param_groups, local, histories_of(module, config, groups, world.device)
     )

@@ -13,16 +13,16 @@ from megatron_core.any_model.arguments import check_scheduler_of, made_by
 from megatron_core.errors import CheckpointError, ConfigError
 
 
-def share_groups(client: torch.optim.Optimizer, own: torch.optim.Optimizer) -> None:
-    """Give the caller's optimizer the parameter groups of the engine's optimizer ``own``.
+def share_groups(client: torch.optim.Optimizer, engine: torch.optim.Optimizer) -> None:
+    """Give the caller's optimizer the parameter groups of the engine's optimizer ``engine``.
 
     Schedulers of ``client``, also those inside of another scheduler, then change the settings that the engine reads.
     """
-    if client.param_groups is not own.param_groups:
-        for group, theirs in zip(own.param_groups, client.param_groups, strict=False):  # a stage may have none
+    if client.param_groups is not engine.param_groups:
+        for group, theirs in zip(engine.param_groups, client.param_groups, strict=False):  # a stage may have none
             for name, value in theirs.items():
                 group.setdefault(name, value)
-        client.param_groups = own.param_groups
+        client.param_groups = engine.param_groups
     # Schedulers of torch warn if the optimizer's ``step`` was not called: the engine updates the weights itself.
     vars(client)["_opt_called"] = True
 
@@ -96,7 +96,7 @@ def needs_argument(function: Callable[..., Any]) -> bool:
     """Whether ``function`` cannot be called without arguments."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return any(each.default is each.empty and each.kind in positional for each in parameters)
+    return any(parameter.default is parameter.empty and parameter.kind in positional for parameter in parameters)
 
 
 def plain_state(scheduler: Any) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def restore_state(scheduler: Any, stored: Mapping[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items() if _is_data(each)}
+        return {str(name): _plain(inner) for name, inner in value.items() if _is_data(inner)}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(inner) for inner in value]
     if isinstance(value, np.generic | Tensor) and _is_data(value):  # a learning rate may be a tensor
         return value.item()
     return value if _is_data(value) else None
@@ -136,9 +136,9 @@ def _is_data(value: Any) -> bool:
 def is_json(value: Any, *, any_key: bool = False) -> bool:
     """Whether ``value`` consists of JSON values and tuples; with ``any_key``, keys may be other values than texts."""
     if isinstance(value, Mapping):
-        return all((any_key or isinstance(key, str)) and is_json(each, any_key=any_key) for key, each in value.items())
+        return all((any_key or isinstance(key, str)) and is_json(item, any_key=any_key) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return all(is_json(each, any_key=any_key) for each in value)
+        return all(is_json(item, any_key=any_key) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -150,12 +150,12 @@ def _typed(stored: Any, present: Any) -> Any:
         values |= {n: v for n, v in present.items() if n not in values and not _is_data(v)}
         if not isinstance(present, dict):
             return values
-        found = copy(present)  # MultiStepLR has a Counter
-        found.clear()
-        found.update(values)
-        return found
+        typed = copy(present)  # MultiStepLR has a Counter
+        typed.clear()
+        typed.update(values)
+        return typed
     if isinstance(stored, list) and isinstance(present, list | tuple):
         same = len(stored) == len(present)
-        items = [_typed(each, present[at] if same else None) for at, each in enumerate(stored)]
+        items = [_typed(item, present[index] if same else None) for index, item in enumerate(stored)]
         return tuple(items) if type(present) is tuple else items
     return stored if stored is not None or _is_data(present) else present

@@ -36,7 +36,8 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(modules)
-        self._run, self._named = run, list(named)
+        self._run = run
+        self._named = list(named)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their names in the whole model."""
@@ -48,7 +49,7 @@ class Stage(nn.Module):
 
     def borrowed(self, mine: set[nn.Parameter]) -> list[nn.Module]:
         """Return the parts with parameters that belong to another stage of this rank; ``mine``: those of this stage."""
-        return [part for part in self.parts if any(p not in mine for p in part.parameters())]
+        return [module for module in self.parts if any(p not in mine for p in module.parameters())]
 
 
 class Staged(Protocol):
@@ -66,8 +67,8 @@ class Staged(Protocol):
 
 def tied_sets(stages: Iterable[Sequence[int]], stage_to_rank: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the sets of several pipeline ranks that hold common parameters, in one order on all ranks."""
-    found = {ranks_of(each, stage_to_rank) for each in stages}
-    return sorted(ranks for ranks in found if len(ranks) > 1)
+    sets = {ranks_of(numbers, stage_to_rank) for numbers in stages}
+    return sorted(ranks for ranks in sets if len(ranks) > 1)
 
 
 def ranks_of(stages: Sequence[int], stage_to_rank: Sequence[int]) -> tuple[int, ...]:
@@ -77,13 +78,13 @@ def ranks_of(stages: Sequence[int], stage_to_rank: Sequence[int]) -> tuple[int, 
 
 def mark_tied(places: Mapping[nn.Parameter, Place], stage_to_rank: Sequence[int], groups: ParallelGroups) -> None:
     """Record in the ``ShardSpec`` of parameters which pipeline ranks hold them; the first stage's copy counts."""
-    for parameter, place in places.items():
-        ranks = ranks_of(place.stages, stage_to_rank)
+    for parameter, holder in places.items():
+        ranks = ranks_of(holder.stages, stage_to_rank)
         if not hasattr(parameter, "shard_spec"):
-            marked: Any = parameter
-            marked.shard_spec = replicated(tuple(parameter.shape), groups.index("tp"))
+            attributes: Any = parameter
+            attributes.shard_spec = replicated(tuple(parameter.shape), groups.index("tp"))
         if len(ranks) > 1:
-            amend_spec(parameter, tied=ranks, is_copy=stage_to_rank[min(place.stages)] != groups.index("pp"))
+            amend_spec(parameter, tied=ranks, is_copy=stage_to_rank[min(holder.stages)] != groups.index("pp"))
 
 
 @torch.no_grad()
@@ -95,16 +96,16 @@ def equalize(
 ) -> None:
     """Make copies equal: tied parameters to those of their first stage, and all to the first rank of each stage."""
     pipeline = groups.ranks("pp")
-    for parameter, place in sorted(places.items(), key=lambda each: each[1].name):
-        ranks = ranks_of(place.stages, stage_to_rank)
+    for parameter, holder in sorted(places.items(), key=lambda item: item[1].name):
+        ranks = ranks_of(holder.stages, stage_to_rank)
         if len(ranks) > 1:
-            _copy_from(parameter, pipeline[stage_to_rank[min(place.stages)]], groups.tied(ranks))
+            _copy_from(parameter, pipeline[stage_to_rank[min(holder.stages)]], groups.tied(ranks))
     for tensor in [*places, *buffers]:
         _copy_from(tensor, groups.ranks("tp-dp")[0], groups.group("tp-dp"))
 
 
 def _copy_from(tensor: Tensor, source: int, group: Group) -> None:
     if not tensor.is_meta and dist.is_initialized():
-        whole = tensor.detach().contiguous()
-        broadcast_(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group)
-        tensor.copy_(whole)
+        contiguous = tensor.detach().contiguous()
+        broadcast_(contiguous.view(torch.uint8) if contiguous.dtype == torch.bool else contiguous, source, group)
+        tensor.copy_(contiguous)

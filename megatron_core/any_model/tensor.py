@@ -52,9 +52,12 @@ class ParallelLinear(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = linear.weight
         self.bias: nn.Parameter | None = linear.bias
-        self.style, self.group, self.transposed = style, group, transposed
+        self.style = style
+        self.group = group
+        self.transposed = transposed
         out, into = (1, 0) if transposed else (0, 1)
-        self.out_features, self.in_features = self.weight.shape[out], self.weight.shape[into]
+        self.out_features = self.weight.shape[out]
+        self.in_features = self.weight.shape[into]
         self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = nn.functional.linear
         """Computes x W^T + b."""
 
@@ -62,9 +65,9 @@ class ParallelLinear(nn.Module):
         """``[..., in]`` -> ``[..., out]``."""
         weight = self.weight.t() if self.transposed else self.weight
         if self.style.startswith("rowwise"):
-            part = scatter_channels(x, self.group) if self.style == "rowwise_split_input" else x
-            whole = reduce_from_region(self.product(part, weight, None), self.group)
-            return whole if self.bias is None else whole + self.bias
+            local = scatter_channels(x, self.group) if self.style == "rowwise_split_input" else x
+            product = reduce_from_region(self.product(local, weight, None), self.group)
+            return product if self.bias is None else product + self.bias
         output = self.product(copy_to_region(x, self.group), weight, self.bias)
         return gather_channels(output, self.group) if self.style == "colwise_gather_output" else output
 
@@ -74,15 +77,18 @@ class ParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, group: Group) -> None:
         super().__init__()
-        self.weight, self.padding_idx, self.group = embedding.weight, embedding.padding_idx, group
-        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = embedding.weight
+        self.padding_idx = embedding.padding_idx
+        self.group = group
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up this rank's rows; the sum over the ranks completes the others."""
-        found = vocab_parallel_lookup(ids, self.weight, self.group.rank() * len(self.weight), self.group.size())
+        rows = vocab_parallel_lookup(ids, self.weight, self.group.rank() * len(self.weight), self.group.size())
         if self.padding_idx is not None:  # its row gets no gradient
-            found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
-        return reduce_from_region(found, self.group)
+            rows = torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return reduce_from_region(rows, self.group)
 
 
 def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, heads: Heads | None = None) -> None:
@@ -94,8 +100,8 @@ def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, hea
     splitting = _Splitting(model, group, plan, heads)
     splitting.choose()
     splitting.apply()
-    marked: Any = model
-    marked.tensor_parallel_size = group.size()
+    attributes: Any = model
+    attributes.tensor_parallel_size = group.size()
 
 
 def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
@@ -105,7 +111,8 @@ def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
 
 def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
     """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
-    size, known = groups.size("tp"), getattr(model, "tensor_parallel_size", 1)
+    size = groups.size("tp")
+    known = getattr(model, "tensor_parallel_size", 1)
     if known not in (1, size):
         raise ConfigError(
             f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
@@ -123,11 +130,11 @@ def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
     spec = spec_of(parameter)
     if not spec.splits:
         return parameter.detach().to("cpu", copy=True)
-    whole = torch.zeros(spec.global_shape, dtype=parameter.dtype, device=parameter.device)
-    for part in spec.parts:
-        if part.owned:
-            whole[part.whole.index] = parameter.detach()[part.local.index]
-    return reduce_from_region(whole, group).cpu()
+    gathered = torch.zeros(spec.global_shape, dtype=parameter.dtype, device=parameter.device)
+    for piece in spec.parts:
+        if piece.owned:
+            gathered[piece.whole.index] = parameter.detach()[piece.local.index]
+    return reduce_from_region(gathered, group).cpu()
 
 
 def conv1d() -> tuple[type, ...]:
@@ -156,9 +163,9 @@ class _ParallelLayers:
         """Replace the split layers inside of ``root``, which is the module ``prefix`` of the model or a copy of it."""
         for name, style in self.styles.items():
             if is_inside(name, prefix):
-                owner, _, own = inside(name, prefix).rpartition(".")
+                owner, _, label = inside(name, prefix).rpartition(".")
                 parent = root.get_submodule(owner)
-                setattr(parent, own, self._parallel(style, getattr(parent, own)))
+                setattr(parent, label, self._parallel(style, getattr(parent, label)))
         for name in self.experts:
             if is_inside(name, prefix):
                 module = root.get_submodule(inside(name, prefix))
@@ -185,8 +192,12 @@ class _ParallelLayers:
 
 class _Splitting:
     def __init__(self, model: nn.Module, group: Group, plan: Plan | None, heads: Heads | None) -> None:
-        self.model, self.group, self.size, self.index = model, group, group.size(), group.rank()
-        self.conv, self.heads = conv1d(), heads
+        self.model = model
+        self.group = group
+        self.size = group.size()
+        self.index = group.rank()
+        self.conv = conv1d()
+        self.heads = heads
         self.plan = plan_of(model, plan, linear_types())
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.specs: dict[nn.Parameter, tuple[str, ShardSpec]] = {}
@@ -203,19 +214,19 @@ class _Splitting:
     def choose(self) -> None:
         """Choose the split of every parameter, and check it."""
         self._measure_projections()
-        for name, (style, parts) in self.plan.items():
+        for name, (style, matrices) in self.plan.items():
             module = self.modules.get(name)
             if module is None:
-                self._parameter(name, style, parts)
+                self._parameter(name, style, matrices)
             elif style == "moe_tp_experts":
                 continue
             elif style == "replicated_with_grad_allreduce":
-                for own, parameter in module.named_parameters():
-                    self._record(f"{name}.{own}", parameter, self._whole(parameter, partial=True))
+                for label, parameter in module.named_parameters():
+                    self._record(f"{name}.{label}", parameter, self._whole(parameter, partial=True))
             elif style == "embedding_rowwise":
                 self._embedding(name, module)
             else:
-                self._linear(name, module, style, parts)
+                self._linear(name, module, style, matrices)
         self._check_tied()
         styles = self._joined_layers()
         check_partners(styles, smallest_regions(self.modules, styles))
@@ -235,8 +246,8 @@ class _Splitting:
                 spec.localise(parameter.detach(), local)
             parameter.data = local
         for parameter in self.model.parameters():
-            marked: Any = parameter
-            marked.shard_spec = self._spec_of(parameter)
+            attributes: Any = parameter
+            attributes.shard_spec = self._spec_of(parameter)
         layers.install("", self.model)
         for region in regions:
             establish(region, self.group)
@@ -257,7 +268,7 @@ class _Splitting:
             own_scopes = {inside(name, path): scope for name, scope in scopes.items() if is_inside(name, path)}
             specs = {name: self._spec_of(parameter) for name, parameter in module.named_parameters()}
             layers = {inside(name, path): style for name, style in self.replacements.items() if is_inside(name, path)}
-            values = [(name, id(type(each)), plain_values(each)) for name, each in module.named_modules()]
+            values = [(name, id(type(child)), plain_values(child)) for name, child in module.named_modules()]
             structure = repr((layers, specs, values))
             if structure in regions:
                 regions[structure].names.append(path)
@@ -274,13 +285,13 @@ class _Splitting:
         return self.specs[parameter][1] if parameter in self.specs else self._whole(parameter)
 
     def _measure_projections(self) -> None:
-        for name, (style, parts) in self.plan.items():
+        for name, (style, matrices) in self.plan.items():
             module = self.modules.get(name)
             if module is not None and style == "colwise" and type(module) in linear_types():
-                owner, _, own = name.rpartition(".")
+                owner, _, label = name.rpartition(".")
                 weight = module.get_parameter("weight")
-                width = weight.shape[1 if isinstance(module, self.conv) else 0] // parts
-                if own not in FEED_FORWARD:
+                width = weight.shape[1 if isinstance(module, self.conv) else 0] // matrices
+                if label not in FEED_FORWARD:
                     self.widest[self.modules[owner]] = max(width, self.widest.get(self.modules[owner], 0))
 
     def _whole(self, parameter: nn.Parameter, *, partial: bool = False) -> ShardSpec:
@@ -291,19 +302,19 @@ class _Splitting:
         if known != spec:
             raise ConfigError(f"plan: {name} and {other} are one tied parameter; split both in the same dim")
 
-    def _split(self, name: str, parameter: Any, dim: int, parts: int) -> None:
+    def _split(self, name: str, parameter: Any, dim: int, matrices: int) -> None:
         extent = parameter.shape[dim]
-        if extent % (parts * self.size):
+        if extent % (matrices * self.size):
             raise LayoutError(
                 f"{name}: dim {dim} of {tuple(parameter.shape)} cannot be split over tensor={self.size}"
-                f"{f' in {parts} matrices' if parts > 1 else ''}; choose a divisor of {extent // parts}"
+                f"{f' in {matrices} matrices' if matrices > 1 else ''}; choose a divisor of {extent // matrices}"
             )
         spec = split(tuple(parameter.shape), dim, self.index, self.size)
-        if parts > 1:
-            spec = split_fused(tuple(parameter.shape), (extent // parts,) * parts, self.index, self.size, dim=dim)
+        if matrices > 1:
+            spec = split_fused(tuple(parameter.shape), (extent // matrices,) * matrices, self.index, self.size, dim=dim)
         self._record(name, parameter, spec)
 
-    def _parameter(self, name: str, style: str, parts: int) -> None:
+    def _parameter(self, name: str, style: str, matrices: int) -> None:
         """A parameter with a part of its gradient on each rank, or one of a module of experts: ``[..., out, in]``."""
         parameter = self.model.get_parameter(name)
         if style == "replicated_with_grad_allreduce":
@@ -315,7 +326,7 @@ class _Splitting:
                 "with the style moe_tp_experts, colwise, packed_colwise and rowwise; name the module instead"
             )
         dim = parameter.dim() - (2 if style == "colwise" else 1)
-        self._split(name, parameter, dim, parts)
+        self._split(name, parameter, dim, matrices)
 
     def _embedding(self, name: str, module: Any) -> None:
         if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
@@ -327,7 +338,7 @@ class _Splitting:
             self._split(f"{name}.weight", module.weight, 0, 1)
             self.replacements[name] = "embedding_rowwise"
 
-    def _linear(self, name: str, module: Any, style: str, parts: int) -> None:
+    def _linear(self, name: str, module: Any, style: str, matrices: int) -> None:
         hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
         if type(module) not in linear_types() or hooks:
             raise ConfigError(
@@ -335,18 +346,20 @@ class _Splitting:
                 "hooks; remove it from the plan, or its hooks"
             )
         out, into = (1, 0) if type(module) in self.conv else (0, 1)
-        weight, bias = module.weight, module.bias
+        weight = module.weight
+        bias = module.bias
         if style == "colwise_gather_output" and weight.shape[out] % self.size:
             return  # every rank computes all outputs
         self.replacements[name] = style
         if style.startswith("rowwise"):
             self._split(f"{name}.weight", weight, into, 1)
             return
-        owner, own = self.modules[name.rpartition(".")[0]], name.rpartition(".")[2]
-        heads = self._heads(owner, weight.shape[out] // parts) if style == "colwise" else 0
+        owner = self.modules[name.rpartition(".")[0]]
+        label = name.rpartition(".")[2]
+        heads = self._heads(owner, weight.shape[out] // matrices) if style == "colwise" else 0
         if heads % self.size:
-            may_share = own in KEYS_AND_VALUES or weight.shape[out] < self.widest[owner]
-            if may_share and self.size % heads == 0 and parts == 1:
+            may_share = label in KEYS_AND_VALUES or weight.shape[out] < self.widest[owner]
+            if may_share and self.size % heads == 0 and matrices == 1:
                 self.shared[owner] = heads
                 for suffix, parameter, dim in (("weight", weight, out), ("bias", bias, 0)):
                     if parameter is not None:
@@ -356,9 +369,9 @@ class _Splitting:
                 f"{name}: {heads} attention heads cannot be split over tensor={self.size}; choose a divisor of "
                 f"{heads}{', or a multiple of it' if may_share else ''}"
             )
-        self._split(f"{name}.weight", weight, out, parts)
+        self._split(f"{name}.weight", weight, out, matrices)
         if bias is not None:
-            self._split(f"{name}.bias", bias, 0, parts)
+            self._split(f"{name}.bias", bias, 0, matrices)
 
     def _heads(self, owner: nn.Module, width: int) -> int:
         """Number of heads in ``width`` outputs of an attention module, or 0 in other modules."""
@@ -367,14 +380,15 @@ class _Splitting:
 
     def _shared(self, parameter: nn.Parameter, dim: int, heads: int) -> ShardSpec:
         """One key or value head per rank, held by several ranks, each of which has a part of its gradient."""
-        rows, sharers = parameter.shape[dim] // heads, self.size // heads
+        rows = parameter.shape[dim] // heads
+        sharers = self.size // heads
         ranges = tuple(((i // sharers * rows, (i // sharers + 1) * rows),) for i in range(self.size))
         return ShardSpec(tuple(parameter.shape), (Split(dim, "tp", ranges),), (("tp", self.index),))
 
     def _check_tied(self) -> None:
         for path, module in self.modules.items():
-            for own, parameter in module._parameters.items():
-                name = f"{path}.{own}".lstrip(".")
+            for label, parameter in module._parameters.items():
+                name = f"{path}.{label}".lstrip(".")
                 known = None if parameter is None else self.specs.get(parameter)
                 if known and known[1].splits and path not in self.replacements and name not in self.plan:
                     raise ConfigError(

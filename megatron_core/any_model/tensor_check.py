@@ -58,7 +58,7 @@ def establish(region: Region, group: Group) -> None:
         for hook in region.hooks:
             hook.remove()
 
-    region.hooks += [each.register_forward_pre_hook(check, with_kwargs=True) for each in region.modules]
+    region.hooks += [module.register_forward_pre_hook(check, with_kwargs=True) for module in region.modules]
 
 
 def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -> bool:
@@ -67,21 +67,21 @@ def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -
         _check_same_inputs(region, inputs, group)
     with _undisturbed(region.device):
         weights = _weights(region)
-        whole = run(region, inputs, weights, None)
-        reason = _agreed(whole if isinstance(whole, str) else "", group, region)
+        unsplit = run(region, inputs, weights, None)
+        reason = _agreed(unsplit if isinstance(unsplit, str) else "", group, region)
         if reason and is_real and not region.is_vouched:
             raise ConfigError(
                 f"{_named(region)} cannot run alone, so its split over {group.size()} tensor-parallel ranks cannot be "
                 f"checked ({reason}); give heads= to megatron_core.parallelize, or leave it whole with plan="
             )
-        if reason or isinstance(whole, str):
+        if reason or isinstance(unsplit, str):
             return is_real
         faults: list[str] = []
         for sentence, attributes in region.ways:
-            split = run(region, inputs, weights, attributes, whole, group)
-            fault = _agreed(split if isinstance(split, str) else output_fault(whole, split), group, region)
+            split = run(region, inputs, weights, attributes, unsplit, group)
+            fault = _agreed(split if isinstance(split, str) else output_fault(unsplit, split), group, region)
             if not fault and not isinstance(split, str):
-                fault = _agreed(gradient_faults(region, whole, split, group), group, region)
+                fault = _agreed(gradient_faults(region, unsplit, split, group), group, region)
                 if not fault:
                     _accept(region, attributes, split, group)
                     return True
@@ -101,12 +101,12 @@ def _accept(region: Region, attributes: Attributes, split: Results, group: Group
 
 def _check_same_inputs(region: Region, inputs: Arguments, group: Group) -> None:
     """ConfigError if the ranks call a module with different values; a collective call."""
-    tensors = [each.detach() for each in tree_flatten(inputs)[0] if is_float(each)]
-    sums = [float(each.double().abs().sum()) for each in tensors]
+    tensors = [leaf.detach() for leaf in tree_flatten(inputs)[0] if is_float(leaf)]
+    sums = [float(tensor.double().abs().sum()) for tensor in tensors]
     by_rank = [json.loads(text) for text in gather_strings(json.dumps(sums), group, region.device)]
-    bound = max((BOUNDS.get(each.dtype, 0.0) for each in tensors), default=0.0)
-    for rank, others in enumerate(by_rank):
-        if not np.allclose(others, by_rank[0], rtol=bound, equal_nan=True):
+    bound = max((BOUNDS.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
+    for rank, sums_there in enumerate(by_rank):
+        if not np.allclose(sums_there, by_rank[0], rtol=bound, equal_nan=True):
             raise ConfigError(
                 f"{_named(region)}: its inputs differ between the tensor-parallel ranks 0 and {rank}; the modules "
                 "before it must compute the same on every rank, so give every rank of a group the same samples, and "
@@ -122,8 +122,8 @@ def _refusal(region: Region, size: int, faults: list[str]) -> str:
     missing_sum = next((fault for fault in faults if PARTIAL in fault), None)
     if missing_sum is not None:
         return f"{start} ({missing_sum})"
-    parts = [module for module in region.twin.modules() if not type(module).__module__.startswith("torch.nn")]
-    integers = dict.fromkeys(name for module in parts for name in integers_of(module))
+    custom = [module for module in region.twin.modules() if not type(module).__module__.startswith("torch.nn")]
+    integers = dict.fromkeys(name for module in custom for name in integers_of(module))
     return (
         f"{start} ({'; '.join(faults[:2])}); give megatron_core.parallelize heads= with its number of heads, or the "
         f"names of its attributes that hold numbers of heads (its integers are {listed([*integers], 12) or 'none'}), "
@@ -134,14 +134,15 @@ def _refusal(region: Region, size: int, faults: list[str]) -> str:
 
 def _agreed(text: str, group: Group, region: Region) -> str:
     """Return the first text that is not empty of any rank; a collective call."""
-    return next((each for each in gather_strings(text, group, region.device) if each), "")
+    return next((reason for reason in gather_strings(text, group, region.device) if reason), "")
 
 
 def _weights(region: Region) -> dict[str, Tensor]:
     """Return random weights, equal on all ranks, so that rows and columns are of size 1 and vectors near 1."""
     device = region.device
     generator = torch.Generator(device).manual_seed(0)
-    dtypes, weights = region.dtypes, {}
+    dtypes = region.dtypes
+    weights = {}
     for name, parameter in region.twin.named_parameters():
         values = torch.randn(parameter.shape, generator=generator, device=device)
         values = values / max(parameter.shape[-1], 1) ** 0.5 if parameter.dim() > 1 else 1.0 + 0.2 * values
@@ -152,19 +153,18 @@ def _weights(region: Region) -> dict[str, Tensor]:
 def _random_inputs(region: Region) -> Arguments | None:
     """Return random inputs for a ``forward`` that takes tensors of the width of the first split layer, or None."""
     twin = region.twin
-    parameters = inspect.signature(twin.forward).parameters.values()
-    required = [each for each in parameters if each.default is each.empty]
-    required = [each for each in required if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    if not required or len(required) > 3 or any(each.kind is each.KEYWORD_ONLY for each in required):
+    required = [p for p in inspect.signature(twin.forward).parameters.values() if p.default is p.empty]
+    required = [p for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not required or len(required) > 3 or any(p.kind is p.KEYWORD_ONLY for p in required):
         return None
-    widths = [getattr(each, "in_features", None) for each in twin.modules()]
-    width = next((each for each in widths if isinstance(each, int)), None)
+    widths = [getattr(layer, "in_features", None) for layer in twin.modules()]
+    width = next((candidate for candidate in widths if isinstance(candidate, int)), None)
     if width is None:
         return None
     generator = torch.Generator().manual_seed(1)
-    dtype = next((each for each in region.dtypes.values() if each.is_floating_point), torch.float32)
+    dtype = next((dtype_ for dtype_ in region.dtypes.values() if dtype_.is_floating_point), torch.float32)
     values = [torch.randn(*SYNTHETIC, width, generator=generator) for _ in required]
-    return tuple(each.to(region.device, dtype).requires_grad_() for each in values), {}
+    return tuple(tensor.to(region.device, dtype).requires_grad_() for tensor in values), {}
 
 
 @contextmanager

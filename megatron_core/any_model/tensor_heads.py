@@ -69,8 +69,8 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
     values: Mapping[str, Any] = vars(module)
     kinds = (int, float, str, list, tuple, dict, type(None))
     skipped = ("training", *LAYER_NUMBERS)
-    own = {name: value for name, value in values.items() if not name.startswith("_") and name not in skipped}
-    return {name: value if isinstance(value, kinds) else id(value) for name, value in own.items()}
+    attributes = {name: value for name, value in values.items() if not name.startswith("_") and name not in skipped}
+    return {name: value if isinstance(value, kinds) else id(value) for name, value in attributes.items()}
 
 
 def counts_in(module: nn.Module, heads: Heads | None) -> dict[str, int]:
@@ -79,7 +79,8 @@ def counts_in(module: nn.Module, heads: Heads | None) -> dict[str, int]:
     if isinstance(heads, int):
         sizes = (*HEAD_SIZES, *WIDTHS, *QUERIES_PER_KEY)
         return {name: n for name, n in values.items() if (n == heads and name not in sizes) or name in KEY_COUNTS}
-    names = HEAD_COUNTS if heads is None else [heads] if isinstance(heads, str) else heads
+    names = HEAD_COUNTS if heads is None else heads
+    names = [names] if isinstance(names, str) else names
     return {name: values[name] for name in names if name in values}
 
 
@@ -114,7 +115,7 @@ def candidates(
     """
     counts: Attributes = {}
     widths: Attributes = {}
-    others: Attributes = {}
+    divisible: Attributes = {}
     for path, (module, widest, shared) in scopes.items():
         values = integers_of(module)
         known = counts_in(module, heads)
@@ -129,16 +130,16 @@ def candidates(
             elif widest and value == widest and value % size == 0:
                 widths[path, name] = share
             elif widest and value % size == 0 and widest % value == 0 and name not in (*HEAD_SIZES, *QUERIES_PER_KEY):
-                others[path, name] = share
+                divisible[path, name] = share
     ways = [counts, {**counts, **widths}, {}]
     if heads is None:
-        for name in dict.fromkeys(name for _, name in others):
-            single = {key: share for key, share in others.items() if key[1] == name}
+        for name in dict.fromkeys(name for _, name in divisible):
+            single = {key: share for key, share in divisible.items() if key[1] == name}
             ways += [{**counts, **single}, {**counts, **widths, **single}]
-    unique = [way for number, way in enumerate(ways) if way not in ways[:number]]
-    return [(_sentence(way), way) for way in unique]
+    unique = [choice for number, choice in enumerate(ways) if choice not in ways[:number]]
+    return [(_sentence(choice), choice) for choice in unique]
 
 
-def _sentence(way: Attributes) -> str:
-    names = list(dict.fromkeys(name for _, name in way))
+def _sentence(choice: Attributes) -> str:
+    names = list(dict.fromkeys(name for _, name in choice))
     return f"dividing {listed(names)}" if names else "dividing no attribute"

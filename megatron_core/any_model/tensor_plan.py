@@ -43,46 +43,46 @@ def check_plan_type(name: str, plan: object) -> None:
         raise ConfigError(f"{name}={plan!r} must be a dict of styles by names of modules, with one entry or more")
 
 
-def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
+def plan_of(model: nn.Module, chosen: Plan | None, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
     """Return (style, number of packed matrices) for each name of a module or parameter in the plan.
 
     Errors: ``ConfigError`` for names that match nothing and for unknown styles.
     """
-    plan = given if given is not None else getattr(model, "_tp_plan", None)
-    if given is None and not plan:
+    plan = chosen if chosen is not None else getattr(model, "_tp_plan", None)
+    if chosen is None and not plan:
         return _by_rules(model, is_linear)
     assert plan is not None
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, tuple[str, int]] = {}
+    styles: dict[str, tuple[str, int]] = {}
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
             raise ConfigError(f"plan: {pattern!r} must be the name of a module")
         parsed = _style(pattern, style)
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
         matches = [name for name in names if re.fullmatch(expression, name)]
-        if not matches and given is not None:
+        if not matches and chosen is not None:
             raise ConfigError(
                 f"plan: {pattern!r} matches no module or parameter of {type(model).__name__}; its modules are "
                 f"{listed([name for name in names if name])}; correct the name"
             )
         if parsed is not None:
-            found.update(dict.fromkeys(matches, parsed))
-    return found
+            styles.update(dict.fromkeys(matches, parsed))
+    return styles
 
 
 def _style(pattern: str, style: str) -> tuple[str, int] | None:
-    name, _, parts = str(style).partition(":")
+    name, _, matrices = str(style).partition(":")
     name = ALIASES.get(name, name)
     if name in WITHOUT_SPLIT:
         return None
-    if name not in STYLES or (parts and (name != "packed_colwise" or not parts.isdecimal() or int(parts) < 1)):
+    if name not in STYLES or (matrices and (name != "packed_colwise" or not matrices.isdecimal() or int(matrices) < 1)):
         raise ConfigError(f"plan: {pattern!r} has the style {style!r}, which is not supported; use {listed([*STYLES])}")
-    return ("colwise", int(parts or 2)) if name == "packed_colwise" else (name, 1)
+    return ("colwise", int(matrices or 2)) if name == "packed_colwise" else (name, 1)
 
 
 def _by_rules(model: nn.Module, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
-    found: dict[str, tuple[str, int]] = {}
+    styles: dict[str, tuple[str, int]] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
@@ -91,21 +91,21 @@ def _by_rules(model: nn.Module, is_linear: type | tuple[type, ...]) -> dict[str,
         if isinstance(module, is_linear) and style is not None:
             parsed = _style(name, style)
             assert parsed is not None
-            found[name] = parsed
-    regions = smallest_regions(modules, {name: style for name, (style, _) in found.items()})
-    whole = [name for name in found if name not in regions]
+            styles[name] = parsed
+    regions = smallest_regions(modules, {name: style for name, (style, _) in styles.items()})
+    alone = [name for name in styles if name not in regions]
     if not regions:
         raise ConfigError(
             f"tensor parallelism: {type(model).__name__} has no plan, and the names of its linear layers are not those "
             "of a known transformer; give plan={'layers.*.q_proj': 'colwise', ...} to megatron_core.parallelize"
         )
-    if whole:
+    if alone:
         warnings.warn(
-            f"tensor parallelism: {listed(whole)} stay whole on every rank, because no layer with a known name splits "
+            f"tensor parallelism: {listed(alone)} stay whole on every rank, because no layer with a known name splits "
             "their input or sums their output; give plan= to megatron_core.parallelize to split them",
             stacklevel=2,
         )
-    return {name: style for name, style in found.items() if name in regions}
+    return {name: style for name, style in styles.items() if name in regions}
 
 
 def is_inside(name: str, path: str) -> bool:
@@ -133,11 +133,11 @@ def smallest_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str]
     """
     around: dict[str, str] = {}
     for name, style in styles.items():
-        others = [other for other, kind in styles.items() if kind != style]
+        partners = [other for other, other_style in styles.items() if other_style != style]
         path = name
         while path and name not in around:
             path = path.rpartition(".")[0]
-            if _calls_parts(modules[path]) and any(is_inside(other, path) for other in others):
+            if _calls_parts(modules[path]) and any(is_inside(other, path) for other in partners):
                 around[name] = path
     pairs = {(path, styles[name]) for name, path in around.items()}
     return {name: path for name, path in around.items() if {(path, "colwise"), (path, "rowwise")} <= pairs}

@@ -72,7 +72,7 @@ class Region:
 
     def adjust(self, module: nn.Module, attributes: Attributes) -> None:
         """Set the values of ``attributes``, and those of the twin for all others."""
-        every = {key for _, way in self.ways for key in way}
+        every = {key for _, choice in self.ways for key in choice}
         for path, name in every:
             value = attributes.get((path, name), getattr(self.twin.get_submodule(path), name))
             setattr(module.get_submodule(path), name, value)
@@ -93,7 +93,7 @@ class Results:
     @property
     def bound(self) -> float:
         """The relative error up to which other results are equal to these."""
-        return max(BOUNDS.get(each.dtype, 0.0) for each in (*self.outputs, *self.parameters.values()))
+        return max(BOUNDS.get(tensor.dtype, 0.0) for tensor in (*self.outputs, *self.parameters.values()))
 
 
 def twin_of(module: nn.Module) -> nn.Module:
@@ -121,87 +121,87 @@ def run(
     inputs: Arguments,
     weights: dict[str, Tensor],
     attributes: Attributes | None,
-    whole: Results | None = None,
+    reference: Results | None = None,
     group: Group | None = None,
 ) -> Results | str:
     """Run forward and backward of a copy, or with ``attributes`` of a split copy; return a text if it fails.
 
-    ``whole``: the results that those of a split copy should have.
+    ``reference``: the results that those of a split copy should have.
     """
     values = weights
     if attributes is not None:
         values = {name: _local(weight, region.specs[name]) for name, weight in weights.items()}
     module = _copy(region.twin, {parameter: values[name] for name, parameter in region.twin.named_parameters()})
     for name, buffer in region.modules[0].named_buffers():  # with their present dtype and device
-        path, _, own = name.rpartition(".")
-        module.get_submodule(path)._buffers[own] = buffer.detach().clone()
+        path, _, label = name.rpartition(".")
+        module.get_submodule(path)._buffers[label] = buffer.detach().clone()
     leaves = {name: p.requires_grad_() for name, p in module.named_parameters() if p.is_floating_point()}
     if attributes is not None:
         region.adjust(module, attributes)
         region.install(module)
     module.eval()
-    args, kwargs = (_detached(part, region.widths) for part in inputs)
-    needed = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
+    args, kwargs = (_detached(argument, region.widths) for argument in inputs)
+    needed = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     try:
         leaves_out = tree_flatten(module(*args, **kwargs))[0]
         gathered: dict[int, int] = {}
-        if whole is not None and group is not None:
-            gathered = _split_dims(leaves_out, whole.outputs, group.size())
+        if reference is not None and group is not None:
+            gathered = _split_dims(leaves_out, reference.outputs, group.size())
             leaves_out = _gathered(leaves_out, gathered, group)
-        outputs = [each for each in leaves_out if is_float(each)]
-        trained = [each for each in outputs if each.requires_grad]
-        if not trained or not all(each.isfinite().all() for each in outputs):
+        outputs = [tensor for tensor in leaves_out if is_float(tensor)]
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if not trained or not all(tensor.isfinite().all() for tensor in outputs):
             return "its outputs are not finite tensors with gradients"
-        total = torch.stack([(each * _noise(each)).sum().double() for each in trained]).sum()
-        found = torch.autograd.grad(total, [*needed, *leaves.values()], allow_unused=True)
+        total = torch.stack([(tensor * _noise(tensor)).sum().double() for tensor in trained]).sum()
+        results = torch.autograd.grad(total, [*needed, *leaves.values()], allow_unused=True)
     except Exception as error:  # the caller's code may raise anything
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*needed, *leaves.values()], found, strict=True)]
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*needed, *leaves.values()], results, strict=True)]
     gradients = dict(zip(leaves, grads[len(needed) :], strict=True))
-    return Results([each.detach() for each in outputs], gathered, grads[: len(needed)], gradients)
+    return Results([tensor.detach() for tensor in outputs], gathered, grads[: len(needed)], gradients)
 
 
-def output_fault(whole: Results, split: Results) -> str:
+def output_fault(reference: Results, split: Results) -> str:
     """Return the first output, or gradient of an input, that differs, or an empty text."""
-    if len(whole.outputs) != len(split.outputs):
-        return f"{len(split.outputs)} outputs instead of {len(whole.outputs)}"
-    for number, (right, value) in enumerate(zip(whole.outputs, split.outputs, strict=True)):
+    if len(reference.outputs) != len(split.outputs):
+        return f"{len(split.outputs)} outputs instead of {len(reference.outputs)}"
+    for number, (right, value) in enumerate(zip(reference.outputs, split.outputs, strict=True)):
         if right.shape != value.shape:
             return f"output {number} has the shape {tuple(value.shape)} instead of {tuple(right.shape)}"
         error = _error(value, right, 0.0)
-        if not error < whole.bound:
+        if not error < reference.bound:
             return f"output {number} is off by {error:.1e}"
-    for number, (right, value) in enumerate(zip(whole.inputs, split.inputs, strict=True)):
+    for number, (right, value) in enumerate(zip(reference.inputs, split.inputs, strict=True)):
         error = _error(value, right, 0.0)
-        if not error < whole.bound:
+        if not error < reference.bound:
             return f"the gradient of input {number} is off by {error:.1e}"
     return ""
 
 
-def gradient_faults(region: Region, whole: Results, split: Results, group: Group) -> str:
+def gradient_faults(region: Region, reference: Results, split: Results, group: Group) -> str:
     """Return the first gradient of a parameter that differs, or an empty text; a collective call."""
-    floor = FLOOR * max((float(each.double().norm()) for each in whole.parameters.values()), default=0.0)
+    floor = FLOOR * max((float(gradient.double().norm()) for gradient in reference.parameters.values()), default=0.0)
     faults = [
-        _gradient_fault(region.specs[name], split.parameters[name], gradient, group, whole.bound, floor)
-        for name, gradient in whole.parameters.items()
+        _gradient_fault(region.specs[name], split.parameters[name], gradient, group, reference.bound, floor)
+        for name, gradient in reference.parameters.items()
     ]  # all of them, because each is a collective call
-    named = zip(whole.parameters, faults, strict=True)
+    named = zip(reference.parameters, faults, strict=True)
     return next((f"the gradient of {name} {fault}" for name, fault in named if fault), "")
 
 
-def _gradient_fault(spec: ShardSpec, local: Tensor, whole: Tensor, group: Group, bound: float, floor: float) -> str:
+def _gradient_fault(spec: ShardSpec, local: Tensor, reference: Tensor, group: Group, bound: float, floor: float) -> str:
     """Compare the gradient of a parameter with that of the whole module; a collective call."""
-    placed = torch.zeros_like(whole)
-    for part in spec.parts:
-        placed[part.whole.index] = local[part.local.index]
+    placed = torch.zeros_like(reference)
+    for piece in spec.parts:
+        placed[piece.whole.index] = local[piece.local.index]
     total = placed.clone()
     all_reduce_(total, group)
     summed = bool(spec.splits or spec.partial_axes)
-    error = _error(total if summed else placed, whole, floor)
+    error = _error(total if summed else placed, reference, floor)
     if error < bound:
         return ""
     reason = ""
-    if not summed and _error(total, whole, floor) < bound:
+    if not summed and _error(total, reference, floor) < bound:
         reason = f": {PARTIAL}"
     return f"is off by {error:.1e}{reason}"
 
@@ -211,11 +211,11 @@ def _error(value: Tensor, expected: Tensor, floor: float) -> float:
     return float((value.double() - expected.double()).norm()) / norm
 
 
-def _split_dims(leaves: list[Any], whole: list[Tensor], size: int) -> dict[int, int]:
+def _split_dims(leaves: list[Any], expected: list[Tensor], size: int) -> dict[int, int]:
     """Return the numbers of outputs that are split over the ranks, and their dim: those with an entry for each head."""
     floats = [number for number, leaf in enumerate(leaves) if is_float(leaf)]
     dims: dict[int, int] = {}
-    for number, right in zip(floats, whole, strict=False):
+    for number, right in zip(floats, expected, strict=False):
         local = leaves[number]
         different = [d for d in range(right.dim()) if right.dim() == local.dim() and right.shape[d] != local.shape[d]]
         if len(different) == 1 and right.shape[different[0]] == local.shape[different[0]] * size:
@@ -225,10 +225,10 @@ def _split_dims(leaves: list[Any], whole: list[Tensor], size: int) -> dict[int, 
 
 def _gathered(leaves: list[Any], dims: Mapping[int, int], group: Group) -> list[Any]:
     """Return outputs with the heads of all ranks."""
-    whole = list(leaves)
+    outputs = list(leaves)
     for number, dim in dims.items():
-        whole[number] = gather_channels(leaves[number].movedim(dim, -1).contiguous(), group).movedim(-1, dim)
-    return whole
+        outputs[number] = gather_channels(leaves[number].movedim(dim, -1).contiguous(), group).movedim(-1, dim)
+    return outputs
 
 
 def gather_outputs(dims: Mapping[int, int], group: Group, module: nn.Module, args: Any, output: Any) -> Any:
@@ -268,9 +268,9 @@ def _detached(value: Any, widths: set[int]) -> Any:
             copied += _noise(copied)
         return copied.requires_grad_(value.requires_grad)
     if type(value) in (tuple, list):
-        return type(value)(_detached(each, widths) for each in value)
+        return type(value)(_detached(inner, widths) for inner in value)
     if type(value) is dict:
-        return {name: _detached(each, widths) for name, each in value.items()}
+        return {name: _detached(inner, widths) for name, inner in value.items()}
     with _DetachedCopies():
         return copy.deepcopy(value)
 

@@ -22,7 +22,8 @@ class WholeTensors:
     """
 
     def __init__(self, data: DataParallel, optimizer: Optimizer) -> None:
-        self._data, self._optimizer = data, optimizer
+        self._data = data
+        self._optimizer = optimizer
         self._shards = {shard.bucket: shard for shard in optimizer.shards}
         self.is_open = False
         """Whether a context of ``gathered`` is open."""
@@ -43,7 +44,8 @@ class WholeTensors:
         if not 0 <= source < size:
             raise ConfigError(f"source={source} must be a data-parallel rank from 0 to {size - 1}")
         self._optimizer.synchronize()
-        before, self.is_open = self.is_open, True
+        before = self.is_open
+        self.is_open = True
         try:
             with self._data.gathered(chosen):
                 yield
@@ -58,9 +60,9 @@ class WholeTensors:
         """Store the weights of ``source`` in the shards of all ranks."""
         group = self._data.groups.group("dp")
         if group.size() > 1:
-            whole = parameter.data.contiguous()
-            broadcast_(whole, dist.get_global_rank(process_group(group), source), group)
-            parameter.data.copy_(whole)
+            contiguous = parameter.data.contiguous()
+            broadcast_(contiguous, dist.get_global_rank(process_group(group), source), group)
+            parameter.data.copy_(contiguous)
         bucket = self._data.bucket_of(parameter)
         if bucket is None:
             return
@@ -102,13 +104,13 @@ class WholeTensors:
         bucket = self._trained(parameter)
         bucket.finish_reduce()
         if bucket.splits_grads or bucket.reduced:
-            found = self._read(bucket, parameter, bucket.grad_shard)
+            total = self._read(bucket, parameter, bucket.grad_shard)
             if bucket.is_sharded:
-                all_reduce_(found, bucket.instances)
+                all_reduce_(total, bucket.instances)
         else:
-            found = _grad_of(parameter).clone()
-            all_reduce_(found, self._data.groups.group("-".join(bucket.kind.replica_axes)))
-        return found.div_(self._optimizer.loss_scale.scale)
+            total = _grad_of(parameter).clone()
+            all_reduce_(total, self._data.groups.group("-".join(bucket.kind.replica_axes)))
+        return total.div_(self._optimizer.loss_scale.scale)
 
     @torch.no_grad()
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -117,7 +119,8 @@ class WholeTensors:
         bucket.finish_reduce()
         scaled = value.to(bucket.grads.dtype) * self._optimizer.loss_scale.scale
         # Later sums over ranks must give the value: the first rank stores it, and the others store zeros.
-        nothing, is_first = torch.zeros_like(scaled), bucket.instances.rank() == 0
+        nothing = torch.zeros_like(scaled)
+        is_first = bucket.instances.rank() == 0
         if bucket.splits_grads or bucket.reduced:
             self._write(bucket, parameter, scaled if is_first else nothing, bucket.grad_shard)
         else:
@@ -160,32 +163,32 @@ class WholeTensors:
     @staticmethod
     def _read(bucket: Bucket, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         """Assemble a parameter's tensor from the shards ``flat`` of all ranks."""
-        whole = torch.zeros(parameter.numel(), dtype=flat.dtype, device=bucket.weights.device)
-        for start, stop, at in _pieces(bucket, parameter):
-            whole[start:stop] = flat[at : at + stop - start]
+        gathered = torch.zeros(parameter.numel(), dtype=flat.dtype, device=bucket.weights.device)
+        for start, stop, offset in _pieces(bucket, parameter):
+            gathered[start:stop] = flat[offset : offset + stop - start]
         if bucket.is_sharded:
-            all_reduce_(whole, bucket.dp_group)  # exact: the other ranks have zeros
-        return whole.view(parameter.shape)
+            all_reduce_(gathered, bucket.dp_group)  # exact: the other ranks have zeros
+        return gathered.view(parameter.shape)
 
     @staticmethod
-    def _write(bucket: Bucket, parameter: nn.Parameter, whole: Tensor, flat: Tensor) -> None:
-        """Copy this rank's part of ``whole`` to the shard ``flat``."""
-        if whole.shape != parameter.shape:
-            raise ConfigError(f"value of shape {tuple(whole.shape)} must have the shape {tuple(parameter.shape)}")
-        source = whole.reshape(-1)
-        for start, stop, at in _pieces(bucket, parameter):
-            flat[at : at + stop - start].copy_(source[start:stop])
+    def _write(bucket: Bucket, parameter: nn.Parameter, tensor: Tensor, flat: Tensor) -> None:
+        """Copy this rank's part of ``tensor`` to the shard ``flat``."""
+        if tensor.shape != parameter.shape:
+            raise ConfigError(f"value of shape {tuple(tensor.shape)} must have the shape {tuple(parameter.shape)}")
+        source = tensor.reshape(-1)
+        for start, stop, offset in _pieces(bucket, parameter):
+            flat[offset : offset + stop - start].copy_(source[start:stop])
 
 
 def _grad_of(parameter: nn.Parameter) -> Tensor:
     """Return this rank's gradient, a view of the bucket."""
-    found: Tensor = vars(parameter)["main_grad"]
-    return found
+    gradient: Tensor = vars(parameter)["main_grad"]
+    return gradient
 
 
 def _pieces(bucket: Bucket, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
     """Yield (first element, end, offset in the shard) of the parts of ``parameter`` in this rank's shard."""
-    return ((start, stop, at) for _, each, start, stop, at in bucket.pieces() if each is parameter)
+    return ((start, stop, offset) for _, owner, start, stop, offset in bucket.pieces() if owner is parameter)
 
 
 def _check_parameter(parameter: object) -> None:

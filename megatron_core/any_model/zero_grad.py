@@ -13,7 +13,8 @@ class ZeroGrad:
     """Replaces ``zero_grad`` of one module; copies of the module, which no engine trains, have the method itself."""
 
     def __init__(self, module: nn.Module, discard: Callable[[], object]) -> None:
-        self._module, self._discard = module, discard
+        self._module = module
+        self._discard = discard
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Call the module's own method, and discard the gradients of the engine."""

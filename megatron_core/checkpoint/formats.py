@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from megatron_core.checkpoint.boxes import TensorBox
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.checkpoint import FormatRow
 from megatron_core.feature import features, load_hook
 
 Exchange = Callable[[str], list[str]]
 """A collective call: this rank's text -> the texts of all ranks."""
-
-
-class OtherReader:
-    """Open weights of another program, with the methods of ``CheckpointReader`` that runs use; a context manager."""
-
-    only_weights = False
-    """Whether the format has neither counters nor optimizer state, so that a run starts at iteration 0."""
-    folder: Path
-    state: dict[str, Any]
-    """Counters and settings as in a manifest; with ``only_weights``, ``vocab_size`` and the ``config`` of the model."""
-
-    def __enter__(self) -> OtherReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close the files."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """The stored kinds of optimizer state."""
-        return []
-
-    @property
-    def fault_of_state(self) -> str:
-        """Why no optimizer state is found although it is stored; else empty."""
-        return ""
-
-    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """Whether a tensor of that name, and of ``shape`` if given, is stored."""
-        raise NotImplementedError
-
-    def dtype_of(self, name: str) -> dtype:
-        """The dtype of a stored weight."""
-        raise NotImplementedError
-
-    def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the stored values into the memory of each box; dtypes are converted."""
-        raise NotImplementedError
-
-    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
-        """``CheckpointError`` unless the tensors that a run needs, by name and global shape, are stored."""
 
 
 class CheckpointFormat:
@@ -82,7 +41,7 @@ class CheckpointFormat:
         """The folder of iteration ``step``, by default the latest."""
         return root
 
-    def open(self, root: Path, step: int | None = None, *, finetune: bool = False) -> OtherReader:
+    def open(self, root: Path, step: int | None = None, *, finetune: bool = False) -> StateReader:
         """Open iteration ``step``, by default the latest; ``finetune``: without the position of its training."""
         raise NotImplementedError
 
@@ -90,8 +49,8 @@ class CheckpointFormat:
         """Yield notes for the user of a run of ``config`` that starts from the folder."""
         yield from ()
 
-    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
-        """All low-rank adapters of the model of ``config`` by the names of their parameters, if the format has any."""
+    def read_added(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+        """The weights that a feature adds to the model of ``config``, by name, if the format has only these."""
         return {}
 
     def write(self, native: Path, model: ModelConfig, save: Path, *, rank: int, ranks: int, exchange: Exchange) -> None:
@@ -124,7 +83,7 @@ def formats_in(folder: Path, *, resumes: bool | None = None) -> list[CheckpointF
 def formats_of_settings(config: RunConfig) -> list[tuple[CheckpointFormat, Path]]:
     """The formats of folders that settings of their own name, such as --load-hf, and these folders."""
     flat = config.flat()
-    rows = ((row, flat[row.setting]) for row in _rows() if row.setting is not None)
+    rows = ((row, flat.get(row.setting)) for row in _rows() if row.setting is not None)
     return [(_load(row), Path(folder)) for row, folder in rows if folder is not None]
 
 

@@ -22,15 +22,14 @@ from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import in_storage
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
 
-class CheckpointReader:
-    """An open checkpoint folder; a context manager."""
-
-    only_weights = False
+class CheckpointReader(StateReader):
+    """An open checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -76,9 +76,9 @@ def collect(settings: Settings) -> None:
     documents = size = 0
     undecodable: list[str] = []
     with atomic_write(settings.output) as file:
-        own = {os.path.realpath(settings.output), os.path.realpath(file.name)}
+        outputs = {os.path.realpath(settings.output), os.path.realpath(file.name)}
         for path in find(folder, patterns, skipped):
-            if os.path.realpath(path) in own:
+            if os.path.realpath(path) in outputs:
                 continue
             name = path.relative_to(folder).as_posix()
             try:
@@ -102,8 +102,8 @@ def collect(settings: Settings) -> None:
 
 def left_out(names: Sequence[str]) -> str:
     """The message about files that are not UTF-8, with the first names."""
-    shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
-    return f"skipped {len(names)} files that are not UTF-8: {shown}"
+    listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    return f"skipped {len(names)} files that are not UTF-8: {listed}"
 
 
 def main() -> None:

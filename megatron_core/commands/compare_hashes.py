@@ -35,7 +35,8 @@ class Settings:
 
 def compare(settings: Settings) -> bool:
     """Print the result; return whether all hashes are equal. Errors: ``DataError``, also without common iterations."""
-    one, other = read_hashes(settings.one), read_hashes(settings.other)
+    one = read_hashes(settings.one)
+    other = read_hashes(settings.other)
     common = compared_iterations(one, other)
     if not common:
         raise DataError(
@@ -67,8 +68,8 @@ def copies_are_equal(name: str, records: list[HashRecord]) -> bool:
 
 def described(records: list[HashRecord], common: list[int]) -> str:
     """The quantities in the last common record."""
-    last = next(record for record in reversed(records) if record.iteration == common[-1])
-    return ", ".join(name for name in ORDER if getattr(last, name) is not None)
+    final = next(record for record in reversed(records) if record.iteration == common[-1])
+    return ", ".join(name for name in ORDER if getattr(final, name) is not None)
 
 
 def span(records: list[HashRecord]) -> str:

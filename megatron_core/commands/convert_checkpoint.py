@@ -89,7 +89,8 @@ class Settings:
 
 def convert(settings: Settings) -> str:
     """Convert; returns a line that describes the result."""
-    load, save = location(settings.load), location(settings.save)
+    load = location(settings.load)
+    save = location(settings.save)
     if settings.source != "native":
         refuse_url(f"--from {settings.source} --load {load}", load)
     if settings.to != "native":
@@ -102,8 +103,8 @@ def convert(settings: Settings) -> str:
     if settings.to in FORMATS:
         if settings.source != "native":
             raise ConfigError(f"--to {settings.to} needs --from native; convert to native first")
-        said = export_distributed(load, save, FORMATS[settings.to], step=settings.ckpt_step)
-        return f"{load} -> {save}; {said}"
+        summary = export_distributed(load, save, FORMATS[settings.to], step=settings.ckpt_step)
+        return f"{load} -> {save}; {summary}"
     difference: float | None = None
     if settings.source == "deepspeed" and settings.to != "peft":
         return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"
@@ -118,8 +119,8 @@ def convert(settings: Settings) -> str:
             )
         return f"{load} -> {save} (peft); {export_adapter(load, save, step=settings.ckpt_step)} tensors"
     elif settings.to == "native":
-        found = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
-        return f"{load} -> {save} (native); {found}; not verified"
+        imported = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
+        return f"{load} -> {save} (native); {imported}; not verified"
     else:
         with native_folder(settings, load, save) as (native, step):
             difference = export_hugging_face(
@@ -138,7 +139,8 @@ def convert(settings: Settings) -> str:
 
 def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.dtype | None) -> str:
     """Convert a checkpoint of DeepSpeed; returns a description."""
-    tag, config = settings.tag, settings.hf_config
+    tag = settings.tag
+    config = settings.hf_config
     if settings.ckpt_step is not None:
         raise ConfigError("--ckpt-step is the iteration of other formats; with --from deepspeed give --tag")
     if settings.to == "native":

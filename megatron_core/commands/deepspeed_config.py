@@ -88,22 +88,22 @@ def main() -> None:
 
 def from_json(settings: Settings) -> str:
     """The settings of a JSON file, as YAML."""
-    found = translate(str(settings.from_json), settings.world_size)
-    for note in found.notes:
+    translated = translate(str(settings.from_json), settings.world_size)
+    for note in translated.notes:
         print(note, file=sys.stderr)
-    if found.optimizer_class is not None:
+    if translated.optimizer_class is not None:
         print(
-            f"optimizer torch.optim.{found.optimizer_class} is not a setting: construct it with "
-            f"{found.optimizer_params} and pass it as optimizer",
+            f"optimizer torch.optim.{translated.optimizer_class} is not a setting: construct it with "
+            f"{translated.optimizer_params} and pass it as optimizer",
             file=sys.stderr,
         )
-    if found.scheduler is not None:
+    if translated.scheduler is not None:
         print(
-            f"scheduler {found.scheduler.name} is not a setting: construct it from "
+            f"scheduler {translated.scheduler.name} is not a setting: construct it from "
             "deepspeed.runtime.lr_schedules and pass it as lr_scheduler",
             file=sys.stderr,
         )
-    return str(yaml.safe_dump(found.settings, sort_keys=False))
+    return str(yaml.safe_dump(translated.settings, sort_keys=False))
 
 
 def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunConfig, str]:
@@ -124,26 +124,28 @@ def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunCo
         raise ConfigError(
             "scheduler: DeepSpeed until 0.16 uses it instead of --lr-decay-style, later ones do not; remove it"
         )
-    given = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
-    found = translate(given, config.parallel.data_parallel_size(world_size))
-    micro, size = found.train_micro_batch_size_per_gpu, config.training.micro_batch_size
+    other_values = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
+    translated = translate(other_values, config.parallel.data_parallel_size(world_size))
+    micro = translated.train_micro_batch_size_per_gpu
+    size = config.training.micro_batch_size
     if micro != size:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu={micro} differs from --micro-batch-size {size}; use one value"
         )
-    settings = {name: value for name, value in found.settings.items() if name in field_types() and name not in OF_FLAGS}
+    allowed = field_types().keys() - set(OF_FLAGS)
+    settings = {name: value for name, value in translated.settings.items() if name in allowed}
     ignored = [f"{name}: the flags select it" for name in ("optimizer", "train_batch_size") if name in values]
     told = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return RunConfig.from_flat(config.flat() | settings), "; ".join([told, *ignored, *found.notes])
+    return RunConfig.from_flat(config.flat() | settings), "; ".join([told, *ignored, *translated.notes])
 
 
 def from_yaml(name: str) -> str:
     """The JSON of a YAML file of settings, flat or by section; settings without a key are printed on standard error."""
-    found, left = to_deepspeed(of_run(read_settings(name, flag="--from-yaml")))
+    translated, left = to_deepspeed(of_run(read_settings(name, flag="--from-yaml")))
     if left:
-        shown = ", ".join(f"{setting}={value!r}" for setting, value in left.items())
-        print(f"not written, because DeepSpeed's JSON has no key: {shown}", file=sys.stderr)
-    return json.dumps(found, indent=2) + "\n"
+        unwritten = ", ".join(f"{setting}={value!r}" for setting, value in left.items())
+        print(f"not written, because DeepSpeed's JSON has no key: {unwritten}", file=sys.stderr)
+    return json.dumps(translated, indent=2) + "\n"
 
 
 def page() -> str:

@@ -61,8 +61,8 @@ def measure_machine(settings: Settings) -> None:
     from megatron_core.verify.machine import measured_machine, report  # importing torch takes a while
 
     output = prepare_output(settings, "output", MEASURED)
-    hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
-    print(report(hardware, found, disk))
+    hardware, rates, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
+    print(report(hardware, rates, disk))
     output.write(hardware.as_json())
     print(f"wrote {settings.output}; use it with megatron-plan --hardware {settings.output}")
 
@@ -75,10 +75,10 @@ def diagnose_run(settings: Settings) -> None:
     if settings.json is not None:
         output = prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
     machine = None if settings.hardware is None else read_hardware(settings.hardware)
-    found = diagnose(Summary.of(read_run(settings.run), machine))
-    print(found.text())
+    diagnosis = diagnose(Summary.of(read_run(settings.run), machine))
+    print(diagnosis.text())
     if output is not None:
-        output.write(json.dumps(asdict(found), indent=2) + "\n")
+        output.write(json.dumps(asdict(diagnosis), indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

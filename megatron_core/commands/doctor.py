@@ -74,8 +74,8 @@ def program_version(program: str) -> str | None:
     if path is None:
         return None
     lines = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
-    found = [line for line in lines if "release" in line] or lines[:1]
-    return f"{found[0]} ({path})" if found else path
+    version_lines = [line for line in lines if "release" in line] or lines[:1]
+    return f"{version_lines[0]} ({path})" if version_lines else path
 
 
 def devices() -> Iterator[str]:
@@ -117,8 +117,10 @@ def other_libraries() -> Iterator[str]:
         for op in library.OPS:
             states.setdefault(library.unavailable_reason(op, "cuda", torch.bfloat16) or "available", []).append(op)
         for state, ops in states.items():
-            part = ", ".join(op for op in ops if op in library.PARTIAL_OPS)
-            limits = f"; {part} only for some arguments, see docs/kernels.md" if part and state == "available" else ""
+            partial = ", ".join(op for op in ops if op in library.PARTIAL_OPS)
+            limits = ""
+            if partial and state == "available":
+                limits = f"; {partial} only for some arguments, see docs/kernels.md"
             yield f"--kernel-backend {name}, for {', '.join(ops)} on cuda: {state}{limits}"
 
 
@@ -136,24 +138,25 @@ def failing_collectives() -> list[str]:
     world = dist.group.WORLD
     assert world is not None
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
-    own, everyone = torch.full((4,), rank + 1.0, device=device), torch.arange(1.0, size + 1, device=device)
-    found = {}
-    found["all_reduce"] = own.clone()
-    dist.all_reduce(found["all_reduce"])
-    found["broadcast"] = own.clone()
-    dist.broadcast(found["broadcast"], 0)
-    found["all_gather"] = own.new_empty(4 * size)
-    all_gather_flat_(found["all_gather"], own, world)
-    found["reduce_scatter"] = own.new_empty(4)
-    reduce_scatter_flat_(found["reduce_scatter"], own.repeat(size), world)
-    found["all_to_all"] = own.new_empty(size)
-    dist.all_to_all_single(found["all_to_all"], own[:1].repeat(size))
-    found["send and receive"] = own.new_empty(4)
+    values = torch.full((4,), rank + 1.0, device=device)
+    everyone = torch.arange(1.0, size + 1, device=device)
+    results = {}
+    results["all_reduce"] = values.clone()
+    dist.all_reduce(results["all_reduce"])
+    results["broadcast"] = values.clone()
+    dist.broadcast(results["broadcast"], 0)
+    results["all_gather"] = values.new_empty(4 * size)
+    all_gather_flat_(results["all_gather"], values, world)
+    results["reduce_scatter"] = values.new_empty(4)
+    reduce_scatter_flat_(results["reduce_scatter"], values.repeat(size), world)
+    results["all_to_all"] = values.new_empty(size)
+    dist.all_to_all_single(results["all_to_all"], values[:1].repeat(size))
+    results["send and receive"] = values.new_empty(4)
     for sender in range(size):
         if rank == sender:
-            dist.send(own, (rank + 1) % size)
+            dist.send(values, (rank + 1) % size)
         elif rank == (sender + 1) % size:
-            dist.recv(found["send and receive"], sender)
+            dist.recv(results["send and receive"], sender)
     expected = {
         "all_reduce": everyone.sum().expand(4),
         "broadcast": everyone[:1].expand(4),
@@ -162,7 +165,7 @@ def failing_collectives() -> list[str]:
         "all_to_all": everyone,
         "send and receive": everyone[rank - 1].expand(4),
     }
-    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    return [name for name, tensor in results.items() if not torch.equal(tensor, expected[name])]
 
 
 def collectives(backend: str) -> tuple[bool, str]:
@@ -236,7 +239,7 @@ def show(title: str, lines: Iterator[str] | list[str]) -> None:
 def examine(settings: Settings) -> int:
     """Print everything that ``settings`` select; return 1 if the collectives do not work."""
     kinds = ["gloo", "shm", *(["nccl"] if torch.cuda.device_count() >= RANKS else [])] if settings.collectives else []
-    results = [collectives(kind) for kind in kinds]
+    results = [collectives(backend) for backend in kinds]
     if settings.verbose:
         show("versions", versions())
         show("devices", devices())

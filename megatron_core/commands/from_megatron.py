@@ -123,28 +123,30 @@ class TranslatedLaunch:
         """Translate the flags of a launch."""
         groups = grouped(list(launch.flags))
         replaced = DEEPSPEED if launch.deepspeed is not None else ()
-        kept = [each for each in groups if plain(each[0]) not in replaced and not {*each[1]} & {*launch.closed}]
-        words = [word for flag, values in kept for word in (flag, *values)]
+        usable = [group for group in groups if plain(group[0]) not in replaced and not {*group[1]} & {*launch.closed}]
+        words = [word for flag, values in usable for word in (flag, *values)]
         flags = LaunchFlags.of(words, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
             config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
-        found, told = [fault for fault in faults if fault not in flags.refused], ""  # of a file that is named
-        found += [f"{readable(name)} {CLOSED}" for name in launch.closed]
+        # of a file that is named
+        faults_found = [fault for fault in faults if fault not in flags.refused]
+        told = ""
+        faults_found += [f"{readable(name)} {CLOSED}" for name in launch.closed]
         if launch.deepspeed is not None:
             from megatron_core.commands.deepspeed_config import with_deepspeed  # it imports torch
 
             try:
                 config, told = with_deepspeed(config, launch.deepspeed, ranks)
             except MegatronError as error:
-                found.append(f"--deepspeed_config: {error}")
-        found += problems(config, ranks)
+                faults_found.append(f"--deepspeed_config: {error}")
+        faults_found += problems(config, ranks)
         folder = None if config.checkpoint.load is None else path_of(config.checkpoint.load)
         if folder is not None and folder.is_dir():
             from megatron_core.hub.megatron_lm.format import checkpoint_changes  # it imports torch
 
-            found += checkpoint_changes(config)
-        return cls(launch, flags, config, ranks, tuple(found), told)
+            faults_found += checkpoint_changes(config)
+        return cls(launch, flags, config, ranks, tuple(faults_found), told)
 
     @property
     def can_train(self) -> bool:
@@ -191,11 +193,12 @@ def report(translated: TranslatedLaunch, script: LaunchScript, settings: Setting
 def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
     launch = translated.launch
     where = f"{launch.place}: " if launch.place else ""
-    source = "--world-size" if settings.world_size else "its launcher" if launch.ranks else "the least that fits"
+    source = "its launcher" if launch.ranks else "the least that fits"
+    source = "--world-size" if settings.world_size else source
     yield f"{where}{readable(launch.program)} on {_count(translated.world_size, 'rank')} ({source})"
     if len(script.launches) > 1:
-        others = [f"{n}: {readable(each.program)}, {each.place}" for n, each in enumerate(script.launches, 1)]
-        yield f"launches in the script: {'; '.join(others)}; --launch N describes another one"
+        listed = [f"{n}: {readable(launch.program)}, {launch.place}" for n, launch in enumerate(script.launches, 1)]
+        yield f"launches in the script: {'; '.join(listed)}; --launch N describes another one"
     if translated.other_model:
         yield translated.other_model
     elif not launch.program.endswith(GPT):
@@ -207,11 +210,14 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Setti
 
 
 def _description(translated: TranslatedLaunch) -> Iterator[str]:
-    config, ranks = translated.config, translated.world_size
-    model, training, optimizer = config.model, config.training, config.optimizer
-    kind = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
+    config = translated.config
+    ranks = translated.world_size
+    model = config.model
+    training = config.training
+    optimizer = config.optimizer
+    moe = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
     yield (
-        f"model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads{kind}, "
+        f"model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads{moe}, "
         f"{_parameters(model_parameters(config, vocabulary(config)))}, sequences of "
         f"{config.data.seq_length} tokens"
     )
@@ -223,21 +229,21 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
             f"{training.train_iters:,} steps" if training.train_iters else f"{training.train_samples or 0:,} samples"
         )
         yield f"training: {length}, {batch} sequences ({batch * config.data.seq_length:,} tokens) a step"
-    dtype = "bf16" if training.bf16 else "fp16" if training.fp16 else "float32"
+    dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(training.compute_dtype, training.compute_dtype)
     eight = f", fp8 {training.fp8_format}" if training.fp8_format else ""
     schedule = f"lr {optimizer.lr}, {optimizer.lr_decay_style} decay"
     yield f"precision: {dtype}{eight}; optimizer: {optimizer.optimizer}, {schedule}"
     data = [*config.data.data_path, *config.data.train_data_path]
     source = "mock data" if config.data.mock_data else " ".join(data) or "none given"
     yield f"data: {shortened(source)}; load {config.checkpoint.load}; save {config.checkpoint.save}"
-    given = translated.flags
-    counts = len(given.done), len(given.translated), sum(map(len, given.ignored.values())), len(given.refused)
+    flags = translated.flags
+    counts = len(flags.done), len(flags.translated), sum(map(len, flags.ignored.values())), len(flags.refused)
     yield "flags: {} with the same meaning, {} translated, {} without effect, {} refused".format(*counts)
 
 
 def problems_of_ranks(translated: TranslatedLaunch) -> Iterator[str]:
     """The problems that concern the number of ranks."""
-    return (each for each in translated.problems if "world_size=" in each or "batch_size=" in each)
+    return (problem for problem in translated.problems if "world_size=" in problem or "batch_size=" in problem)
 
 
 def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator[str]:
@@ -280,19 +286,19 @@ def _prediction(translated: TranslatedLaunch, settings: Settings, name: str) -> 
     hardware = read_hardware(settings.hardware)
     search = Search(translated.config, translated.world_size, hardware, vocabulary(translated.config))
     try:
-        found = search.candidate(translated.config)
+        layout = search.candidate(translated.config)
     except MegatronError as error:
         yield f"not known before the settings are legal: {shortened(str(error), 300)}"
         return
     room = readable_bytes(hardware.usable_bytes)
-    fits = "fits" if search.fits(found.memory) else "does not fit"
+    fits = "fits" if search.fits(layout.memory) else "does not fit"
     yield (
-        f"a step takes {readable_seconds(found.seconds)} on {translated.world_size} x {hardware.name}, "
-        f"{found.cost.tokens_per_second:,.0f} tokens/s on each; {readable_bytes(found.bytes)} {fits} into {room}"
+        f"a step takes {readable_seconds(layout.seconds)} on {translated.world_size} x {hardware.name}, "
+        f"{layout.cost.tokens_per_second:,.0f} tokens/s on each; {readable_bytes(layout.bytes)} {fits} into {room}"
     )
-    yield from details(found).splitlines()
+    yield from details(layout).splitlines()
     if translated.config.training.train_iters:
-        yield f"all steps: {readable_duration(found.seconds * translated.config.training.train_iters)}"
+        yield f"all steps: {readable_duration(layout.seconds * translated.config.training.train_iters)}"
     batch = translated.config.training.global_batch_size
     if batch is not None:
         machine = f"--gpus {translated.world_size} --hardware {settings.hardware}"
@@ -343,30 +349,31 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         is_command = line.startswith(("megatron-", "torchrun "))
         wrapped = [line] if is_command else textwrap.wrap(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        yield from (f"  {'  ' * (number > 0)}{part}" for number, part in enumerate(wrapped or [""]))
+        yield from (f"  {'  ' * (number > 0)}{piece}" for number, piece in enumerate(wrapped or [""]))
 
 
 def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
     """The launches in the script or command line; ``ConfigError`` if there is none."""
     if not words:
         raise ConfigError("give a launch script and its arguments, or a command line after --")
-    pairs = [each.partition("=") for each in settings.variables]
+    pairs = [variable.partition("=") for variable in settings.variables]
     wrong = [name for name, equals, _ in pairs if not (equals and name.isidentifier())]
     if wrong:
         raise ConfigError(f"--set {wrong[0]}: give NAME=VALUE")
     if is_script(words[0]):
-        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag, settings.read_from)
+        variables = {name: value for name, _, value in pairs}
+        launch = read_script(words[0], words[1:], variables, is_flag, settings.read_from)
     elif settings.command:
         raise ConfigError(f"{words[0]}: this script does not exist; put a command line after --")
     else:
-        found = read_command_line(words, is_flag)
-    if not found.launches:
-        notes = "".join(f"; {note}" for note in found.notes)
+        launch = read_command_line(words, is_flag)
+    if not launch.launches:
+        notes = "".join(f"; {note}" for note in launch.notes)
         raise ConfigError(
             f"{shortened(shlex.join(words))}: no start of a training program with flags of Megatron-LM was found"
             f"{notes}; give its command line after --"
         )
-    return found
+    return launch
 
 
 def run(settings: Settings, words: Sequence[str]) -> int:
@@ -386,11 +393,11 @@ def run(settings: Settings, words: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, read the launch and print."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    at = given.index("--") if "--" in given else len(given)
-    settings = parse_flags(Settings, args=given[:at], description=__doc__)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    position = words.index("--") if "--" in words else len(words)
+    settings = parse_flags(Settings, args=words[:position], description=__doc__)
     try:
-        return run(settings, settings.command or given[at + 1 :])
+        return run(settings, settings.command or words[position + 1 :])
     except (MegatronError, OSError) as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return 2

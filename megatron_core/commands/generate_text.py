@@ -91,24 +91,24 @@ class Text:
     def add(self, progress: Progress) -> str:
         """Add the engine's progress; returns the text to show."""
         assert progress.token is not None, "requests have at least one new token"
-        shown = ""
+        visible = ""
         if progress.finished != "stop":
             self.progress.append(progress)
-            shown = self.stream.add(progress.token)
+            visible = self.stream.add(progress.token)
         if progress.finished:
-            shown += self.stream.finish()
+            visible += self.stream.finish()
         self.finished = "stop" if self.stream.stopped else progress.finished
-        return shown
+        return visible
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object for --output."""
-        found: dict[str, Any] = {"prompt": self.prompt, "text": self.stream.text, "finish_reason": self.finished}
-        scores = [each.score for each in self.progress if each.score is not None]
-        found["tokens"] = [each.token for each in self.progress]
+        content: dict[str, Any] = {"prompt": self.prompt, "text": self.stream.text, "finish_reason": self.finished}
+        scores = [progress.score for progress in self.progress if progress.score is not None]
+        content["tokens"] = [progress.token for progress in self.progress]
         if scores:
-            found["logprobs"] = [score.logprob for score in scores]
-            found["alternatives"] = [[list(pair) for pair in score.alternatives] for score in scores]
-        return found
+            content["logprobs"] = [score.logprob for score in scores]
+            content["alternatives"] = [[list(pair) for pair in score.alternatives] for score in scores]
+        return content
 
 
 def generate_text(settings: Settings, world: World) -> None:
@@ -159,7 +159,8 @@ def continue_all(
             assert engine.submit(request) == number
         except ConfigError as error:
             raise ConfigError(f"{shortened(prompts[number])}: {error}") from None
-    alone, printed = len(prompts) == 1, 0
+    alone = len(prompts) == 1
+    printed = 0
     show(prompts[0] if alone else "", world)
     while engine.busy:
         for progress in engine.step():
@@ -182,12 +183,12 @@ def continue_all(
 def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
     """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
     text_of = TokenTexts(tokenizer)
-    shown = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
-    for each in text.progress:
-        if each.score is not None and each.token is not None:
-            others = [f"{text_of(i)!r} {value:.4f}" for i, value in each.score.alternatives]
-            shown += f"{each.score.logprob:10.4f}  {text_of(each.token)!r}  {'  '.join(others)}\n"
-    return shown if alone else shown + "-" * 40 + "\n"
+    output = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
+    for progress in text.progress:
+        if progress.score is not None and progress.token is not None:
+            alternatives = [f"{text_of(i)!r} {value:.4f}" for i, value in progress.score.alternatives]
+            output += f"{progress.score.logprob:10.4f}  {text_of(progress.token)!r}  {'  '.join(alternatives)}\n"
+    return output if alone else output + "-" * 40 + "\n"
 
 
 def read_prompts(path: str) -> list[str]:
@@ -198,7 +199,7 @@ def read_prompts(path: str) -> list[str]:
         raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
     if not path.endswith(".jsonl"):
         return [line.removesuffix("\r") for line in lines if line.strip()]
-    found = []
+    prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -208,8 +209,8 @@ def read_prompts(path: str) -> list[str]:
             prompt = None
         if not isinstance(prompt, str):
             raise DataError(f'{path}:{number}: this is not an object with a string "prompt"')
-        found.append(prompt)
-    return found
+        prompts.append(prompt)
+    return prompts
 
 
 def check_unicode(prompt: str) -> None:

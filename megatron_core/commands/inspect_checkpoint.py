@@ -60,10 +60,10 @@ class Settings:
 
 def open_reader(folder: str, step: int | None) -> CheckpointReader:
     """The checkpoint in ``folder``. Errors: ``CheckpointError``."""
-    found = find_checkpoint(folder, step)
-    if found is None:
+    checkpoint = find_checkpoint(folder, step)
+    if checkpoint is None:
         raise CheckpointError(f"{folder} has no checkpoint; give a --save folder of a training run")
-    return CheckpointReader(found)
+    return CheckpointReader(checkpoint)
 
 
 def inspect_checkpoint(settings: Settings) -> bool:
@@ -80,7 +80,7 @@ def inspect_checkpoint(settings: Settings) -> bool:
                 print("\n" + "\n".join(tensor_lines(reader)))
             return True
         with open_reader(settings.diff, settings.ckpt_step) as other:
-            checked = [verified(each) for each in (reader, other)]  # a flipped bit is damage, not a difference
+            checked = [verified(compared) for compared in (reader, other)]  # a flipped bit is damage, not a difference
             if settings.verify:
                 print("\n\n".join(checked), end="\n\n")
             return compared(reader, other, None if settings.tensors else MOST_LINES)
@@ -99,7 +99,8 @@ def verified(reader: CheckpointReader) -> str:
 def contents(reader: CheckpointReader) -> list[str]:
     """The state of the run, its layout, and the sizes of tensors and files."""
     manifest = reader.manifest
-    state, config = manifest.state, manifest.state.get("config") or {}
+    state = manifest.state
+    config = manifest.state.get("config") or {}
     lines = [str(reader.folder), f"  iteration  {manifest.iteration:,}, save {manifest.save_id}"]
     counters = [f"{name} {state[name]:,}" for name in ("consumed_samples", "consumed_tokens") if name in state]
     if counters:
@@ -112,11 +113,11 @@ def contents(reader: CheckpointReader) -> list[str]:
         shape = ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
         lines.append(f"  model      {shape}, vocabulary {state.get('vocab_size')}")
     lines += ["", f"{'tensors':<24}{'number':>8}{'elements':>18}{'bytes':>20}  dtypes"]
-    for kind, found in sorted(by_kind(manifest.tensors).items()):
-        elements = sum(prod(tensor.shape) for tensor in found)
-        size = sum(prod(tensor.shape) * TORCH_DTYPES[tensor.dtype].itemsize for tensor in found)
-        dtypes = ", ".join(sorted({tensor.dtype for tensor in found}))
-        lines.append(f"{kind:<24}{len(found):>8,}{elements:>18,}{size:>20,}  {dtypes}")
+    for group, tensors in sorted(by_kind(manifest.tensors).items()):
+        elements = sum(prod(tensor.shape) for tensor in tensors)
+        size = sum(prod(tensor.shape) * TORCH_DTYPES[tensor.dtype].itemsize for tensor in tensors)
+        dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
+        lines.append(f"{group:<24}{len(tensors):>8,}{elements:>18,}{size:>20,}  {dtypes}")
     lines += ["", f"{'files':<50}{'bytes':>20}"]
     lines += [f"{name:<50}{file.size:>20,}" for name, file in sorted(manifest.files.items())]
     return lines
@@ -129,26 +130,27 @@ def rank_files(reader: CheckpointReader) -> set[str]:
 
 def by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
     """The tensors of ``model``, and those of each state of the optimizer."""
-    found: dict[str, list[StoredTensor]] = {}
+    groups: dict[str, list[StoredTensor]] = {}
     for name, tensor in tensors.items():
-        first, _, rest = name.partition(".")
-        second = rest.partition(".")[0]
-        found.setdefault(first if first == "model" else f"{first}.{second}", []).append(tensor)
-    return found
+        first, _, tail = name.partition(".")
+        second = tail.partition(".")[0]
+        groups.setdefault(first if first == "model" else f"{first}.{second}", []).append(tensor)
+    return groups
 
 
 def hash_lines(reader: CheckpointReader, *, by_tensor: bool) -> Iterator[str]:
     """The hash of all tensors, of each part of the checkpoint, and with ``by_tensor`` of each tensor."""
-    found = checkpoint_hashes(reader)
-    parts: dict[str, dict[str, str]] = {}
-    for name, value in found.items():
-        part, _, rest = name.partition(".")
-        parts.setdefault(part, {})[rest] = value
+    hashes = checkpoint_hashes(reader)
+    sections: dict[str, dict[str, str]] = {}
+    for name, value in hashes.items():
+        section, _, tail = name.partition(".")
+        sections.setdefault(section, {})[tail] = value
     names = {"model": "weights"}
-    yield f"{combined(found.items())}  {reader.folder}, iteration {reader.manifest.iteration:,}"
-    yield from (f"{combined(own.items())}    {names.get(part, part)}" for part, own in sorted(parts.items()))
+    yield f"{combined(hashes.items())}  {reader.folder}, iteration {reader.manifest.iteration:,}"
+    for section, entries in sorted(sections.items()):
+        yield f"{combined(entries.items())}    {names.get(section, section)}"
     if by_tensor:
-        yield from (f"{value}      {name}" for name, value in found.items())
+        yield from (f"{value}      {name}" for name, value in hashes.items())
 
 
 def tensor_lines(reader: CheckpointReader) -> Iterator[str]:
@@ -192,7 +194,8 @@ def setting_lines(one: CheckpointReader, other: CheckpointReader) -> list[str]:
     def flat(state: Any) -> dict[str, Any]:
         return {name: value for name, value in state.items() if name != "config"} | (state.get("config") or {})
 
-    first, second = flat(one.state), flat(other.state)
+    first = flat(one.state)
+    second = flat(other.state)
     absent = "(not there)"
     return [
         f"  {name}: {first.get(name, absent)!r} and {second.get(name, absent)!r}"
@@ -205,15 +208,17 @@ def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str
     """Describe how the tensor ``name`` differs; empty if every bit is equal."""
     entries = one.manifest.tensors[name], other.manifest.tensors[name]
     if len({(entry.shape, entry.dtype) for entry in entries}) > 1:
-        shown = " and ".join(f"{entry.dtype} {list(entry.shape)}" for entry in entries)
-        return f"  {name}: {shown}"
-    first, second = one.read(name), other.read(name)
+        types = " and ".join(f"{entry.dtype} {list(entry.shape)}" for entry in entries)
+        return f"  {name}: {types}"
+    first = one.read(name)
+    second = other.read(name)
     unequal = bits(first) != bits(second)
     count = int(unequal.sum())
     if not count:
         return ""
     distance = (first.double() - second.double()).abs()
-    largest, scale = float(distance[unequal].max()), float(first.double().abs().max())
+    largest = float(distance[unequal].max())
+    scale = float(first.double().abs().max())
     return f"  {name}: {count:,} of {first.numel():,} elements, by up to {largest:.3e}; the largest is {scale:.3e}"
 
 

@@ -125,11 +125,12 @@ def checked(settings: Settings, tokenizer: Tokenizer | None) -> str:
         file=exact(sys.stderr),
         disable=not sys.stderr.isatty(),
     ) as bar:
-        found = validate(settings.prefix, vocab_size, bar.update)
+        report = validate(settings.prefix, vocab_size, bar.update)
     against = (
-        "no vocabulary (give --vocab-size)" if found.vocab_size is None else f"a vocabulary of {found.vocab_size:,}"
+        "no vocabulary (give --vocab-size)" if report.vocab_size is None else f"a vocabulary of {report.vocab_size:,}"
     )
-    return f"no fault: index complete, {found.tokens:,} token ids up to {found.largest_id:,} checked against {against}"
+    ids = f"{report.tokens:,} token ids up to {report.largest_id:,}"
+    return f"no fault: index complete, {ids} checked against {against}"
 
 
 def counts(dataset: IndexedDataset) -> str:
@@ -173,11 +174,13 @@ def picture(lengths: Lengths, width: int) -> list[str]:
         f"tokens in a {unit}: shortest {lengths.shortest:,}, median about {lengths.quantile(0.5):,}, mean "
         f"{lengths.mean:,.1f}, 99% up to about {lengths.quantile(0.99):,}, longest {lengths.longest:,}"
     ]
-    bars = lengths.bars(parts=1)
+    bars = lengths.bars(bars_per_octave=1)
     names = [f"{bar.low:,} to {bar.high - 1:,}" if bar.high - bar.low > 1 else f"{bar.low:,}" for bar in bars]
     numbers = [f"{bar.documents:,}" for bar in bars]
-    total, most = int(lengths.tokens.sum()), max(bar.documents for bar in bars)
-    left, middle = max(map(len, ["tokens", *names])), max(map(len, [lengths.unit, *numbers]))
+    total = int(lengths.tokens.sum())
+    most = max(bar.documents for bar in bars)
+    left = max(map(len, ["tokens", *names]))
+    middle = max(map(len, [lengths.unit, *numbers]))
     room = max(width - left - middle - 16, 8)
     lines.append(f"{'tokens':>{left}}  {lengths.unit:>{middle}}  of tokens")
     for bar, name, number in zip(bars, names, numbers, strict=True):
@@ -196,33 +199,35 @@ def blocks(length: float) -> str:
 
 def chosen(settings: Settings, lengths: Lengths) -> list[int]:
     """Numbers of the documents to show: those of --document, then samples at equal distances."""
-    count, found = lengths.count, []
+    count = lengths.count
+    numbers = []
     for number in settings.document:
         if not -count <= number < count:
             raise ConfigError(
                 f"--document {number} is out of range: there are {count} {lengths.unit}; legal: 0 to {count - 1}"
             )
-        found.append(number % count)
+        numbers.append(number % count)
     samples = min(settings.samples, count)
-    return found + [number * count // samples for number in range(samples)]
+    return numbers + [number * count // samples for number in range(samples)]
 
 
 def shown(dataset: IndexedDataset, number: int, unit: str, tokenizer: Tokenizer | None, most: int) -> str:
     """A document's number, size and first tokens."""
-    first, last = number, number + 1
+    first = number
+    end = number + 1
     if unit == "documents":
-        first, last = (int(index) for index in dataset.document_indices[number : number + 2])
-    length = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
-    ids = first_tokens(dataset, first, last, most)
+        first, end = (int(index) for index in dataset.document_indices[number : number + 2])
+    length = int(dataset.sequence_lengths[first:end].sum(dtype=np.int64))
+    ids = first_tokens(dataset, first, end, most)
     more = f" ... and {length - len(ids):,} more tokens" if length > len(ids) else ""
     name = f"{unit.removesuffix('s')} {number} ({length:,} tokens)"
     return f"{name}\n{as_text(ids, tokenizer)}{more}"
 
 
-def first_tokens(dataset: IndexedDataset, first: int, last: int, most: int) -> list[int]:
+def first_tokens(dataset: IndexedDataset, first: int, end: int, most: int) -> list[int]:
     """At most ``most`` token ids of the sequences [first, last)."""
     ids: list[int] = []
-    for sequence in range(first, last):
+    for sequence in range(first, end):
         ids += dataset.get(sequence)[: most - len(ids)].tolist()
         if len(ids) == most:
             break

@@ -50,14 +50,14 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     """The prefixes of --input; DataError if a folder has no pairs, or a .bin has no .idx or vice versa."""
     if not inputs:
         raise ConfigError("--input is empty; give a folder of .bin/.idx pairs, or prefixes of pairs")
-    found: list[str] = []
+    prefixes: list[str] = []
     for name in inputs:
-        found += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
-    times = Counter(map(os.path.realpath, found))
-    twice = next((prefix for prefix in found if times[os.path.realpath(prefix)] > 1), None)
+        prefixes += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
+    times = Counter(map(os.path.realpath, prefixes))
+    twice = next((prefix for prefix in prefixes if times[os.path.realpath(prefix)] > 1), None)
     if twice is not None:
         raise ConfigError(f"--input has {twice} twice, so its documents would be duplicated; remove one")
-    return found
+    return prefixes
 
 
 def folder_prefixes(folder: Path) -> list[str]:
@@ -92,8 +92,10 @@ def check_output(prefixes: Sequence[str], settings: Settings) -> None:
 
 def check_inputs(prefixes: Sequence[str], multimodal: bool) -> tuple[type[np.number], int]:
     """The dtype of all inputs, and the bytes of their tokens; DataError if they cannot be joined."""
-    dtype, size = IndexedDataset(prefixes[0], multimodal=multimodal).dtype, 0
-    closes, open_ended = None, None
+    dtype = IndexedDataset(prefixes[0], multimodal=multimodal).dtype
+    size = 0
+    closes = None
+    open_ended = None
     for prefix in prefixes:
         dataset = IndexedDataset(prefix, multimodal=multimodal)
         if dataset.dtype is not dtype:
@@ -130,21 +132,21 @@ def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
     known = {prefix: header for prefix, header in headers.items() if header is not None}
     if not known:
         return None
-    first, kept = next(iter(known.items()))
+    first, reference = next(iter(known.items()))
     for prefix, header in known.items():
-        if header.fingerprint != kept.fingerprint or header.vocab_size != kept.vocab_size:
+        if header.fingerprint != reference.fingerprint or header.vocab_size != reference.vocab_size:
             raise DataError(
-                f"{prefix} was made with a {described(header)}, but {first} with a {described(kept)}; preprocess "
+                f"{prefix} was made with a {described(header)}, but {first} with a {described(reference)}; preprocess "
                 "all of them with the same tokenizer"
             )
-        if (header.append_eod, header.eod) != (kept.append_eod, kept.eod):
+        if (header.append_eod, header.eod) != (reference.append_eod, reference.eod):
             raise DataError(
-                f"the documents of {prefix} {ending(header)}, but those of {first} {ending(kept)}; preprocess "
+                f"the documents of {prefix} {ending(header)}, but those of {first} {ending(reference)}; preprocess "
                 "all of them with the same --append-eod"
             )
     if without:
         print(f"no header is written: {without[0]} has none, so its tokenizer is unknown", file=sys.stderr)
-    return None if without else kept
+    return None if without else reference
 
 
 def described(header: DatasetHeader) -> str:
@@ -178,7 +180,8 @@ def merge(settings: Settings) -> None:
             bar.set_postfix_str(visible(Path(prefix).name), refresh=False)
             builder.add_index(prefix)
             bar.update(Path(get_bin_path(prefix)).stat().st_size)
-        documents, tokens = builder.num_documents, builder.num_tokens
+        documents = builder.num_documents
+        tokens = builder.num_tokens
         builder.finalize(get_idx_path(settings.output_prefix))
     if header is not None:
         write_header(settings.output_prefix, replace(header, documents=documents, tokens=tokens))

@@ -103,13 +103,13 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         base, settings.gpus, hardware, vocabulary(base), progress=show_progress, seconds=settings.time_limit
     )
     began = monotonic()
-    found = search.best(settings.top)
+    candidates = search.best(settings.top)
     if sys.stderr.isatty():
         print("\r" + " " * 78 + "\r", end="", file=exact(sys.stderr))
     if search.stopped:
         print(stopped_early(search), file=messages)
     if settings.json is not None:
-        text = as_json(found, search)
+        text = as_json(candidates, search)
         if output is None:
             print(text)
         else:
@@ -120,22 +120,22 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         f"{search.points:,} layouts, {search.evaluated:,} evaluated in detail, {search.too_large:,} of them too large, "
         f"in {monotonic() - began:.1f} s\n"
     )
-    print(table(found, settings.gpus))
-    print(f"\n1: {describe_layout(found[0].config, settings.gpus)}\n{details(found[0])}")
-    if training := whole_training(found[0], settings.gpus, settings.price_per_hour):
+    print(table(candidates, settings.gpus))
+    print(f"\n1: {describe_layout(candidates[0].config, settings.gpus)}\n{details(candidates[0])}")
+    if training := whole_training(candidates[0], settings.gpus, settings.price_per_hour):
         print(training)
-    for number, each in enumerate(found[1:], 2):
-        print(f"{number}: {why_slower(each, found[0])}")
+    for number, candidate in enumerate(candidates[1:], 2):
+        print(f"{number}: {why_slower(candidate, candidates[0])}")
     print()
-    for number, each in enumerate(found, 1):
-        line = command_line(each.config, base, arguments, settings.gpus, hardware.devices_per_node)
+    for number, candidate in enumerate(candidates, 1):
+        line = command_line(candidate.config, base, arguments, settings.gpus, hardware.devices_per_node)
         print(f"{number}: {line}")
-    shown = found[0]
+    explained = candidates[0]
     if settings.objection is not None:
-        print(f"\nwhy not {settings.objection}\n{objection(search, settings.objection, found[0])}")
-        shown = min(search.candidate(c) for c in parse_words(base, settings.objection, settings.gpus))
+        print(f"\nwhy not {settings.objection}\n{objection(search, settings.objection, candidates[0])}")
+        explained = min(search.candidate(c) for c in parse_words(base, settings.objection, settings.gpus))
     if settings.explain_memory:
-        explain_memory(search, shown, settings.png)
+        explain_memory(search, explained, settings.png)
 
 
 def in_dtype(arguments: list[str], hardware: Hardware) -> tuple[RunConfig, list[str], str]:
@@ -144,7 +144,8 @@ def in_dtype(arguments: list[str], hardware: Hardware) -> tuple[RunConfig, list[
     Without a dtype in the flags and in --config it is bfloat16, if products are faster in it.
     """
     config = parse_run_config(arguments, prog=program())
-    dtype, rates = config.training.compute_dtype, hardware.product_flops
+    dtype = config.training.compute_dtype
+    rates = hardware.product_flops
     if dtype != "float32":
         return config, arguments, f"dtype: {dtype}"
     names: set[str] = set()
@@ -161,25 +162,27 @@ def in_dtype(arguments: list[str], hardware: Hardware) -> tuple[RunConfig, list[
 
 def stopped_early(search: Search) -> str:
     """A line about the layouts that a search with too little time has not decided."""
-    others = f"no other takes less than {readable_seconds(search.bound)}" if search.bound else "others were not listed"
+    undecided = (
+        f"no other takes less than {readable_seconds(search.bound)}" if search.bound else "others were not listed"
+    )
     return (
         f"stopped early after {search.seconds:g} s: {search.decided:,} of {search.points:,} layouts were decided, and "
-        f"{others}; --time-limit N searches for N seconds"
+        f"{undecided}; --time-limit N searches for N seconds"
     )
 
 
-def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
+def explain_memory(search: Search, candidate: Candidate, png: str | None) -> None:
     """Print memory by kind over a step."""
-    clock = LayerClock(shown.config, search.hardware, search.devices, search.vocab_size)
-    pipeline = Pipeline(shown.config, search.devices, clock, LayerTimes(clock))
+    clock = LayerClock(candidate.config, search.hardware, search.devices, search.vocab_size)
+    pipeline = Pipeline(candidate.config, search.devices, clock, LayerTimes(clock))
     memory = Footprint.of(
-        shown.config, search.devices, pipeline.plan, pipeline.layers, pipeline.units, search.vocab_size
+        candidate.config, search.devices, pipeline.plan, pipeline.layers, pipeline.units, search.vocab_size
     )
-    over = MemoryOverStep.of(pipeline, memory, shown.rank)
-    layout = describe_layout(shown.config, search.devices)
+    over = MemoryOverStep.of(pipeline, memory, candidate.rank)
+    layout = describe_layout(candidate.config, search.devices)
     some = pipeline.plan.num_microbatches
-    part = f", the first {some} of {pipeline.micros} micro-batches" if some < pipeline.micros else ""
-    title = f"memory of pipeline rank {shown.rank} over a step{part}: {layout}"
+    shortened = f", the first {some} of {pipeline.micros} micro-batches" if some < pipeline.micros else ""
+    title = f"memory of pipeline rank {candidate.rank} over a step{shortened}: {layout}"
     print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
     if png is not None:
         from megatron_core.reports.plot_memory import plot_memory  # importing matplotlib takes a while
@@ -197,22 +200,22 @@ def vocabulary(config: RunConfig) -> int:
     return vocabulary_or_assumed(config)
 
 
-def as_json(found: Sequence[Candidate], search: Search) -> str:
+def as_json(candidates: Sequence[Candidate], search: Search) -> str:
     """The layouts with all figures; ``complete``: whether no other layout is faster."""
     rows = [
         {
-            "layout": describe_layout(each.config, search.devices),
-            "dtype": each.config.training.compute_dtype,
+            "layout": describe_layout(candidate.config, search.devices),
+            "dtype": candidate.config.training.compute_dtype,
             "complete": not search.stopped,
-            "seconds": each.seconds,
-            "tokens_per_second_per_device": each.cost.tokens_per_second,
-            "flops_per_second_per_device": each.cost.flops_per_second,
-            "bubble": each.cost.bubble,
-            "seconds_by_kind": each.cost.by_kind,
-            "bytes_by_kind": each.memory,
-            "bytes_on_host": each.on_host,
+            "seconds": candidate.seconds,
+            "tokens_per_second_per_device": candidate.cost.tokens_per_second,
+            "flops_per_second_per_device": candidate.cost.flops_per_second,
+            "bubble": candidate.cost.bubble,
+            "seconds_by_kind": candidate.cost.by_kind,
+            "bytes_by_kind": candidate.memory,
+            "bytes_on_host": candidate.on_host,
         }
-        for each in found
+        for candidate in candidates
     ]
     return json.dumps(rows, indent=2)
 
@@ -226,10 +229,10 @@ def show_progress(decided: int, total: int, best: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, plan and exit."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    settings, rest = parse_flags(Settings, args=given, description=__doc__, return_unknown_args=True)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    settings, flags_of_run = parse_flags(Settings, args=words, description=__doc__, return_unknown_args=True)
     try:
-        plan(settings, rest)
+        plan(settings, flags_of_run)
     except (MegatronError, OSError) as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return 1

@@ -33,5 +33,5 @@ def main() -> NoReturn:
 
 
 def _run() -> None:
-    given = translate(sys.argv[1:])
-    preprocess(parse_flags(PreprocessSettings, args=given, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    flags = translate(sys.argv[1:])
+    preprocess(parse_flags(PreprocessSettings, args=flags, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))

@@ -60,7 +60,9 @@ class Finder:
     """Finds the first module whose output is not finite, and the gradients that are not."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.module, self.gradients = run, "", list[str]()
+        self.run = run
+        self.module = ""
+        self.gradients = list[str]()
         for stage in run.stages.values():
             for name, module in stage.named_modules():
                 module.register_forward_hook(lambda _, __, output, name=name: self._look(name, output))

@@ -112,8 +112,8 @@ def serve(settings: Settings, world: World) -> None:
     )
     thread = service.start(when_ended=lambda: setattr(server, "should_exit", True))
     address = listening.getsockname()
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(f"{name}: listening at http://{shown}:{address[1]}, longest text {limits.max_length} tokens", flush=True)
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(f"{name}: listening at http://{host}:{address[1]}, longest text {limits.max_length} tokens", flush=True)
     try:
         server.run(sockets=[listening])
     finally:

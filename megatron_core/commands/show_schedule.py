@@ -99,34 +99,35 @@ def show_schedule(settings: Settings) -> None:
     for name, path in (("png", settings.png), ("trace", settings.trace), ("json", settings.json)):
         if path not in (None, "-"):
             outputs[name] = prepare_output(settings, name, kinds[name] if name in kinds else picture_kind(path))
-    shown = simulated(settings) if settings.measured is None else measured(settings)
-    if settings.trace is not None and settings.measured is None and len(shown) > 1:
+    drawings = simulated(settings) if settings.measured is None else measured(settings)
+    if settings.trace is not None and settings.measured is None and len(drawings) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
     if settings.png is not None:
         from megatron_core.reports.plot_pipeline import plot_timelines  # importing matplotlib takes a while
 
         unit = "" if settings.measured is None else "ms"
-        plot_timelines([(each.title, each.timeline) for each in shown], settings.png, unit=unit)
+        plot_timelines([(drawing.title, drawing.timeline) for drawing in drawings], settings.png, unit=unit)
     if settings.trace is not None:
-        outputs["trace"].write(json.dumps(trace(shown)) + "\n")
+        outputs["trace"].write(json.dumps(trace(drawings)) + "\n")
     if settings.json is not None:
-        found = [figures(each) for each in shown]
-        text = json.dumps(found[0] if len(found) == 1 else found, indent=2) + "\n"
+        values = [figures(drawing) for drawing in drawings]
+        text = json.dumps(values[0] if len(values) == 1 else values, indent=2) + "\n"
         if settings.json == "-":
             print(text, end="")
         else:
             outputs["json"].write(text)
     if settings.json != "-":
         with colours():
-            print("\n\n".join(pictures(shown, one_scale=settings.measured is not None)))
+            print("\n\n".join(pictures(drawings, one_scale=settings.measured is not None)))
         print("".join(f"wrote {path}\n" for path in (settings.png, settings.trace, settings.json) if path), end="")
 
 
-def pictures(shown: list[Shown], *, one_scale: bool) -> list[str]:
+def pictures(drawings: list[Shown], *, one_scale: bool) -> list[str]:
     """The schedules as text of the terminal's width, with colours if standard output is a terminal."""
-    colour, width = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), shutil.get_terminal_size((120, 24))
-    longest = max(each.timeline.makespan for each in shown) if one_scale else None
-    return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in shown]
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    width = shutil.get_terminal_size((120, 24))
+    longest = max(drawing.timeline.makespan for drawing in drawings) if one_scale else None
+    return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in drawings]
 
 
 def simulated(settings: Settings) -> list[Shown]:
@@ -143,21 +144,21 @@ def measured(settings: Settings) -> list[Shown]:
                 f"{name}={getattr(settings, name)!r} excludes measured={settings.measured!r}; remove one of them"
             )
     assert settings.measured is not None
-    found = read_trace(settings.measured, settings.rank)
-    step = found.typical if settings.step is None else settings.step
-    if step not in found.timelines:
-        raise ConfigError(f"step={step} was not traced; legal: {', '.join(map(str, found.timelines))}")
-    ran = found.timelines[step]
+    recorded = read_trace(settings.measured, settings.rank)
+    step = recorded.typical if settings.step is None else settings.step
+    if step not in recorded.timelines:
+        raise ConfigError(f"step={step} was not traced; legal: {', '.join(map(str, recorded.timelines))}")
+    ran = recorded.timelines[step]
     costs = measured_costs(ran)
-    name = f"{found.schedule}, step {step},"
+    name = f"{recorded.schedule}, step {step},"
     return [Shown(f"{name} planned (ms)", simulate(ran.plan, costs), costs), Shown(f"{name} measured (ms)", ran, costs)]
 
 
-def trace(shown: list[Shown]) -> dict[str, Any]:
+def trace(drawings: list[Shown]) -> dict[str, Any]:
     """A Chrome trace of one schedule, or of a plan and the measured step."""
-    if len(shown) == 1:
-        return chrome_trace(shown[0].timeline)
-    planned, ran = (each.timeline for each in shown)
+    if len(drawings) == 1:
+        return chrome_trace(drawings[0].timeline)
+    planned, ran = (drawing.timeline for drawing in drawings)
     both = chrome_trace(planned, label="planned: ")
     both["traceEvents"] += chrome_trace(ran, label="measured: ", first=len(planned.plan.ranks))["traceEvents"]
     return both
@@ -165,13 +166,15 @@ def trace(shown: list[Shown]) -> dict[str, Any]:
 
 def plans(settings: Settings) -> list[tuple[str, Plan]]:
     """Name and checked plan of all schedules to draw."""
-    names = settings.compare.split(",") if settings.compare else [] if settings.plan else [settings.schedule]
-    found = [(name, schedule_plan(name.strip(), settings)) for name in names]
+    names = settings.compare.split(",") if settings.compare else [settings.schedule]
+    if settings.plan and not settings.compare:
+        names = []
+    named = [(name, schedule_plan(name.strip(), settings)) for name in names]
     if settings.plan is not None:
         plan = read_plan(settings.plan)
-        whole = any(action.kind != "F" for actions in plan.ranks for action in actions)
-        found.append((Path(settings.plan).name, check(plan, plan.num_microbatches, forward_only=not whole)))
-    return found
+        has_backward = any(action.kind != "F" for actions in plan.ranks for action in actions)
+        named.append((Path(settings.plan).name, check(plan, plan.num_microbatches, forward_only=not has_backward)))
+    return named
 
 
 def schedule_plan(name: str, settings: Settings) -> Plan:
@@ -185,15 +188,16 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
     return check(plan, settings.microbatches, forward_only=name == "forward_only")
 
 
-def figures(shown: Shown) -> dict[str, Any]:
+def figures(drawing: Shown) -> dict[str, Any]:
     """The figures of a schedule, for JSON."""
-    timeline, plan = shown.timeline, shown.timeline.plan
+    timeline = drawing.timeline
+    plan = drawing.timeline.plan
     return {
-        "schedule": shown.name,
+        "schedule": drawing.name,
         "pipeline_size": len(plan.ranks),
         "chunks": plan.num_chunks,
         "microbatches": plan.num_microbatches,
-        "costs": shown.costs.text,
+        "costs": drawing.costs.text,
         "bubble": timeline.bubble,
         "idle": timeline.idle,
         "makespan": timeline.makespan,
@@ -205,16 +209,16 @@ def figures(shown: Shown) -> dict[str, Any]:
 
 def with_bare_json(arguments: Sequence[str]) -> list[str]:
     """``--json`` without a file is ``--json -``."""
-    found: list[str] = []
+    words: list[str] = []
     for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
-        found += [argument, "-"] if argument == "--json" and following.startswith("--") else [argument]
-    return found
+        words += [argument, "-"] if argument == "--json" and following.startswith("--") else [argument]
+    return words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, draw and exit."""
-    given = with_bare_json(sys.argv[1:] if arguments is None else arguments)
-    settings = parse_flags(Settings, args=given, description=__doc__)
+    words = with_bare_json(sys.argv[1:] if arguments is None else arguments)
+    settings = parse_flags(Settings, args=words, description=__doc__)
     try:
         show_schedule(settings)
     except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format

@@ -39,13 +39,15 @@ def command_name(module: str) -> str:
 
 def modules() -> dict[str, str]:
     """The module of each command, by the command's name."""
-    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    return {command_name(name): name for name in found if not name.startswith(("__init__", "start"))}
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    return {command_name(name): name for name in names if not name.startswith(("__init__", "start"))}
 
 
 def command() -> NoReturn:
     """Entry point of the installed commands: start the one with this program's name."""
-    known, sys.argv[0] = modules(), program()  # without the folder, which the help would show
+    # without the folder, which the help would show
+    known = modules()
+    sys.argv[0] = program()
     if program() not in known:
         sys.exit(f"{program()}: not a command of {DISTRIBUTION}; the commands are {', '.join(known)}")
     start(known[program()])
@@ -75,10 +77,10 @@ def start(module: str) -> NoReturn:
 
 def _start_ranks(module: str, words: list[str]) -> NoReturn:
     """Replace this process by one that starts the ranks, with the other ``words`` as their flags."""
-    at = next(at for at, word in enumerate(words) if word.split("=")[0].replace("_", "-") == NPROC)
-    _, equals, value = words[at].partition("=")
-    rest = words[at + 1 :] if equals else words[at + 2 :]
-    value = value if equals else next(iter(words[at + 1 :]), "")
+    position = next(position for position, word in enumerate(words) if word.split("=")[0].replace("_", "-") == NPROC)
+    _, equals, value = words[position].partition("=")
+    further_words = words[position + 1 :] if equals else words[position + 2 :]
+    value = value if equals else next(iter(words[position + 1 :]), "")
     if not (value.isascii() and value.isdigit() and 0 < int(value) < 10**6):
         sys.exit(f"{program()}: {NPROC} {value} must be an integer >= 1: the number of ranks on this machine")
     if "RANK" in os.environ:
@@ -90,4 +92,4 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
     if int(value) > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; torchrun sets it, too
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -X, -W, ..., as multiprocessing does
-    os.execve(sys.executable, [sys.executable, *options, *starter, *words[:at], *rest], environment)
+    os.execve(sys.executable, [sys.executable, *options, *starter, *words[:position], *further_words], environment)

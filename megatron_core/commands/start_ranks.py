@@ -100,14 +100,14 @@ class LocalRanks:
 
 def _variables(rank: int, number: int, port: int) -> dict[str, str]:
     """Environment variables of a rank."""
-    found = {
+    variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank,
         "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": number,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": program(), "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def main() -> NoReturn:
@@ -127,9 +127,9 @@ def main() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         run_tool(program(), tool)
     signal.signal(signal.SIGALRM, ranks.kill)
-    for each in (*FORWARDED, signal.SIGTSTP):
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, ranks.suspend if each == signal.SIGTSTP else ranks.send)
+    for signal_number in (*FORWARDED, signal.SIGTSTP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, ranks.suspend if signal_number == signal.SIGTSTP else ranks.send)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     ranks.wait()
     del store
@@ -140,7 +140,7 @@ def _status(ranks: LocalRanks) -> int:
     if ranks.failed is None:
         return 0
     rank, code = ranks.failed
-    names = {each.value: each.name for each in signal.Signals}  # not all real-time signals have one
+    names = {known.value: known.name for known in signal.Signals}  # not all real-time signals have one
     how = f"ended with status {code}" if code > 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
     print(f"{program()}: rank {rank} {how}", file=sys.stderr)
     return code if code > 0 else 128 - code

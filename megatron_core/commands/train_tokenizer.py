@@ -71,14 +71,16 @@ def texts(settings: Settings) -> Iterator[list[str]]:
     reported."""
     paths = find_inputs(settings.input)
     total = sum(path.stat().st_size for path in paths)
-    broken, first = 0, ""
+    broken = 0
+    first = ""
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="reading", file=exact(sys.stderr), disable=not sys.stderr.isatty()
     ) as bar:
-        for found, size, faults in read_texts(paths, settings.json_keys):
-            yield found
+        for batch, size, faults in read_texts(paths, settings.json_keys):
+            yield batch
             bar.update(size)
-            broken, first = broken + len(faults), first or next(iter(faults), "")
+            broken = broken + len(faults)
+            first = first or next(iter(faults), "")
     if broken:
         print(f"{counted(broken, 'broken document')} omitted; the first: {first}", file=sys.stderr, flush=True)
 
@@ -115,14 +117,14 @@ def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
     return kinds[suffix]
 
 
-def check(settings: Settings, own: Sequence[str]) -> None:
+def check(settings: Settings, always: Sequence[str]) -> None:
     """ConfigError for flags with illegal values, before any text is read."""
-    named = [*own, *settings.special_tokens]
+    named = [*always, *settings.special_tokens]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None or "" in named:
         fault = f"{twice} occurs twice" if twice else "one name is empty"
         raise ConfigError(
-            f"--special-tokens {' '.join(settings.special_tokens)}: with {' '.join(own)}, which is always included, "
+            f"--special-tokens {' '.join(settings.special_tokens)}: with {' '.join(always)}, which is always included, "
             f"{fault}; remove it"
         )
     smallest = len(named) + 256
@@ -146,9 +148,11 @@ def train_tokenizers(settings: Settings) -> bytes:
     }
     trainer: trainers.Trainer
     if settings.algorithm == "bpe":
-        tokenizer, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(**common)
+        tokenizer = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(**common)
     else:
-        tokenizer, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(**common)
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(**common)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts(settings), trainer)
@@ -188,38 +192,38 @@ def train_sentence_piece(settings: Settings) -> bytes:
     return model.getvalue()
 
 
-def remembering(faults: list[BaseException], found: Iterable[str]) -> Iterator[str]:
+def remembering(faults: list[BaseException], texts: Iterable[str]) -> Iterator[str]:
     """The same texts; an error in reading them is kept in ``faults``, because sentencepiece raises another one."""
     try:
-        yield from found
+        yield from texts
     except (Exception, KeyboardInterrupt) as error:
         faults.append(error)
         raise
 
 
-def lines(found: Iterable[str]) -> Iterator[str]:
+def lines(texts: Iterable[str]) -> Iterator[str]:
     """The lines of the texts, without blank ones, split into parts of at most LINE_CHARACTERS."""
-    for text in found:
+    for text in texts:
         for line in text.splitlines():
-            for at in range(0, len(line), LINE_CHARACTERS):
-                if (part := line[at : at + LINE_CHARACTERS]).strip():
-                    yield part
+            for begin in range(0, len(line), LINE_CHARACTERS):
+                if (piece := line[begin : begin + LINE_CHARACTERS]).strip():
+                    yield piece
 
 
 def explained(settings: Settings, error: RuntimeError) -> MegatronError:
     """An error that names the setting and the way out, for an error of sentencepiece."""
-    said = str(error)
-    if most := re.search(r"set it to a value <= (\d+)", said):
+    message = str(error)
+    if most := re.search(r"set it to a value <= (\d+)", message):
         return ConfigError(
             f"--vocab-size {settings.vocab_size} is too large for the text, which has at most {most[1]} pieces; "
             "lower it, or give more text"
         )
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return ConfigError(
             f"--vocab-size {settings.vocab_size} is too small for the text, whose characters, bytes and special tokens "
             f"make {least[1]}; raise it"
         )
-    return DataError(f"--input {' '.join(settings.input)}: sentencepiece cannot train on it: {said}")
+    return DataError(f"--input {' '.join(settings.input)}: sentencepiece cannot train on it: {message}")
 
 
 def nothing_to_learn(settings: Settings) -> DataError:

@@ -185,8 +185,9 @@ def task_of(config: RunConfig, options: Options) -> Task:
         task = all_layouts(config, options)
     elif options.layouts:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
-        small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
-        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
+        small = sized(config, layouts, options)
+        notes_of_task = tuple(notes(config, layouts, options))
+        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), notes_of_task)
     else:
         ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
         task = described(config, ranks, whole(config) if options.full_size else None)
@@ -225,8 +226,8 @@ def sized(config: RunConfig, layouts: list[Layout], options: Options) -> RunConf
         return whole(config)
     small = shrunk(config, layouts)
     width = small.model.hidden_size
-    if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
-        names = ", ".join(repr(str(each)) for each in layouts)
+    if width > max(SMALL_WIDTH, *(shrunk(config, [layout]).model.hidden_size for layout in layouts)):
+        names = ", ".join(repr(str(layout)) for layout in layouts)
         raise ConfigError(
             f"--layouts are compared with one small model, which would have {small.model.num_attention_heads} heads "
             f"and hidden_size={width} to be legal for all of them; give {names} in separate commands"
@@ -251,10 +252,10 @@ def all_layouts(config: RunConfig, options: Options) -> Task:
         if (reason := incomparable(config, layout)) is not None
     }
     sizes = [[layout for layout in fitting if str(layout) not in refused] for fitting in sizes]
-    layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
+    layouts = [layout for fitting in sizes for layout in (sampled(fitting) if options.pairwise else fitting)]
     if not layouts or max(options.world_size) == 1:
-        asked = ", ".join(map(str, options.world_size))
-        raise ConfigError(f"no layout of --world-size {asked} fits the model; give sizes such as --world-size 2 4 8")
+        listed = ", ".join(map(str, options.world_size))
+        raise ConfigError(f"no layout of --world-size {listed} fits the model; give sizes such as --world-size 2 4 8")
     return Task(config, layouts, refused=refused)
 
 
@@ -267,23 +268,23 @@ def without_equal_bits(config: RunConfig) -> RunConfig:
 def sampled(layouts: list[Layout]) -> list[Layout]:
     """A sample of ``layouts`` that contains every pair of values that any two of their fields have."""
     values = [{name: repr(value) for name, value in vars(layout).items()} for layout in layouts]
-    kept = pairwise(values, "layouts")
-    return [layout for i, layout in enumerate(layouts) if i in kept]
+    sample = pairwise(values, "layouts")
+    return [layout for i, layout in enumerate(layouts) if i in sample]
 
 
 def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterator[str]:
     """Differences between what is compared and what the flags describe."""
-    own = said_of_stages(config)
-    if own:
-        said = ", ".join(f"{name}={value}" for name, value in own.items())
-        yield f"--layouts determine the stages, so {said} is ignored; to check it, remove --layouts"
+    stages = said_of_stages(config)
+    if stages:
+        settings = ", ".join(f"{name}={value}" for name, value in stages.items())
+        yield f"--layouts determine the stages, so {settings} is ignored; to check it, remove --layouts"
     if config.training.fp16:
         yield f"fp16 is ignored: the dtype is --dtype {options.compared_dtype}"
     for layout in layouts if not options.full_size else ():
         as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
-        found = next(problems(as_given, layout.world_size), None)
-        if found:
-            yield f"the full-size model cannot be trained in {str(layout)!r} ({found}); only the small one is compared"
+        fault = next(problems(as_given, layout.world_size), None)
+        if fault:
+            yield f"the full-size model cannot be trained in {str(layout)!r} ({fault}); only the small one is compared"
 
 
 def refuse_contradictions(options: Options) -> None:
@@ -309,13 +310,19 @@ def prepare_outputs(options: Options, flags: list[str]) -> Outputs:
         "json": json_with("table of this tool", "dtype", "backend", "rows"),
         "markdown": starting_with("page of this tool", heading.encode()),
     }
-    return {n: prepare_output(options, n, kind, flags) for n, kind in kinds.items() if getattr(options, n) is not None}
+    return {
+        n: prepare_output(options, n, file_check, flags)
+        for n, file_check in kinds.items()
+        if getattr(options, n) is not None
+    }
 
 
 def available_device(layouts: list[Layout]) -> str:
     """cuda if there is a GPU for every rank of every layout, else cpu for small worlds and simulated for large ones."""
     most = max(layout.world_size for layout in layouts)
-    return "cuda" if torch.cuda.device_count() >= most else "cpu" if most <= MOST_PROCESSES else "simulated"
+    if torch.cuda.device_count() >= most:
+        return "cuda"
+    return "cpu" if most <= MOST_PROCESSES else "simulated"
 
 
 def describe(config: RunConfig, options: Options, device: str) -> str:

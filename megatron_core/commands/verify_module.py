@@ -48,18 +48,20 @@ def verify(options: Options) -> int:
     if not Path(file).is_file():
         raise ConfigError(f"{options.target!r} must be FILE:FUNCTION, with the path of a Python file; correct it")
     sys.path.insert(0, str(Path(file).parent))
-    found = runpy.run_path(file, run_name="verified_module")
-    make_model, make_batches = _function(found, file, function), _function(found, file, options.batches)
+    names = runpy.run_path(file, run_name="verified_module")
+    make_model = _function(names, file, function)
+    make_batches = _function(names, file, options.batches)
     plan = None
     if options.plan is not None:
-        plan = found.get(options.plan)
+        plan = names.get(options.plan)
         if not isinstance(plan, dict):
             raise ConfigError(f"--plan {options.plan}: {file} has no dict of this name; give the name of a variable")
     heads: int | list[str] | None = None
     if options.heads is not None:
         heads = int(options.heads) if options.heads.isdecimal() else options.heads.split(",")
     world_size = Layout.parse(options.layout).world_size
-    batches, layout = make_batches(), options.layout
+    batches = make_batches()
+    layout = options.layout
     report = verify_module(make_model, batches, world_size=world_size, layout=layout, plan=plan, heads=heads)
     for fault in report.faults:
         print(fault)
@@ -68,8 +70,8 @@ def verify(options: Options) -> int:
     return int(not report.agrees)
 
 
-def _function(found: dict[str, Any], file: str, name: str) -> Callable[[], Any]:
-    function = found.get(name)
+def _function(names: dict[str, Any], file: str, name: str) -> Callable[[], Any]:
+    function = names.get(name)
     if not callable(function):
         raise ConfigError(f"{file} has no function {name!r}; give the name of one")
     return function

@@ -13,17 +13,15 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
-from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
-from megatron_core.config.presets import preset
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, aliases, feature_sections, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
-from megatron_core.feature import shorthands
+from megatron_core.feature import features, shorthands
 from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
@@ -42,12 +40,6 @@ class _CommandLine(RunConfig):
     """Not a flag: ``_with_features`` adds a field for each section of the features."""
     config: str | None = None
     """YAML or JSON file of settings. It overrides the defaults shown below, and flags override it."""
-    model_preset: str | None = None
-    """Name of a published model, such as llama3-8b: its shape, vocabulary size and sequence length are the defaults.
-    --config and flags override it."""
-    depth: int | None = None
-    """Number of layers of a model whose width, heads, learning rate (muP), batch size and number of steps follow from
-    it (docs/model_size.md). --config and flags override them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,22 +152,16 @@ def _parse(
     if topic is not None:
         _print_help(kind, topic, prog, defaults or RunConfig())
     found = Translation.of(given, _types(kind))
-    path, model, depth = (_last_value(found.flags, flag) for flag in ("--config", "--model-preset", "--depth"))
+    path = _last_value(found.flags, "--config")
+    names = {plain(flag) for flag, _ in grouped(found.flags)}
     defaults = defaults or RunConfig()
-    if model is not None and depth is not None:
-        raise ConfigError(f"model_preset={model} and depth={depth} both choose the model; remove one of them")
-    if model is not None:
-        defaults = RunConfig.from_flat(defaults.flat() | preset(model))
-    if depth is not None and depth.removeprefix("-").isdecimal():  # any other value is an error of its type
-        names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
-        defaults = RunConfig.from_flat(defaults.flat() | settings_of_depth(int(depth), names))
     for name, shorthand in shorthands().items():
         flag = to_flag(name)
         value = _last_value(found.flags, flag)
         if value is None:
             continue
         try:
-            chosen, remark = shorthand.settings(value)
+            chosen, remark = shorthand.settings(value, names if path is None else names | names_in(path))
         except ConfigError as error:
             found.faults.append(str(error))
             continue
@@ -183,8 +169,7 @@ def _parse(
         if remark and _is_first_rank():
             print(f"note: {flag}: {remark}", file=sys.stderr)
     if path is not None:
-        overridden = {plain(flag) for flag, _ in grouped(found.flags)}
-        defaults, faults = config_and_faults(path, defaults, overridden)
+        defaults, faults = config_and_faults(path, defaults, names)
         found.faults += faults
     parsed = parse_flags(
         kind,
@@ -212,7 +197,9 @@ def _parse(
 
 def settings_from_folder(config: RunConfig) -> bool:
     """Whether settings without a flag come from a checkpoint or model, which is read later."""
-    folders = config.checkpoint.load_hf, config.tuning.lora_load
+    rows = (row for feature in features() for row in feature.checkpoint_formats)
+    values = config.flat()
+    folders = (values.get(row.setting) for row in rows if row.setting is not None)
     return config.checkpoint.use_checkpoint_args or any(folder is not None for folder in folders)
 
 

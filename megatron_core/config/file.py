@@ -15,6 +15,8 @@ from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import Output, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
+FORMER_SECTIONS = "outer", "tuning"
+"""Sections in files of earlier versions, whose settings are in other sections now."""
 _HEADER = "# The settings of a run"
 WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
 """Files of ``write_config``."""
@@ -151,7 +153,7 @@ def _flat_items(loaded: dict[str, Any], path: str, faults: list[str]) -> typing.
     for key, value in loaded.items():
         name = _plain(key)
         is_setting = isinstance(value, str) and name in field_types()  # `optimizer` is also the name of a section
-        if name not in sections or is_setting:
+        if is_setting or not (name in sections or name in FORMER_SECTIONS):
             yield name, value
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())

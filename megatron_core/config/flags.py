@@ -20,9 +20,9 @@ OFF = ("false", "0", "no", "off")
 """Values that turn a switch off in other programs."""
 
 
-def command_line() -> dict[str, type]:
+def command_line() -> dict[str, type[str]]:
     """The flags of every command line that name the source of settings, and their types."""
-    return {"config": str, "model_preset": str, "depth": int} | dict.fromkeys(shorthands(), str)
+    return {"config": str} | dict.fromkeys(shorthands(), str)
 
 
 class Spellings:

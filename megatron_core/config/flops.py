@@ -1,13 +1,14 @@
 """Floating-point operations of the model, computed from its sizes.
 
-Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix, without its factor for recomputation, so
-that the utilisation computed from it counts useful work only (Korthikanti et al. 2022, appendix: *model*
-FLOPs). A product of an m x k and a k x n matrix counts 2 m k n; norms, activations, softmax and the
-embedding look-up do not count.
-
-The causal mask is ignored: scores and weighted values count all S keys of each query, as in the paper and in
-older releases of Megatron-LM. Newer ones count half of them, and so print less for long sequences.
+Narayanan et al. 2021 (arXiv 2104.04473), equation 3 and appendix. A product of an m x k and a k x n matrix counts
+2 m k n; norms, activations, softmax and the embedding look-up do not count. The causal mask is ignored: scores and
+weighted values count all S keys of each query, as in the paper.
 """
+
+# Without the paper's factor for recomputation: the utilisation computed from these numbers counts useful work only
+# (Korthikanti et al. 2022, appendix: *model* FLOPs).
+# Newer releases of Megatron-LM count half of the keys of causal attention, and so print less for long sequences. Here
+# all keys count, so that numbers can be compared with published ones.
 
 from functools import lru_cache
 
@@ -18,29 +19,20 @@ from megatron_core.config.model import ModelConfig
 def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> dict[str, int]:
     """Forward FLOPs of one token, by term, over all layers.
 
-    With h hidden, d channels a head, a heads, g groups, f MLP width, S tokens, V vocabulary (padded), L
-    layers:
+    With h hidden, d channels a head, a heads, g groups, f MLP width, S tokens, V vocabulary (padded), L layers:
 
         qkv     2 h (a + 2 g) d L    scores  2 S a d L    values  2 S a d L    output  2 a d h L
         mlp     2 h f (2, gated 3) L                      logits  2 h V, once
-
-    In a layer with a window of W keys S is at most W. A layer of E experts, of which a token takes k of width f, has
-    instead of mlp
-
-        router  2 h E    experts  2 h f k (2, gated 3)    shared  2 h f_shared (2, gated 3), its gate 2 h
-
-    Multi-token prediction adds, for each of its layers, mtp: a layer as the last one, 4 h^2, and logits.
-
-    Other kinds of attention have the projections and the sizes of heads in ``config.attention``. With latents of widths
-    q and c, heads of d + r channels for queries and keys and of v for values, scores and values have these widths,
-    output is 2 a v h L, and qkv is
-
-        2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
-
-    A layer with a recurrence has the terms of its kind: scores are its convolution, values its updates of the state.
-    With a pattern of layers, each layer has only the terms of its part. A linear layer in place of attention or MLP has
-    2 h^2 in output or mlp.
     """
+    # The terms of other layers:
+    # - a window of W keys: S is at most W; a linear layer in place of attention or MLP: 2 h^2 in output or mlp
+    # - E experts, of which a token takes k of width f, instead of mlp: router 2 h E, experts 2 h f k (2, gated 3),
+    #   shared 2 h f_shared (2, gated 3), its gate 2 h
+    # - latents of widths q and c, heads of d + r channels for queries and keys and of v for values: scores and values
+    #   have these widths, output is 2 a v h L, and qkv 2 (h (q + c + r) + a (q (d + r) + c (d + v))) L; without the
+    #   queries' latent h a (d + r) for both terms of q
+    # - a recurrence: scores are its convolution, values its updates of the state
+    # - multi-token prediction, each of its layers: mtp, a layer as the last one, 4 h^2 and logits.
     return dict(_forward_flops(model, seq_length, vocab_size))
 
 

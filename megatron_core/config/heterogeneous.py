@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
@@ -71,13 +72,23 @@ WHOLE_BLOCK = LayerBlock()
 """A layer with attention and an MLP of the sizes of the model."""
 
 
+def _other_sizes(run: Any, stored: Any) -> tuple[str, Sequence[object]] | None:
+    """The layers whose sizes differ: the text may have other keys, or sizes that it leaves to the model."""
+    pairs = zip_longest(run.model.sized_blocks, stored.model.sized_blocks)
+    layers = [number for number, (size, stored_size) in enumerate(pairs) if size != stored_size]
+    if layers and not (run.model.blocks and stored.model.blocks):
+        return None
+    # The JSON of a large model is too long to be compared by eye.
+    return "other sizes than the checkpoint in block_configs", layers
+
+
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.TENSORS)
 class HeterogeneousConfig:
     """Layers whose sizes differ, from a search for the best architecture (Bercovich et al. 2024, arXiv 2411.19146)."""
 
     heterogeneous_layers_config_encoded_json: str | None = setting(
-        None, when=ALWAYS, aliases="heterogeneous_layers_config_path"
+        None, when=ALWAYS, aliases="heterogeneous_layers_config_path", difference=_other_sizes
     )
     """Sizes of each layer, as JSON: {"block_configs": [{"attention": {"num_query_groups": 8}, "mlp":
     {"ffn_hidden_size": 14336}}, ...]}, one entry per layer. "no_op": true removes attention or the MLP,

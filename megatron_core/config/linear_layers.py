@@ -1,4 +1,4 @@
-"""The linear layers in a transformer layer, for low-rank adapters and for counting their parameters."""
+"""The linear layers in a transformer layer, for rules about them and for counting their parameters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ class LinearLayer(NamedTuple):
     """Number of experts on a rank, each of which has its own; 0 outside of experts."""
     frozen: bool = False
     """Whether its weight is not trained."""
+
+
+class AddedTensor(NamedTuple):
+    """A trained tensor that a feature adds to a transformer layer, with its sizes on a rank."""
+
+    shape: tuple[int, ...]
+    experts: int = 0
+    """Number of experts on a rank, each of which has its own; 0 outside of experts."""
 
 
 def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:

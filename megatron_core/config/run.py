@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -13,13 +13,11 @@ from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.outer import OuterConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.feature import features
 
 Section = TypeVar("Section")
@@ -34,14 +32,10 @@ class RunConfig:
     """The shape of the transformer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model and its batch are split over ranks."""
-    outer: OuterConfig = field(default_factory=OuterConfig)
-    """Groups of replicas that exchange their weights every few steps."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
-    tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Fine-tuning with low-rank adapters."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training data and the tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -71,19 +65,6 @@ class RunConfig:
         dtype = self.training.compute_dtype
         return "float32" if self.model.fp32_residual_connection and dtype != "float64" else dtype
 
-    def joins_parts(self, layer_number: int) -> bool:
-        """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (transformer.joined)."""
-        model, parallel = self.model, self.parallel
-        if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
-            return False
-        separate = (
-            *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
-            *(self.training.compile, self.tuning.lora_rank is not None),
-        )
-        return (
-            attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
-        )
-
     @property
     def runs_in_pairs(self) -> bool:
         """Whether forwards run together with backwards: without experts there is no exchange to overlap."""
@@ -101,18 +82,18 @@ class RunConfig:
         """Canonical parts of features with --layout-invariant, after defaults."""
         return self.parallel.layout_invariant_parts or default_parts(self.model.num_attention_heads)
 
-    def groups_report(self, step: int) -> bool:
-        """Whether outer groups hear from one another in ``step``, counted from 1, and act together after it.
-
-        They do before an exchange. A return to a checkpoint after bad steps, and copies for a recovery, need all groups
-        at the same step, so that they report in every step.
-        """
-        together = self.resilience.max_bad_steps > 0 or self.resilience.recover != "none"
-        return together or self.outer.meets_at(step)
+    @property
+    def num_groups(self) -> int:
+        """Number of outer groups: parts of the ranks, each of which takes steps of its own."""
+        return self.optional("num_groups") or 1
 
     def section(self, kind: type[Section]) -> Section:
         """The settings of the feature whose section is ``kind``."""
         return next((section for section in self.features if isinstance(section, kind)), kind())
+
+    def with_section(self: Configuration, section: Any) -> Configuration:
+        """Replace the settings of the feature to which ``section`` belongs."""
+        return replace(self, features=tuple(section if type(own) is type(section) else own for own in self.features))
 
     def optional(self, name: str) -> Any:
         """The value of a feature's setting ``name``; None if this package does not have the feature."""
@@ -229,7 +210,7 @@ class RunContext(RunConfig):
     @property
     def data_ranks(self) -> int:
         """Ranks over which the gradients of dense layers, or of experts if they are more, are summed."""
-        size = self.world_size // self.outer.num_groups
+        size = self.world_size // self.num_groups
         copies = self.parallel.data_parallel_size(size) * self.parallel.context_parallel_size
         return max(copies, size // self.parallel.expert_model_size if self.model.num_experts else 1)
 

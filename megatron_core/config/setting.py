@@ -10,7 +10,7 @@ The type, the name (Megatron-LM's flag) and the help text below it complete the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum, auto
 from types import MappingProxyType
@@ -34,6 +34,10 @@ class Condition:
     switch: str | None = None
     """The setting that must be given, for conditions of ``given``."""
 
+
+Difference = Callable[[Any, Any], tuple[str, Sequence[object]] | None]
+"""From the ``RunConfig`` of a run and of its checkpoint to words and the places in which they differ, none if the
+values mean the same; None: the values themselves are compared."""
 
 ALWAYS = Condition("", lambda run: True)
 """No other setting, and no number of ranks or device, leaves the setting without effect."""
@@ -92,6 +96,8 @@ class Setting:
     # Megatron-LM ignores a refinement without the mode, so that its flag is left out with a note; so are CUDA graphs,
     # which change only speed. Any other setting is refused without its mode: the run would train another model than
     # its flags say, on other data or from other weights, or Megatron-LM refuses it, too.
+    difference: Difference | None = None
+    """Compares the values of a run and of its checkpoint by their meaning, such as texts with equal contents."""
 
 
 def setting(
@@ -103,12 +109,13 @@ def setting(
     resume: Resume | None = None,
     aliases: str = "",
     is_refinement: bool = False,
+    difference: Difference | None = None,
 ) -> T:
     """A field of a configuration class; see ``Setting`` for the arguments, ``aliases`` are separated by spaces.
 
     Every field needs ``needs`` or ``when``, its own or its section's: ``ALWAYS`` if it is read in every run.
     """
-    declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()), is_refinement)
+    declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()), is_refinement, difference)
     made: T = field(default=default, metadata={"setting": declared})
     return made
 

@@ -70,7 +70,8 @@ class TrainingConfig(FP8Config):
     @property
     def compute_dtype(self) -> str:
         """Name of the torch dtype of weights and activations."""
-        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+        chosen = {"bfloat16": self.bf16, "float16": self.fp16, "float64": self.fp64}
+        return next((name for name, is_chosen in chosen.items() if is_chosen), "float32")
 
     def final_batch_size(self, data_parallel_size: int) -> int:
         """Number of sequences per optimizer step, after defaults and at the end of a ramp."""

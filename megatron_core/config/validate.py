@@ -22,7 +22,6 @@ from megatron_core.config.rules_training import (
     precision_problems,
     ramp_problems,
 )
-from megatron_core.config.rules_tuning import tuning_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.feature import features
@@ -57,7 +56,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
     yield from average_problems(config)
-    yield from tuning_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)

@@ -44,9 +44,8 @@ def split_attention(
 
     ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is the length of this
     rank's part of the sequence, and e are the channels of values: e = d, except in latent attention, where e < d.
-    Backward saves only query, key, value, output and log-sum-exp of this rank. The parts of a softmax are merged in
-    float32 or wider. ``sinks`` ``[heads]`` are scores of one more key of every query, whose value is 0 (gpt-oss, arXiv
-    2508.10925, section 2.2).
+    ``sinks`` ``[heads]`` are scores of one more key of every query, whose value is 0 (gpt-oss, arXiv 2508.10925,
+    section 2.2).
     """
     return _SplitAttention.apply(query, key, value, sinks, sequence)
 
@@ -55,6 +54,7 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, sequence):
         local = torch.cat((key, value), dim=-1)  # one message
+        # Parts of a softmax are merged in float32 or wider: in bfloat16 each merge would round the output once more.
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
         if sinks is None:
             lse = out.new_full(query.shape[:-1], -torch.inf)
@@ -67,6 +67,8 @@ class _SplitAttention(torch.autograd.Function):
                 partial = sequence.products.forward(query[rows], keys[read], values[read], tile, owner)
                 merge_(out[rows], lse[rows], *partial)
         out = out.to(query.dtype)
+        # Only this rank's tensors are saved; backward exchanges keys and values again, so that memory does not grow
+        # with the number of ranks.
         ctx.save_for_backward(query, local, out, finite(lse), sinks)
         ctx.sequence = sequence
         return out

@@ -32,15 +32,12 @@ class Bucket:
     """Parameters in one contiguous flat buffer, and their gradients in another.
 
     ``parameter.data`` becomes a view of ``weights`` and ``parameter.main_grad`` a view of ``grads`` (float32 for 16-bit
-    weights; no gradient if the parameter is frozen). The end is padded so that the shards of all ranks are equal in
-    size and aligned to 16 bytes. This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the whole bucket. From
-    stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
-    ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
-    objects remain; their storage is resized. If sums are exact, gradients are summed in float64, and ``round_sum``
-    rounds the sum once.
+    weights; none if frozen). This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the
+    whole bucket. From stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which
+    adds to ``grad_shard``; at stage 3 ``weights`` only between ``start_gather`` and ``release_weights``.
 
     The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
-    copies of the model (hybrid sharding). ``stage`` and ``unit`` number the pipeline stage and its unit.
+    copies of the model (hybrid sharding).
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class Bucket:
         first = self.parameters[0]
         device = memory.device or first.device
         # Flat buffers for weights and gradients; parameters become views of them.
+        # The end is padded so that the shards of all ranks are equal in size and aligned to 16 bytes.
         padded = layout.padded
         size = padded // dp_group.size()
         self.shard = (
@@ -191,6 +189,7 @@ class Bucket:
 
     def round_sum(self) -> None:
         """Round complete exact sums to the dtype of the gradients."""
+        # Exact sums are float64 and are rounded once: a rounding per micro-batch would depend on the layout.
         if self._final_shard is not None:
             self._final_shard.copy_(self.sum_shard)
 
@@ -317,6 +316,7 @@ class Bucket:
 
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""
+        # The tensor objects stay and their storage is resized: the parameters are views of it.
         self.finish_gather()
         if self.splits_weights and self.is_whole:
             self.weights = self.freed.release()

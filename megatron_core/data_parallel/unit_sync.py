@@ -26,11 +26,13 @@ class UnitSync:
     """Gathers weights and reduces gradients of one pipeline stage, unit by unit, during forward and backward.
 
     ``reduce(bucket)`` starts to sum a bucket's gradients. In a backward each unit is reduced once, in the order of
-    ``order``: when the backward leaves a unit, it and all units before it are reduced, at its end the others. So the
-    sums of ranks that run different units match; a unit without gradients adds zeros. A gradient that arrives after
-    the sum of its unit waits for the next backward, or the end of the step. ``announce(verb, buckets, purpose,
-    detail)`` compares what the ranks are about to do.
+    ``order``: when the backward leaves a unit, it and all units before it are reduced, at its end the others. A
+    gradient that arrives after the sum of its unit waits for the next backward, or the end of the step.
+    ``announce(verb, buckets, purpose, detail)`` compares what the ranks are about to do.
     """
+
+    # The order is fixed, and a unit without gradients adds zeros, because ranks may run different units: each rank
+    # must start the same collectives in the same order.
 
     def __init__(
         self,

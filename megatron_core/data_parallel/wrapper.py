@@ -33,22 +33,24 @@ from megatron_core.tensor_parallel.linear import number_weights
 class DataParallel(EarlySums):
     """Keeps the gradients of ``stages`` in flat buckets and reduces them.
 
-    Losses must already be normalised by the whole global batch: gradients are summed, never averaged. At ZeRO stage
-    (Rajbhandari et al. 2020, section 5)
+    Losses must be normalised by the global batch: gradients are summed. At ZeRO stage (Rajbhandari et al. 2020,
+    section 5)
 
     - 0 every rank gets the sum of all gradients.
     - 1 each rank gets the sum of its shard, once per step.
-    - 2 a unit's gradients are reduced after each of its backwards, and only the shard is kept.
-    - 3 also only a shard of the weights is kept, frozen matrices included; a unit's weights are gathered for its
-      forward and backward.
+    - 2 a unit's gradients are reduced after each backward, and only the shard is kept.
+    - 3 also only a shard of the weights is kept; units are gathered for forward and backward.
 
-    With ``overlap_param_gather`` a parameter may be read only after the forward of a module of its unit has begun.
-    ``compressor`` sums gradients lossily, once per step. ``units`` are the modules of each stage's units (default:
-    ``modules_of``); all other parameters then form a unit that is in memory during a whole forward or backward.
+    ``units``: the modules of each stage's units (default: ``modules_of``); other parameters form one more unit.
     """
 
+    # Gradients are summed and never averaged: the loss of a token is divided by the number of tokens of the whole
+    # batch before backward, so that ranks with unequal numbers of tokens have the weights that one process gives them.
+    # With ``overlap_param_gather`` a parameter may be read only after the forward of a module of its unit has begun.
+    # ``compressor`` sums the gradients of all micro-batches lossily, once per step.
+
     is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
-    """Whether checkpoints contain the weight of this name; runs with low-rank adapters replace it."""
+    """Whether checkpoints contain the weight of this name; see ``training.parts.AddedWeights.saved_alone``."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ def short_names(prefixes: Sequence[str]) -> tuple[str, ...]:
 def checked_text(value: object, name: str) -> str:
     """``value`` of the key ``name`` of a data file; DataError unless it is a string."""
     if not isinstance(value, str):
-        kind = "null or missing" if value is None else f"of type {type(value).__name__}"
-        raise DataError(f"{name} must be a string, not {kind}: only text is supported")
+        actual = "null or missing" if value is None else f"of type {type(value).__name__}"
+        raise DataError(f"{name} must be a string, not {actual}: only text is supported")
     try:
         value.encode()
     except UnicodeEncodeError:

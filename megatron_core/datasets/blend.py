@@ -25,18 +25,18 @@ def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tup
     """
     items = [item.strip() for item in data_path]
     numbers = [_number(item) for item in items[::2]]
-    given = " ".join(items)
+    text = " ".join(items)
     if len(items) == 1 or all(number is None for number in numbers):
         return None, tuple(items)
     if len(items) % 2 or None in numbers:
         raise ConfigError(
-            f"--data-path {given}: only some prefixes have a weight; give "
+            f"--data-path {text}: only some prefixes have a weight; give "
             "weight prefix weight prefix ..., or only prefixes (a prefix that is a number can be written "
             "./5)"
         )
     weights = tuple(number for number in numbers if number is not None)
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ConfigError(f"--data-path {given}: weights must be numbers > 0; remove data sets of weight 0")
+        raise ConfigError(f"--data-path {text}: weights must be numbers > 0; remove data sets of weight 0")
     return weights, tuple(items[1::2])
 
 
@@ -77,9 +77,9 @@ class BlendedDataset:
 
     def taken(self, samples: int) -> tuple[int, ...]:
         """How many of the first `samples` samples come from each data set."""
-        periods, rest = divmod(samples, PERIOD)
-        begun = np.bincount(self._dataset_of_slot[:rest], minlength=len(self.slots))
-        return tuple(periods * whole + int(part) for whole, part in zip(self.slots, begun, strict=True))
+        periods, remainder = divmod(samples, PERIOD)
+        in_last_period = np.bincount(self._dataset_of_slot[:remainder], minlength=len(self.slots))
+        return tuple(periods * count + int(extra) for count, extra in zip(self.slots, in_last_period, strict=True))
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
@@ -162,6 +162,6 @@ class PhasedDataset:
             raise IndexError(f"sample {index}: the order starts at 0")
         number = bisect_right(self._first, index) - 1
         phase = self._phases[number]
-        part, item = phase.blend.locate(index - self._first[number])
-        name = list(phase.parts)[part]
+        number_of_set, item = phase.blend.locate(index - self._first[number])
+        name = list(phase.parts)[number_of_set]
         return name, self._offsets[number][name] + item, phase

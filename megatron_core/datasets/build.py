@@ -74,7 +74,7 @@ class Splits:
 def divide_files(
     data: DataConfig,
     paths: DataPaths,
-    whole: Callable[[Sequence[str], str], Dataset | None],
+    undivided: Callable[[Sequence[str], str], Dataset | None],
     divided: Callable[[Phase, Sequence[float]], Sequence[Dataset | None]],
 ) -> Splits:
     """Build each split by `whole` from its own paths, or all by `divided` from the last blend and its shares."""
@@ -84,11 +84,11 @@ def divide_files(
         return Splits(train, valid, test)
     named_files = named_paths(data, paths)
     train_paths, valid_paths, test_paths = paths.own
-    named = {name: whole((path,), "valid") for name, path in named_files.items()}
+    named = {name: undivided((path,), "valid") for name, path in named_files.items()}
     return Splits(
-        whole(train_paths, "train"),
-        None if named_files else whole(valid_paths, "valid"),
-        whole(test_paths, "test"),
+        undivided(train_paths, "train"),
+        None if named_files else undivided(valid_paths, "valid"),
+        undivided(test_paths, "test"),
         named={name: dataset for name, dataset in named.items() if dataset is not None},
     )
 

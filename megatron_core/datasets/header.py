@@ -83,10 +83,10 @@ def read_header(path_prefix: str) -> DatasetHeader | None:
     if content is None:
         print_once(f"warning: {path} is not the header of a token file: the tokenizer is not checked")
         return None
-    found = content.pop("format")
-    if found not in READABLE:
+    file_format = content.pop("format")
+    if file_format not in READABLE:
         raise DataError(
-            f"{path} has the format {found!r}, expected one of {', '.join(map(repr, READABLE))}; use the "
+            f"{path} has the format {file_format!r}, expected one of {', '.join(map(repr, READABLE))}; use the "
             f"version of the package that wrote it, or {_WITHOUT}"
         )
     try:
@@ -121,11 +121,11 @@ def check_tokenizer(path_prefix: str, tokenizer: Tokenizer) -> None:
             f"{path_prefix} was made with a {header.tokenizer_type} of {header.vocab_size} tokens, but the tokenizer "
             f"of this run has {tokenizer.vocab_size}{_other_ids(header, tokenizer)}; {way_out}"
         )
-    found = tokenizer.fingerprint()
-    if header.fingerprint != found:
+    fingerprint = tokenizer.fingerprint()
+    if header.fingerprint != fingerprint:
         raise DataError(
             f"{path_prefix} was made with another {header.tokenizer_type}: fingerprint "
-            f"{header.fingerprint[:12]}, but that of this run has {found[:12]}"
+            f"{header.fingerprint[:12]}, but that of this run has {fingerprint[:12]}"
             f"{_other_ids(header, tokenizer)}; {way_out}"
         )
     if header.append_eod and header.eod != tokenizer.eod:
@@ -148,10 +148,10 @@ def check_vocabulary(path_prefix: str, vocab_size: int) -> None:
 
 def check_counts(header: DatasetHeader | None, path_prefix: str, documents: int, tokens: int) -> None:
     """DataError if the counts of documents or tokens differ from the header."""
-    for name, found in (("documents", documents), ("tokens", tokens)) if header is not None else ():
-        if getattr(header, name) != found:
+    for name, count in (("documents", documents), ("tokens", tokens)) if header is not None else ():
+        if getattr(header, name) != count:
             raise DataError(
-                f"{get_header_path(path_prefix)} says {name}={getattr(header, name)}, but the files have {found}: "
+                f"{get_header_path(path_prefix)} says {name}={getattr(header, name)}, but the files have {count}: "
                 "they are not from the same run; copy all three files again, prepare the data again with "
                 f"megatron-preprocess, or {_WITHOUT}"
             )
@@ -170,10 +170,11 @@ def _other_ids(header: DatasetHeader, tokenizer: Tokenizer) -> str:
 
 def _check_types(path: Path, header: DatasetHeader) -> None:
     for field in fields(header):
-        value, kind = getattr(header, field.name), cast(Any, field.type)
+        value = getattr(header, field.name)
+        field_type = cast(Any, field.type)
         # bool is a subclass of int in Python, but not a valid id or count.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            expected = kind.__name__ if isinstance(kind, type) else kind
+        if not isinstance(value, field_type) or (isinstance(value, bool) and field_type is not bool):
+            expected = field_type.__name__ if isinstance(field_type, type) else field_type
             raise DataError(
                 f"{path} has {field.name}={value!r}, expected {expected}; prepare the data again, or {_WITHOUT}"
             )

@@ -1,20 +1,17 @@
-"""Reads a `.bin`/`.idx` pair: any sequence of tokens, by its number.
+"""Reads a `.bin`/`.idx` pair: any sequence of tokens, by its number."""
 
-The `.idx` file, byte for byte as Megatron's:
-
-    offset        type        content
-    0             9 bytes     magic
-    9             uint64      version
-    17            uint8       code of the tokens' dtype
-    18            uint64      S, number of sequences
-    26            uint64      D, entries of the document index
-    34            int32 * S   tokens in each sequence
-    34 + 4S       int64 * S   offset of each sequence in the .bin file, in bytes
-    34 + 12S      int64 * D   document index: document d is the sequences [index[d], index[d + 1])
-    34 + 12S + 8D int8 * S    mode of each sequence, in multimodal files only (not marked in the file)
-
-All little-endian.
-"""
+# The `.idx` file, byte for byte as Megatron's, little-endian:
+#
+#     offset        type        content
+#     0             9 bytes     magic
+#     9             uint64      version
+#     17            uint8       code of the tokens' dtype
+#     18            uint64      S, number of sequences
+#     26            uint64      D, entries of the document index
+#     34            int32 * S   tokens in each sequence
+#     34 + 4S       int64 * S   offset of each sequence in the .bin file, in bytes
+#     34 + 12S      int64 * D   document index: document d is the sequences [index[d], index[d + 1])
+#     34 + 12S + 8D int8 * S    mode of each sequence, in multimodal files only (not marked in the file)
 
 import struct
 from collections.abc import Iterator
@@ -138,21 +135,21 @@ def _read_header(path: Path, buffer: np.ndarray) -> tuple[type[np.number], int, 
 def _check_size(path: Path, size: int, sequences: int, document_entries: int, multimodal: bool) -> None:
     expected = index_bytes(sequences, document_entries, multimodal)
     counts = f"{sequences} sequences and {document_entries} entries of the document index"
-    found = f"{path} has {size} bytes, expected {expected} for {counts}"
+    summary = f"{path} has {size} bytes, expected {expected} for {counts}"
     if multimodal and sequences and size == index_bytes(sequences, document_entries, multimodal=False):
-        raise DataError(f"{found} with modes: it is not multimodal; open it with multimodal=False")
+        raise DataError(f"{summary} with modes: it is not multimodal; open it with multimodal=False")
     if size < expected:
-        raise DataError(f"{found}: it is truncated; {_AGAIN}")
+        raise DataError(f"{summary}: it is truncated; {_AGAIN}")
     # A multimodal file may be read as plain text: its modes come last and are ignored.
     if size not in (expected, index_bytes(sequences, document_entries, multimodal=True)):
-        raise DataError(f"{found}: it is longer than its header says; {_AGAIN}")
+        raise DataError(f"{summary}: it is longer than its header says; {_AGAIN}")
 
 
 def _arrays(
     buffer: np.ndarray, dtype: type[np.number], sequences: int, document_entries: int, multimodal: bool
 ) -> Index:
-    def take(kind: str, count: int, offset: int) -> np.ndarray:
-        return np.frombuffer(buffer, dtype=kind, count=count, offset=offset)
+    def take(dtype: str, count: int, offset: int) -> np.ndarray:
+        return np.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
 
     lengths_at = HEADER.size
     pointers_at = lengths_at + 4 * sequences
@@ -175,9 +172,11 @@ def blocks(count: int) -> Iterator[tuple[int, int]]:
 def _check_sequences(path: Path, index: Index) -> None:
     """Check that each sequence starts at the end of the previous one; otherwise a run would silently read other
     tokens."""
-    itemsize, end = DType.size(index.dtype), 0
+    itemsize = DType.size(index.dtype)
+    end = 0
     for start, stop in blocks(len(index.sequence_lengths)):
-        lengths, found = index.sequence_lengths[start:stop], index.sequence_pointers[start:stop]
+        lengths = index.sequence_lengths[start:stop]
+        pointers = index.sequence_pointers[start:stop]
         if lengths.min() < 0:
             wrong = int(np.argmax(lengths < 0))
             raise DataError(
@@ -185,11 +184,11 @@ def _check_sequences(path: Path, index: Index) -> None:
                 f"{HEADER.size + 4 * (start + wrong)}), expected at least 0; {_AGAIN}"
             )
         borders = np.cumsum(lengths, dtype=np.int64) * itemsize + end
-        if found[0] != end or not np.array_equal(found[1:], borders[:-1]):
+        if pointers[0] != end or not np.array_equal(pointers[1:], borders[:-1]):
             expected = np.concatenate([[end], borders[:-1]])
-            wrong = int(np.argmax(found != expected))
+            wrong = int(np.argmax(pointers != expected))
             raise DataError(
-                f"{path}: sequence {start + wrong} begins at byte {found[wrong]} of the .bin file (says byte "
+                f"{path}: sequence {start + wrong} begins at byte {pointers[wrong]} of the .bin file (says byte "
                 f"{HEADER.size + 4 * len(index.sequence_lengths) + 8 * (start + wrong)}), expected "
                 f"{expected[wrong]}, where the one before it ends; {_AGAIN}"
             )
@@ -198,19 +197,20 @@ def _check_sequences(path: Path, index: Index) -> None:
 
 def _check_documents(path: Path, index: Index) -> None:
     """Check that the document index rises from 0 to the last sequence; a single entry 0 is a file without documents."""
-    sequences, entries = len(index.sequence_lengths), index.document_indices
+    sequences = len(index.sequence_lengths)
+    entries = index.document_indices
     if not len(entries) or entries[0] != 0:
         first = entries[0] if len(entries) else "missing"
         raise DataError(f"{path}: entry 0 of the document index is {first}, expected 0; {_AGAIN}")
     for start, stop in blocks(len(entries)):
         before = max(start - 1, 0)
-        part = entries[before:stop]
-        if (np.diff(part) < 0).any() or part[-1] > sequences:
-            wrong = int(np.argmax((np.diff(part, prepend=part[0]) < 0) | (part > sequences)))
+        block = entries[before:stop]
+        if (np.diff(block) < 0).any() or block[-1] > sequences:
+            wrong = int(np.argmax((np.diff(block, prepend=block[0]) < 0) | (block > sequences)))
             raise DataError(
                 f"{path}: entry {before + wrong} of the document index (at byte "
-                f"{HEADER.size + 12 * sequences + 8 * (before + wrong)}) is {part[wrong]}, expected "
-                f"{part[wrong - 1]} to {sequences}; {_AGAIN}"
+                f"{HEADER.size + 12 * sequences + 8 * (before + wrong)}) is {block[wrong]}, expected "
+                f"{block[wrong - 1]} to {sequences}; {_AGAIN}"
             )
     if len(entries) > 1 and entries[-1] != sequences:
         raise DataError(
@@ -287,11 +287,11 @@ class IndexedDataset:
         return location(get_idx_path(path_prefix)).is_file() and location(get_bin_path(path_prefix)).is_file()
 
     def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
-        whole = int(self.sequence_lengths[index])
-        count = whole - offset if length is None else length
-        if offset < 0 or count < 0 or offset + count > whole:
+        size = int(self.sequence_lengths[index])
+        count = size - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > size:
             raise IndexError(
-                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {whole}"
+                f"tokens [{offset}, {offset + count}) of sequence {index} of {self.path_prefix}, which has {size}"
             )
         # Python integers, because the byte position of a token may exceed 32 bits.
         return self._read(int(self.sequence_pointers[index]) + offset * self.itemsize, count)
@@ -318,7 +318,8 @@ class IndexedDataset:
 
     def _check_bin(self) -> None:
         """Compare the token file's size with the sum of the sequence lengths."""
-        needed, size = self.num_tokens * self.itemsize, self._bin.stat().st_size
+        needed = self.num_tokens * self.itemsize
+        size = self._bin.stat().st_size
         if size != needed:
             fault = "it is truncated" if size < needed else f"no sequence holds the bytes from {needed} on"
             raise DataError(

@@ -165,7 +165,8 @@ class CyclicDataset:
     def __init__(self, dataset: Dataset, samples: int, seed: int) -> None:
         self.sequence_length = dataset.sequence_length
         self._dataset: Any = dataset
-        self._samples, self._seed = samples, seed
+        self._samples = samples
+        self._seed = seed
         self.sources = sources_of(dataset)
 
     def __getitem__(self, index: int) -> Sample:

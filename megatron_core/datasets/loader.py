@@ -33,12 +33,12 @@ class Packing:
         position_ids, if they restart: int64 [b, s]. document_lengths, if attention is restricted: int64 [b, d] for at
         most d documents per sequence, padded with 0.
         """
-        found = {}
+        added = {}
         if self.reset_position_ids:
-            found["position_ids"] = restarted_positions(tokens, self.eod)
+            added["position_ids"] = restarted_positions(tokens, self.eod)
         if self.reset_attention_mask:
-            found[DOCUMENT_LENGTHS] = document_lengths(tokens, self.eod)
-        return found
+            added[DOCUMENT_LENGTHS] = document_lengths(tokens, self.eod)
+        return added
 
 
 def packing_of(data: DataConfig, tokenizer: Tokenizer | None) -> Packing | None:
@@ -133,25 +133,27 @@ class BatchLoader:
         """
         # A batch is a function of the position alone, so batches that were read ahead for another position, for example
         # before a rollback, are dropped and read again.
-        asked = self._asked(consumed_samples, num_microbatches, length)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == asked:
+        request = self._asked(consumed_samples, num_microbatches, length)
+        ahead = self._ahead
+        self._ahead = None
+        if ahead is not None and ahead[0] == request:
             return [future.result() for future in ahead[1]]
-        return [self._micro_batch(asked, micro) for micro in range(num_microbatches)]
+        return [self._micro_batch(request, micro) for micro in range(num_microbatches)]
 
     def prefetch(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> None:
         """Start reading that step in the background; `step` with the same arguments returns it."""
         if self._threads is None:
             return
-        asked = self._asked(consumed_samples, num_microbatches, length)
-        reading = [self._threads.submit(self._micro_batch, asked, micro) for micro in range(num_microbatches)]
-        self._ahead = (asked, reading)
+        request = self._asked(consumed_samples, num_microbatches, length)
+        reading = [self._threads.submit(self._micro_batch, request, micro) for micro in range(num_microbatches)]
+        self._ahead = (request, reading)
 
     def _asked(self, consumed_samples: int, num_microbatches: int, length: int | None) -> _Step:
         return _Step(consumed_samples, num_microbatches, length or self.dataset.sequence_length)
 
     def _micro_batch(self, step: _Step, micro: int) -> Batch:
-        size, dataset = self.micro_batch_size, cast(Any, self.dataset)
+        size = self.micro_batch_size
+        dataset = cast(Any, self.dataset)
         first = step.consumed_samples + (micro * self.data_parallel_size + self.data_parallel_rank) * size
         indices = range(first, first + size)
         samples: list[Any] = [dataset[index] for index in indices]
@@ -176,7 +178,8 @@ class BatchLoader:
     def _check(self, ids: np.ndarray, first: int) -> None:
         """DataError for ids outside the vocabulary, which would read wrong memory or fail on a GPU without a clear
         message."""
-        lowest, highest = int(ids.min()), int(ids.max())
+        lowest = int(ids.min())
+        highest = int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise DataError(

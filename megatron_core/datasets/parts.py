@@ -48,5 +48,5 @@ def data_parts(config: RunConfig) -> Sequence[DataPart]:
 
 def file_reader(config: RunConfig) -> Callable[[str], FileContent]:
     """The function that reads counts and hashes of a data file; without a feature's, that of token files."""
-    readers = (part.file_content for part in data_parts(config) if part.file_content is not None)
+    readers = (feature.file_content for feature in data_parts(config) if feature.file_content is not None)
     return next(readers, token_file_content)

@@ -47,14 +47,14 @@ def named_paths(data: DataConfig, paths: DataPaths) -> dict[str, str]:
     """The validation files of `--multiple-validation-sets` by name; empty without it."""
     if not data.multiple_validation_sets:
         return {}
-    given = paths.own[1]
-    names = data.validation_set_names or short_names(given)
-    if len(set(names)) < len(names) or len(names) != len(given):
+    files = paths.own[1]
+    names = data.validation_set_names or short_names(files)
+    if len(set(names)) < len(names) or len(names) != len(files):
         raise ConfigError(
-            f"{len(names)} names of validation sets ({', '.join(names)}) for {len(given)} files; give "
+            f"{len(names)} names of validation sets ({', '.join(names)}) for {len(files)} files; give "
             "--validation-set-names with a different name for each"
         )
-    return dict(zip(names, given, strict=True))
+    return dict(zip(names, files, strict=True))
 
 
 def _text(setting: str, path: str) -> str:
@@ -73,8 +73,8 @@ def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, .
     except ValueError as error:
         raise ConfigError(f"per_split_data_args_path={path} is not JSON ({error}); {expected}") from None
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
-        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise ConfigError(f"per_split_data_args_path={path} contains {found or 'nothing'}; {expected}")
+        keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(f"per_split_data_args_path={path} contains {keys or 'nothing'}; {expected}")
     train, valid, test = (_items(f"per_split_data_args_path={path}: {name}", content.get(name)) for name in NAMES)
     return train, valid, test
 
@@ -106,14 +106,14 @@ def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
     return Phase(_items(f"{where}: data_path", phase["data_path"]), samples)
 
 
-def _items(where: str, given: Any) -> tuple[str, ...]:
+def _items(where: str, value: Any) -> tuple[str, ...]:
     """A list of weights and prefixes, as words of a command line."""
-    words: Sequence[Any] = given.split() if isinstance(given, str) else given
+    words: Sequence[Any] = value.split() if isinstance(value, str) else value
     words = [] if words is None else words
     is_list = isinstance(words, list) and not any(isinstance(word, bool) for word in words)
     if not is_list or not all(isinstance(word, str | int | float) for word in words):
         raise ConfigError(
-            f"{where} is {quoted(given)}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]"
+            f"{where} is {quoted(value)}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]"
         )
     return tuple(str(word) for word in words)
 
@@ -124,7 +124,7 @@ DEFAULT_SPLIT = "969,30,1"
 def parse_split(split: str) -> tuple[float, float, float]:
     """The three fractions of `--split`, normalised to a sum of 1; omitted ones are 0."""
     try:
-        shares = [float(part) for part in split.split(",")]
+        shares = [float(share) for share in split.split(",")]
     except ValueError as error:
         raise ConfigError(
             f"--split {split} has a part that is not a number; give three, such as {DEFAULT_SPLIT}"

@@ -83,18 +83,19 @@ def record_sources(data: DataConfig, content_of: Callable[[str], FileContent] | 
 
 def is_record(value: object) -> bool:
     """Whether a value read from a checkpoint is a record: its fields with their types."""
-    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(DataSource)}:
+    if not isinstance(value, dict) or value.keys() != {entry.name for entry in fields(DataSource)}:
         return False
-    return all(isinstance(value[each.name], cast(Any, each.type)) for each in fields(DataSource))
+    return all(isinstance(value[entry.name], cast(Any, entry.type)) for entry in fields(DataSource))
 
 
 def describe_changes(before: Sequence[Record], now: Sequence[Record], samples: int) -> list[str]:
     """Describe changes of the data since a checkpoint at `samples` samples, and their effect; empty without changes."""
-    old, new = _keyed(before), _keyed(now)
+    old = _keyed(before)
+    new = _keyed(now)
     sentences = []
     for is_training in (True, False):
         changes = _Changes(
-            *({key: each for key, each in part.items() if (key[0] in NAMES[1:]) != is_training} for part in (old, new))
+            *({key: s for key, s in sources.items() if (key[0] in NAMES[1:]) != is_training} for sources in (old, new))
         )
         if effect := changes.effect(samples, is_training=is_training):
             sentences.append(f"the data has changed since the checkpoint: {'; '.join(changes.facts)}: {effect}")
@@ -121,12 +122,13 @@ class _Changes:
         # Files are compared by use and path first, so that a file with new content is not taken for a new file.
         for key, other in pairs.items():
             self._compare(old[key], new[other])
-        removed, added = [k for k in old if k not in pairs], [k for k in new if k not in pairs.values()]
+        removed = [k for k in old if k not in pairs]
+        added = [k for k in new if k not in pairs.values()]
         self.facts += [f"{old[key].path} is no longer read" for key in removed]
         self.facts += [f"{new[key].path} is new, with {new[key].counts}" for key in added]
         self._reread |= bool(removed or added)
-        kept = [pairs[key] for key in old if key in pairs]
-        if kept != [key for key in new if key in kept]:
+        common = [pairs[key] for key in old if key in pairs]
+        if common != [key for key in new if key in common]:
             self.facts.append("the order of the files changed")
             self._reread = True
         if not removed and not added:
@@ -145,7 +147,8 @@ class _Changes:
             self._replaced = True
 
     def _compare_shares(self, old: Sequence[DataSource], new: Sequence[DataSource]) -> None:
-        before, now = _shares(old), _shares(new)
+        before = _shares(old)
+        now = _shares(new)
         for source, was, share in zip(new, before, now, strict=True):
             if was != share:
                 self.facts.append(f"{source.path} had {_shown(was)} of its blend, now {_shown(share)}")
@@ -173,11 +176,11 @@ class _Changes:
 def _keyed(records: Sequence[Record]) -> dict[Key, DataSource]:
     """Sources by use, path and, for a file that occurs several times, its number."""
     seen: Counter[tuple[str, str]] = Counter()
-    found = {}
+    keyed = {}
     for source in (DataSource(**record) for record in records):
         seen[source.use, source.path] += 1
-        found[source.use, source.path, seen[source.use, source.path]] = source
-    return found
+        keyed[source.use, source.path, seen[source.use, source.path]] = source
+    return keyed
 
 
 def _shares(sources: Sequence[DataSource]) -> list[float | None]:
@@ -185,7 +188,7 @@ def _shares(sources: Sequence[DataSource]) -> list[float | None]:
     totals: defaultdict[str, float] = defaultdict(float)
     for source in sources:
         totals[source.use] += source.weight or 0.0
-    return [None if each.weight is None else round(each.weight / totals[each.use], 9) for each in sources]
+    return [None if source.weight is None else round(source.weight / totals[source.use], 9) for source in sources]
 
 
 def _shown(share: float | None) -> str:

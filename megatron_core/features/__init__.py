@@ -19,6 +19,7 @@ from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
+from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
@@ -43,6 +44,7 @@ FEATURES = (
     OUTER_STEPS,
     OFFLOAD,
     PREFERENCES,
+    MODEL_PRESETS,
     QK_CLIP,
     QUESTIONS,
     RECURRENT,

@@ -12,13 +12,14 @@ from torch import Tensor
 from megatron_core.checkpoint import CheckpointReader, TensorBox, open_newest, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.lora.adapters import linears_of
+from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
 from megatron_core.models.build import meta_model
 from megatron_core.output_file import new_folder
 from megatron_core.parallel.boxes import Box
 from megatron_core.training.compatibility import stored_config
-from megatron_core.training.tuning import open_base
-from megatron_core.transformer.adapters import linears_of
+from megatron_core.training.initial_weights import open_base
 
 
 class MergedReader:
@@ -78,13 +79,14 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
     if stored is None:
         raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
     config = stored_config(stored.folder)
-    if config.tuning.lora_rank is None:
+    tuning = config.section(TuningConfig)
+    if tuning.lora_rank is None:
         raise CheckpointError(f"{stored.folder} has no adapters; export its weights with --to hf")
     with stored as reader:
         names, shapes = peft_names(config, reader.state["vocab_size"])
         tensors = _whole(reader, shapes)
         with new_folder(f"--save {folder}", folder, load) as incomplete:
-            write_adapter(incomplete, names, tensors, config.tuning, config.checkpoint.load_hf)
+            write_adapter(incomplete, names, tensors, tuning, config.checkpoint.load_hf)
     return len(tensors)
 
 

@@ -22,8 +22,8 @@ from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.config.token_ids import read_token_ids
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.adapter_export import MergedReader
 from megatron_core.hub.averaged_reader import AveragedReader
 from megatron_core.hub.hugging_face import (
@@ -173,7 +173,7 @@ def export_hugging_face(
         with _opened(stored, config, average=average) as reader:
             kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
-            whole = replace(config, tuning=TuningConfig())
+            whole = config.with_section(TuningConfig())
             shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
             _note_mtp_layers(whole, shapes)
             write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
@@ -205,7 +205,7 @@ def export_distributed(load: Path, folder: Path, form: Format, *, step: int | No
     """Write the checkpoint in ``load`` as ``--ckpt-format`` ``form``, with the state of Adam; returns a description."""
     with written_folder(folder, load) as incomplete, _newest(load, step) as reader:
         config = stored_config(reader.folder)
-        if config.tuning.lora_rank is not None:
+        if config.optional("lora_rank") is not None:
             raise CheckpointError(f"{load} has low-rank adapters; export the merged weights with --to hf")
         write_checkpoint(reader, config.model, incomplete, form)
     return f"iteration {reader.state['iteration']} as {form}"
@@ -387,4 +387,4 @@ def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> Ch
             raise CheckpointError(
                 f"{stored.folder} has no average of the weights; train with --ema-decay, or export the weights"
             )
-    return stored if config.tuning.lora_rank is None else MergedReader(stored, config)
+    return stored if config.optional("lora_rank") is None else MergedReader(stored, config)

@@ -1,12 +1,29 @@
-"""Rules for checkpoints in formats of other programs."""
+"""Rules for checkpoints in formats of other programs, and the models that Megatron-LM cannot train."""
 
 from collections.abc import Iterator
 
 from megatron_core.config.hybrid import BOTH, CONVOLUTION
-from megatron_core.config.megatron_model import without_arguments
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.run import RunConfig
 from megatron_core.locations import path_of
+
+ABSENT = (
+    *("parallel_residual", "norm_placement", "qk_layernorm_over_heads", "qk_layernorm_weight_per_head"),
+    *("qk_l2_norm_rotary_only", "disable_bias_layernorm", "latent_norm_epsilon", "add_attention_output_bias"),
+    *("add_output_layer_bias", "geglu", "scale_embeddings", "embedding_multiplier", "residual_multiplier"),
+    *("logit_multiplier", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_kind"),
+    *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
+    *("yarn_attention_factor", "mlp_multipliers", "mamba_output_norm", "mamba_multipliers"),
+    *("parallel_mixer_multipliers", "moe_router_sum_epsilon", "disable_weight_layernorm"),
+    *("embedding_layernorm", "relu", "xielu", "qk_layernorm_after_rotary"),
+)
+"""Settings of the model's function that Megatron-LM's arguments do not have."""
+
+FIXED_OF_MAMBA = {"mamba_dt_min": 0.0, "mamba_dt_max": None, "linear_conv_kernel_dim": 4, "norm_epsilon": 1e-5}
+"""Settings that Megatron-LM's Mamba-2 mixers do not read, and the values that they have there: steps are not bounded,
+and the norm after the gate has an epsilon of its own."""
+FIXED_OF_DELTA_NETS = {"swiglu": True, "normalization": "RMSNorm"}
+"""Settings with which a gated delta net is the one of Megatron Core -> their only values."""
 
 
 def format_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -20,8 +37,8 @@ def format_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format == "torch_dist":
         for reason in unlike_megatron(config.model):
             yield f"{named} does not write {reason}; use torch_dcp, or remove --ckpt-format"
-    if config.tuning.lora_rank is not None:
-        yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
+    if (rank := config.optional("lora_rank")) is not None:
+        yield f"{named} does not write low-rank adapters: lora_rank={rank}; remove --ckpt-format"
 
 
 def unlike_megatron(model: ModelConfig) -> Iterator[str]:
@@ -33,3 +50,38 @@ def unlike_megatron(model: ModelConfig) -> Iterator[str]:
             yield f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks"
     if settings := without_arguments(model):
         yield f"{', '.join(settings)}, which Megatron-LM has no settings for"
+
+
+def without_arguments(model: ModelConfig) -> list[str]:
+    """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
+    plain = ModelConfig()
+    found = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
+    if model.dsa_indexer_warmup:
+        found.append("dsa_indexer_warmup=True")
+    if model.has_sparse_attention and not model.trains_indexers:  # Adam decays indexers without a loss there
+        found.append(f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}")
+    if model.has_sparse_attention and model.hybrid_layer_pattern is not None:
+        found.append(f"hybrid_layer_pattern={model.hybrid_layer_pattern} with experimental_attention_variant=dsa")
+    if model.position_embedding_type == "alibi":
+        found.append("position_embedding_type=alibi")
+    if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
+        found.append(f"rope_scaling_type={model.rope_scaling_type}")
+    if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
+        found.append("moe_router_score_function=sparsemixer")
+    pattern = model.linear_attention_freq or (1,)
+    recurs_last = model.num_layers % max(pattern[0], 1) > 0 if len(pattern) == 1 else pattern[-1] == 1
+    if model.mtp_num_layers and recurs_last:
+        found.append(f"mtp_num_layers={model.mtp_num_layers} with a recurrence in the last layer")
+    fixed = FIXED_OF_MAMBA if model.has_mamba else {}
+    found += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
+    return found + unlike_delta_net(model)
+
+
+def unlike_delta_net(model: ModelConfig) -> list[str]:
+    """Settings of ``model``, as NAME=VALUE, with which gated delta nets compute something else in Megatron Core.
+
+    It takes activation and norm of the model for the gates and outputs of heads.
+    """
+    has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in (model.hybrid_layer_pattern or "")
+    found = [f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only]
+    return [f"{setting} with gated delta nets" for setting in found] if has_nets else []

@@ -62,7 +62,8 @@ class BlockPool:
         if self._free:
             block = heappop(self._free)
         elif self.top < self.capacity:
-            block, self.top = self.top, self.top + 1
+            block = self.top
+            self.top = self.top + 1
         elif self._unused:
             self._evict()
             block = heappop(self._free)
@@ -79,7 +80,8 @@ class BlockPool:
     def register(self, block: int, key: bytes) -> None:
         """Offer a full block to texts with the same prefix, unless another block has the same content."""
         if key not in self._by_key:
-            self._by_key[key], self._keys[block] = block, key
+            self._by_key[key] = block
+            self._keys[block] = key
 
     def release(self, blocks: Iterable[int]) -> None:
         """Count one text fewer for each block; the last blocks of a text become free before the first ones."""
@@ -110,7 +112,8 @@ class BlockPool:
         self._unused = OrderedDict((numbers[block], None) for block in self._unused)
         self._keys = {numbers[block]: key for block, key in self._keys.items()}
         self._by_key = {key: block for block, key in self._keys.items()}
-        self._free, self.top = [], len(numbers)
+        self._free = []
+        self.top = len(numbers)
         return numbers
 
     def _evict(self) -> None:

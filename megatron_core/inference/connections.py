@@ -38,10 +38,10 @@ class BoundedConnection(H11Protocol):
         self._limit_head()
         if len(self.connections) <= self.most:
             return
-        others = [each for each in self.connections if isinstance(each, BoundedConnection) and each is not self]
-        incomplete = [each for each in others if each.is_incomplete]
+        open_connections = [c for c in self.connections if isinstance(c, BoundedConnection) and c is not self]
+        incomplete = [connection for connection in open_connections if connection.is_incomplete]
         if incomplete:
-            oldest = min(incomplete, key=lambda each: each._since)
+            oldest = min(incomplete, key=lambda connection: connection._since)
             self.connections.discard(oldest)
             oldest.transport.abort()
         else:

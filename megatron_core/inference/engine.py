@@ -48,12 +48,14 @@ class Engine:
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value}: give {least} or more")
         config = config or InferenceConfig()
-        self.generator, self.max_batch_size = generator, max_batch_size
+        self.generator = generator
+        self.max_batch_size = max_batch_size
         limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]
         self.max_length = min(limits, default=None)
         """Maximum number of tokens of a prompt and its continuation; None: unlimited."""
         generator.scale_to(self.max_length)
-        block_size, groups = config.inference_dynamic_batching_block_size, generator.groups.size("pp")
+        block_size = config.inference_dynamic_batching_block_size
+        groups = generator.groups.size("pp")
         capacity = cache_blocks(config, generator, max_batch_size)
         self.scheduler = Scheduler(
             BlockPool(capacity),
@@ -104,7 +106,8 @@ class Engine:
 
     def checked(self, request: Request) -> Request:
         """Return the request with ``max_new_tokens`` limited, or raise ``ConfigError``."""
-        length, limit = len(request.prompt), self.max_length
+        length = len(request.prompt)
+        limit = self.max_length
         if not length:
             raise ConfigError("the prompt has no token; give at least one character")
         if min(request.prompt) < 0 or max(request.prompt) >= self.generator.vocab_size:
@@ -144,7 +147,8 @@ class Engine:
         for _ in self._flights:
             self._flights[self._turn] = self._launch(self._turn)
             self._turn = (self._turn + 1) % len(self._flights)
-            flight, self._flights[self._turn] = self._flights[self._turn], None
+            flight = self._flights[self._turn]
+            self._flights[self._turn] = None
             if flight is not None:
                 return self._land(flight)
         return []
@@ -156,18 +160,18 @@ class Engine:
             return None
         self.cache.reserve(self.scheduler.pool.top)
         # Texts with the same first blocks are adjacent, so that attention reads these once.
-        segments.sort(key=lambda each: (each.count > 1, each.first == 0, each.text.table))
-        spans = [Span(each.first, each.count, each.text.table, each.text.state) for each in segments]
-        ids = [token for each in segments for token in each.text.tokens[each.first : each.first + each.count]]
-        ends = accumulate(each.count for each in segments)
-        rows = [row for each, end in zip(segments, ends, strict=True) for row in range(end - each.rows, end)]
+        segments.sort(key=lambda segment: (segment.count > 1, segment.first == 0, segment.text.table))
+        spans = [Span(segment.first, segment.count, segment.text.table, segment.text.state) for segment in segments]
+        ids = [token for s in segments for token in s.text.tokens[s.first : s.first + s.count]]
+        ends = accumulate(segment.count for segment in segments)
+        rows = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.rows, end)]
         # Without a text whose next token is chosen, the logits of any row serve to finish the model's forward.
         wanted = rows or [len(ids) - 1]
         logits, messages = self.generator.run(ids, spans, self.cache, None if len(wanted) == len(ids) else wanted)
         if not rows:
             return _Flight(segments, None, messages)
-        chosen = [each for each in segments if each.rows]
-        most = max((each.text.request.logprobs or 0 for each in chosen if each.text.request.logprobs is not None),
+        chosen = [segment for segment in segments if segment.rows]
+        most = max((s.text.request.logprobs or 0 for s in chosen if s.text.request.logprobs is not None),
                    default=None)  # fmt: skip
         # For each row of logits: the next token, its log probability, the alternatives and their log probabilities.
         columns = 1 if most is None else 2 + 2 * most
@@ -181,12 +185,12 @@ class Engine:
         for _, handle in flight.messages:
             handle.wait()
         values = iter([] if flight.table is None else flight.table.tolist())
-        found = []
+        results = []
         for segment in flight.segments:
-            own = list(islice(values, segment.rows))
-            if segment.text.group is None or not own:  # cancelled in the meantime, or the middle of a prompt
+            numbers = list(islice(values, segment.rows))
+            if segment.text.group is None or not numbers:  # cancelled in the meantime, or the middle of a prompt
                 continue
-            progress = _advance(segment, own)
+            progress = _advance(segment, numbers)
             if progress is None:
                 continue
             if progress.finished is not None:
@@ -197,12 +201,13 @@ class Engine:
                 segment.text.shares = False
                 self.scheduler.add(segment.text)
             else:
-                found.append(progress)
-        return found
+                results.append(progress)
+        return results
 
     def _remove(self, text: Text, *, damaged: bool = False) -> None:
         """Return a text's blocks; those of a ``damaged`` text may have numbers that are not finite."""
-        pool, blocks = self.scheduler.pool, text.table
+        pool = self.scheduler.pool
+        blocks = text.table
         if damaged:
             pool.forget(blocks)
         self.scheduler.remove(text)
@@ -214,15 +219,15 @@ class Engine:
 
 def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int | None, losses: Losses | None) -> None:
     """Choose the next tokens of ``segments`` from their rows of logits, and score them and the tokens of prompts."""
-    ends = list(accumulate(each.rows for each in segments))
-    final = [end - 1 for end, each in zip(ends, segments, strict=True) if each.chooses]
-    texts = [each.text for each in segments if each.chooses]
+    ends = list(accumulate(segment.rows for segment in segments))
+    final = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.chooses]
+    texts = [segment.text for segment in segments if segment.chooses]
     chosen = iter(choose(logits[final], [text.request.sampling for text in texts], [text.random for text in texts]))
     following: list[int] = []
-    for each in segments:
-        at = each.first + each.count - each.rows + 1
-        following += each.text.tokens[at : each.first + each.count + 1]
-        following += [next(chosen)] if each.chooses else []
+    for segment in segments:
+        start = segment.first + segment.count - segment.rows + 1
+        following += segment.text.tokens[start : segment.first + segment.count + 1]
+        following += [next(chosen)] if segment.chooses else []
     table[:, 0] = torch.tensor(following, dtype=torch.float64)
     if most is not None:
         tokens = torch.tensor(following, device=logits.device).clamp_(min=0)
@@ -231,13 +236,15 @@ def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int 
 
 def _advance(segment: Segment, values: list[list[float]]) -> Progress | None:
     """Record the scores of a prompt's tokens, and a chosen token as the next one of the text."""
-    text, request = segment.text, segment.text.request
+    text = segment.text
+    request = segment.text.request
     if text.is_scored:
         prompt = values[:-1] if segment.chooses else values
         text.prompt_scores += [_score(row, request.logprobs) for row in prompt]
     if not segment.chooses:
         return None
-    token, scores = int(values[-1][0]), () if text.written else tuple(text.prompt_scores)
+    token = int(values[-1][0])
+    scores = () if text.written else tuple(text.prompt_scores)
     if token < 0:
         return Progress(text.number, None, finished="error", error=fault_of(token))
     if request.max_new_tokens == 0:
@@ -263,8 +270,8 @@ def generate(generator: Generator, request: Request) -> Iterator[int]:
     engine = Engine(generator, max_batch_size=1)
     engine.submit(request)
     while engine.busy:
-        for each in engine.step():
-            if each.error is not None:
-                raise CheckpointError(each.error)
-            if each.token is not None:
-                yield each.token
+        for progress in engine.step():
+            if progress.error is not None:
+                raise CheckpointError(progress.error)
+            if progress.token is not None:
+                yield progress.token

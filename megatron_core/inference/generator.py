@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import CheckpointReader, parameter_pieces
-from megatron_core.checkpoint.formats import OtherReader
+from megatron_core.checkpoint import parameter_pieces
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import AttentionKind
 from megatron_core.config.mixers import mixer_of
@@ -60,7 +60,7 @@ class Generator:
     @classmethod
     def load(
         cls,
-        reader: CheckpointReader | OtherReader,
+        reader: StateReader,
         config: RunConfig,
         groups: ParallelGroups,
         device: torch.device,
@@ -98,8 +98,8 @@ class Generator:
         """Memory of the keys and values of one position in the layers of this rank."""
         tp = self.groups.size("tp")
         # With --layout-invariant, each canonical part of the heads has its own copy of its keys and values.
-        parts = max(self.config.invariant_parts, tp) if self.config.parallel.layout_invariant else tp
-        elements = sum(mixer.cached_elements(parts) for mixer in self._mixers) * (parts // tp)
+        head_parts = max(self.config.invariant_parts, tp) if self.config.parallel.layout_invariant else tp
+        elements = sum(mixer.cached_elements(head_parts) for mixer in self._mixers) * (head_parts // tp)
         return elements * getattr(torch, self.config.training.compute_dtype).itemsize
 
     @property
@@ -120,15 +120,16 @@ class Generator:
         return self._losses if self.config.parallel.layout_invariant else None
 
     def _losses(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        model, parts = self.config.model, self.config.invariant_parts
-        padded = vocabulary_per_rank(self.vocab_size, model.make_vocab_size_divisible_by * parts, 1)
+        model = self.config.model
+        head_parts = self.config.invariant_parts
+        padded = vocabulary_per_rank(self.vocab_size, model.make_vocab_size_divisible_by * head_parts, 1)
         return vocab_parallel_cross_entropy(
             nn.functional.pad(logits, (0, padded - self.vocab_size)),
             tokens,
             tp_group=ALONE,
             vocab_size=self.vocab_size,
             backend=model.kernel_backend,
-            parts=parts,
+            parts=head_parts,
         )
 
     @torch.inference_mode()
@@ -145,9 +146,12 @@ class Generator:
         head = HeadOptions()
         if logit_rows is not None:
             head = HeadOptions(logit_positions=torch.tensor([logit_rows], device=self.device))
-        own, hidden, logits, sent = self._p2p.index, None, None, []
+        this_rank = self._p2p.index
+        hidden = None
+        logits = None
+        sent = []
         for stage, rank in enumerate(self._stage_to_rank):
-            if rank != own:
+            if rank != this_rank:
                 continue
             if stage and self._stage_to_rank[stage - 1] != rank:
                 hidden = self._receive(len(ids), self._stage_to_rank[stage - 1])
@@ -168,10 +172,11 @@ class Generator:
 
         It is valid when the messages are complete.
         """
-        own, last = self._p2p.index, self._stage_to_rank[-1]
-        if own != last:
-            return [self._p2p.receive_into(result, last)]
-        return [(result, self._p2p.send(result, rank)) for rank in range(self.groups.size("pp")) if rank != own]
+        this_rank = self._p2p.index
+        sender = self._stage_to_rank[-1]
+        if this_rank != sender:
+            return [self._p2p.receive_into(result, sender)]
+        return [(result, self._p2p.send(result, rank)) for rank in range(self.groups.size("pp")) if rank != this_rank]
 
     def _receive(self, tokens: int, sender: int) -> Tensor:
         shape = (tokens, 1, self.config.model.hidden_size)
@@ -213,7 +218,7 @@ class GenerationLayout:
 
 
 def start_generator(
-    reader: CheckpointReader | OtherReader,
+    reader: StateReader,
     trained: RunConfig,
     layout: GenerationLayout,
     world: World,
@@ -232,14 +237,14 @@ def start_generator(
                 f"{reader.folder} has no tokenizer, which is required for prompts; train with --tokenizer-type, or add "
                 "the tokenizer.json of the Hugging Face model"
             )
-        found = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
+        faults = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
         if config.parallel.layout_invariant and config.model.multi_latent_attention:
-            found.append(
+            faults.append(
                 "layout_invariant=True cannot be used to generate with multi_latent_attention=True: cached latents are "
                 "attended to in another order than in training; remove --layout-invariant"
             )
-        if found:
-            raise ConfigError("\n".join(found))
+        if faults:
+            raise ConfigError("\n".join(faults))
         start_world(world, timeout_minutes=timeout_minutes)
         groups = parallel_state.make_groups(config.parallel, world)
         if config.parallel.layout_invariant:

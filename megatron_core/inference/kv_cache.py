@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_core.transformer.paged_attention import Chunk, PagedStep
+from megatron_core.inference.paged_attention import attend_heads, attend_latents
+from megatron_core.inference.paged_step import Chunk, PagedStep
+from megatron_core.transformer.latent_attention import LatentAttention
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class KVCache:
     """
 
     def __init__(self, device: torch.device, block_size: int, capacity: int, texts: int = 1) -> None:
-        self.block_size, self.capacity, self.texts = block_size, capacity, texts
+        self.block_size = block_size
+        self.capacity = capacity
+        self.texts = texts
         self.blocks = 0
         """Number of blocks for which memory is allocated."""
         self.step = PagedStep.of_nothing()
@@ -43,6 +48,14 @@ class KVCache:
         layers = (*self._layers.values(), *self._states.values())
         return sum(memory.nbytes for layer in layers for memory in layer)
 
+    def attend(self, layer: Any, *tensors: Any) -> Tensor:
+        """See ``KeyValueStore.attend``."""
+        if hasattr(layer, "attend_in_generation"):
+            attended: Tensor = layer.attend_in_generation(self, *tensors)
+            return attended
+        attend = attend_latents if isinstance(layer, LatentAttention) else attend_heads
+        return attend(layer, self, *tensors)
+
     def begin(self, spans: Sequence[Span]) -> Tensor:
         """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.
 
@@ -52,22 +65,24 @@ class KVCache:
         chunks = [span for span in spans if span.count > 1 and span.first]
         fresh = [span for span in spans if span.count > 1 and not span.first]
         assert [*singles, *chunks, *fresh] == list(spans), "spans are in the order of the row"
-        size, device = self.block_size, self._device
+        size = self.block_size
+        device = self._device
         # Indices come from the host: a mask would synchronize with the GPU in every layer.
         positions = [torch.tensor([span.first for span in singles], dtype=torch.int64)]
         positions += [torch.arange(span.first, span.first + span.count) for span in (*chunks, *fresh)]
         slots = [torch.tensor([span.table[span.first // size] * size + span.first % size for span in singles],
                               dtype=torch.int64)]  # fmt: skip
-        for span, own in zip((*chunks, *fresh), positions[1:], strict=True):
-            slots.append(torch.tensor(span.table)[own // size] * size + own % size)
+        for span, positions_of_span in zip((*chunks, *fresh), positions[1:], strict=True):
+            slots.append(torch.tensor(span.table)[positions_of_span // size] * size + positions_of_span % size)
         # A table is padded with its last block: other texts' blocks may have numbers that are not finite.
-        used = [span.table[: span.first // size + 1] for span in singles]
-        longest = max(map(len, used), default=0)
-        tables = [[*table, *[table[-1]] * (longest - len(table))] for table in used]
-        parts, row = [], len(singles)
+        read_blocks = [span.table[: span.first // size + 1] for span in singles]
+        longest = max(map(len, read_blocks), default=0)
+        tables = [[*table, *[table[-1]] * (longest - len(table))] for table in read_blocks]
+        chunk_views = []
+        row = len(singles)
         for span in chunks:
             table = torch.tensor(span.table[: -(-(span.first + span.count) // size)], device=device)
-            parts.append(Chunk(row, span.count, table, span.first + span.count))
+            chunk_views.append(Chunk(row, span.count, table, span.first + span.count))
             row += span.count
         self.step = PagedStep(
             slots=torch.cat(slots).to(device),
@@ -75,7 +90,7 @@ class KVCache:
             lengths=positions[0].to(device) + 1,
             shortest=min((span.first + 1 for span in singles), default=0),
             longest=max((span.first + 1 for span in singles), default=0),
-            chunks=parts,
+            chunks=chunk_views,
             fresh=[span.count for span in fresh],
             texts=torch.tensor([span.text for span in spans], dtype=torch.int64, device=device),
         )
@@ -89,7 +104,7 @@ class KVCache:
         memory = self._layers.get(layer)
         if memory is None:
             shape = (self.blocks, self.block_size)
-            self._layers[layer] = memory = tuple(each.new_zeros(*shape, *each.shape[1:]) for each in values)
+            self._layers[layer] = memory = tuple(value.new_zeros(*shape, *value.shape[1:]) for value in values)
         for stored, new in zip(memory, values, strict=True):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, self.step.slots, new)
         return memory
@@ -100,7 +115,8 @@ class KVCache:
         A text that begins does not read what an earlier one left there.
         """
         if layer not in self._states:
-            device, texts = self._device, self.texts
+            device = self._device
+            texts = self.texts
             self._states[layer] = tuple(torch.zeros(texts, *shape, dtype=d, device=device) for shape, d in shapes)
         return self._states[layer]
 
@@ -119,14 +135,14 @@ class KVCache:
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
         """Set blocks to 0."""
-        for memory in (each for layer in self._layers.values() for each in layer):
+        for memory in (tensor for layer in self._layers.values() for tensor in layer):
             memory[list(blocks)] = 0.0
 
-    def _replace(self, room: int, kept: Tensor) -> None:
-        """Allocate ``room`` blocks, and copy the blocks ``kept`` to the first ones, layer by layer."""
-        self.blocks, kept = room, kept.to(self._device)
+    def _replace(self, room: int, sources: Tensor) -> None:
+        """Allocate ``room`` blocks, and copy the blocks ``sources`` to the first ones, layer by layer."""
+        self.blocks, sources = room, sources.to(self._device)
         for layer, old in self._layers.items():
-            new = tuple(each.new_zeros(room, *each.shape[1:]) for each in old)
+            new = tuple(tensor.new_zeros(room, *tensor.shape[1:]) for tensor in old)
             for target, source in zip(new, old, strict=True):
-                target[: len(kept)] = source[kept]
+                target[: len(sources)] = source[sources]
             self._layers[layer] = new

@@ -21,18 +21,19 @@ def cache_blocks(config: InferenceConfig, generator: Generator, texts: int) -> i
 
     Errors: ``ConfigError`` if there is not memory for one block.
     """
-    group, device = generator.groups.group(WORLD), generator.device
+    group = generator.groups.group(WORLD)
+    device = generator.device
     size = config.inference_dynamic_batching_block_size * generator.bytes_per_position
-    given = config.inference_dynamic_batching_buffer_size_gb
+    limit = config.inference_dynamic_batching_buffer_size_gb
     free = _free_bytes(device) / 2 / (1 if device.type == "cuda" else group.size())
     states = texts * generator.bytes_per_text
-    memory = max(free - states, 0) if given is None else given * 1e9
+    memory = max(free - states, 0) if limit is None else limit * 1e9
     blocks = int(min(memory // max(size, 1), MOST_POSITIONS // config.inference_dynamic_batching_block_size))
     # The smallest number of all ranks.
     least = torch.tensor([-blocks], dtype=torch.int64, device=device)
     all_reduce_(least, group, maximum=True)
     if not least.item():
-        if given is None and free - states < size <= free:
+        if limit is None and free - states < size <= free:
             raise ConfigError(
                 f"max_batch_size={texts}: states of {texts} texts need {states / 1e9:.3g} GB on rank "
                 f"{group.rank()}, where {free / 1e9:.3g} GB hold them and the key-value cache; use a smaller "
@@ -40,7 +41,7 @@ def cache_blocks(config: InferenceConfig, generator: Generator, texts: int) -> i
             )
         setting = "inference_dynamic_batching_buffer_size_gb"
         raise ConfigError(
-            f"{setting}={given} does not hold one block of {config.inference_dynamic_batching_block_size} positions, "
+            f"{setting}={limit} does not hold one block of {config.inference_dynamic_batching_block_size} positions, "
             f"{size / 1e9:.3g} GB on rank {group.rank()}; give more, or a smaller inference_dynamic_batching_block_size"
         )
     return -int(least.item())

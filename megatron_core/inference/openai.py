@@ -105,55 +105,64 @@ class Protocol:
         vocab_size: int,
         begin: Callable[[Sequence[int]], list[int]] = list,
     ) -> None:
-        self.tokenizer, self.template, self.limits, self.model = tokenizer, template, limits, model
-        self._vocab_size, self._begin = vocab_size, begin
-        self._ends, self._text = end_ids(tokenizer), TokenTexts(tokenizer)
+        self.tokenizer = tokenizer
+        self.template = template
+        self.limits = limits
+        self.model = model
+        self._vocab_size = vocab_size
+        self._begin = begin
+        self._ends = end_ids(tokenizer)
+        self._text = TokenTexts(tokenizer)
 
     def job(self, body: bytes, *, chat: bool) -> Job:
         """Parse the JSON of a request; ``RequestError`` if it is illegal or not supported."""
         if chat:
-            asked: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
+            parsed: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
         else:
-            asked = read_request(CompletionRequest, body)
-        if asked.model is not None:
-            self.check_model(asked.model)
-        number, most = asked.n, self.limits.max_choices
-        count = 1 if isinstance(asked, ChatRequest) else len(asked.prompt)
+            parsed = read_request(CompletionRequest, body)
+        if parsed.model is not None:
+            self.check_model(parsed.model)
+        number = parsed.n
+        most = self.limits.max_choices
+        count = 1 if isinstance(parsed, ChatRequest) else len(parsed.prompt)
         if number * count > most:
             raise RequestError(f"{count} prompts times n={shown(number)} is more than {most} choices; give fewer", "n")
-        if isinstance(asked, ChatRequest):
-            prompts, echo = [self._chat_prompt(asked.messages)], False
-            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        if isinstance(parsed, ChatRequest):
+            prompts = [self._chat_prompt(parsed.messages)]
+            echo = False
+            logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
         else:
-            prompts, echo, logprobs = self._prompts(asked.prompt), asked.echo, asked.logprobs
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+            prompts = self._prompts(parsed.prompt)
+            echo = parsed.echo
+            logprobs = parsed.logprobs
+        seed = secrets.randbits(31) if parsed.seed is None else parsed.seed
         settings: Json = {
-            "temperature": asked.temperature,
-            "top_p": max(asked.top_p, LEAST_TOP_P),
-            "top_k": asked.top_k,
+            "temperature": parsed.temperature,
+            "top_p": max(parsed.top_p, LEAST_TOP_P),
+            "top_k": parsed.top_k,
         }
         choices = []
         for index in range(number * len(prompts)):
             prompt = prompts[index // number]
             request = Request(
                 prompt=tuple(prompt),
-                max_new_tokens=self._new_tokens(asked, len(prompt)),
+                max_new_tokens=self._new_tokens(parsed, len(prompt)),
                 sampling=Sampling(**settings, seed=(seed + index % number) % 2**63),
                 ends=self._ends,
                 logprobs=logprobs,
                 score_prompt=echo and logprobs is not None,
             )
-            echoed = self._echo(asked, index // number, prompt) if echo else ""
+            echoed = self._echo(parsed, index // number, prompt) if echo else ""
             # An answer of a chat is a text of its own; a completion continues its prompt.
-            stream = TextStream(self.tokenizer, asked.stop, () if chat else prompt)
+            stream = TextStream(self.tokenizer, parsed.stop, () if chat else prompt)
             choices.append(Choice(index, request, stream, echoed))
-        include_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
+        include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
+        return Job(chat, choices, parsed.stream, include_usage, sum(map(len, prompts)))
 
-    def _echo(self, asked: ChatRequest | CompletionRequest, number: int, prompt: Sequence[int]) -> str:
+    def _echo(self, request: ChatRequest | CompletionRequest, number: int, prompt: Sequence[int]) -> str:
         """A prompt as it was given, or the text of its tokens if these are reported."""
-        given = asked.prompt[number] if isinstance(asked, CompletionRequest) and asked.logprobs is None else None
-        return given if isinstance(given, str) else self.tokenizer.detokenize(prompt)
+        text = request.prompt[number] if isinstance(request, CompletionRequest) and request.logprobs is None else None
+        return text if isinstance(text, str) else self.tokenizer.detokenize(prompt)
 
     def check_model(self, name: str) -> None:
         """``RequestError`` unless the model has this name."""
@@ -187,7 +196,7 @@ class Protocol:
             texts.append(self._text(token, begins=begins[-1]))
         *offsets, choice.reported = accumulate(map(len, texts), initial=choice.reported)
         if job.chat:
-            scores = [self._chat_score(*own, begin) for own, begin in zip(tokens, begins, strict=True)]
+            scores = [self._chat_score(*pair, begin) for pair, begin in zip(tokens, begins, strict=True)]
             return {"content": scores, "refusal": None}
         return {
             "tokens": texts,
@@ -203,8 +212,8 @@ class Protocol:
     def _chat_score(self, token: int, score: TokenScore | None, begins: bool) -> Json:
         assert score is not None, "only the first token of a prompt has no score, and chats do not score prompts"
         pairs = [(token, score.logprob), *score.alternatives]
-        own, *others = ({"token": self._text(i, begins=begins), "logprob": value, "bytes": None} for i, value in pairs)
-        return {**own, "top_logprobs": others}
+        chosen, *more = ({"token": self._text(i, begins=begins), "logprob": value, "bytes": None} for i, value in pairs)
+        return {**chosen, "top_logprobs": more}
 
     def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a chat."""
@@ -212,9 +221,9 @@ class Protocol:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start with --chat-template FILE"
             )
-        read = [each.model_dump(exclude_none=True) for each in messages]
+        read = [message.model_dump(exclude_none=True) for message in messages]
         text = self._render(read)
-        nameless = [{"role": each["role"], "content": each["content"]} for each in read]
+        nameless = [{"role": message["role"], "content": message["content"]} for message in read]
         if nameless != read and self._render(nameless) == text:
             raise RequestError("the model's chat template does not use names of messages; remove 'name'", "messages")
         return self._tokens_of([text])[0]
@@ -230,24 +239,27 @@ class Protocol:
         except DataError as error:
             raise RequestError(str(error), "messages") from None
 
-    def _prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+    def _prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Tokens of prompts."""
-        texts = map(self._begin, self._tokens_of([each for each in given if isinstance(each, str)]))
-        found = [next(texts) if isinstance(each, str) else each for each in given]
-        for each in found:
-            if not each:
+        texts = map(self._begin, self._tokens_of([prompt for prompt in prompts if isinstance(prompt, str)]))
+        tokens = [next(texts) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for prompt in tokens:
+            if not prompt:
                 raise RequestError("the prompt has no token; give at least one character", "prompt")
-            if min(each) < 0 or max(each) >= self._vocab_size:
-                last = self._vocab_size - 1
-                raise RequestError(f"the prompt has tokens outside of the vocabulary, 0 to {last}", "prompt")
-        return found
+            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+                largest = self._vocab_size - 1
+                raise RequestError(f"the prompt has tokens outside of the vocabulary, 0 to {largest}", "prompt")
+        return tokens
 
-    def _new_tokens(self, asked: ChatRequest | CompletionRequest, length: int) -> int:
+    def _new_tokens(self, request: ChatRequest | CompletionRequest, length: int) -> int:
         """Maximum number of new tokens; ``RequestError`` if prompt and new tokens exceed the context."""
-        chat, context = isinstance(asked, ChatRequest), self.limits.max_length
-        name, wanted = "max_tokens", asked.max_tokens
-        if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
-            name, wanted = "max_completion_tokens", asked.max_completion_tokens
+        chat = isinstance(request, ChatRequest)
+        context = self.limits.max_length
+        name = "max_tokens"
+        wanted = request.max_tokens
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+            wanted = request.max_completion_tokens
         room = context - length
         code = "context_length_exceeded"
         if room < (0 if wanted == 0 else 1):

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron_core.errors import DataError
 
-MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 20, 4, 1000
+MOST_LOGPROBS = 20
+MOST_STOPS = 4
+LONGEST_STOP = 1000
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Accepted parameters without effect on the text."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -42,7 +44,10 @@ class RequestError(DataError):
         room: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status, self.room = param, code, status, room
+        self.param = param
+        self.code = code
+        self.status = status
+        self.room = room
 
 
 class _Model(BaseModel):
@@ -50,8 +55,10 @@ class _Model(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+    def _without_nulls(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {key: value for key, value in content.items() if value is not None}
 
 
 class StreamOptions(_Model):
@@ -78,14 +85,14 @@ class GenerationRequest(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
+    def _without_neutral(cls, content: Any) -> Any:
         """Remove parameters without effect, and refuse unsupported parameters."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(content, dict):
+            return content
         for name, values in NEUTRAL.items():
-            if given.get(name) is not None and given[name] not in values:
+            if content.get(name) is not None and content[name] not in values:
                 raise RequestError(f"{name!r} is not supported; remove it", name)
-        return {key: value for key, value in given.items() if key not in NEUTRAL and key not in IGNORED}
+        return {key: value for key, value in content.items() if key not in NEUTRAL and key not in IGNORED}
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -117,7 +124,7 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _prompts(cls, prompt: Any) -> list[str | list[int]]:
         prompts = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
-        if not prompts or not all(isinstance(each, str) or _are_tokens(each) for each in prompts):
+        if not prompts or not all(isinstance(entry, str) or _are_tokens(entry) for entry in prompts):
             raise RequestError("prompt must be a string, a list of token ids, or a list of either", "prompt")
         return prompts
 
@@ -137,11 +144,11 @@ class Message(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty(cls, given: Any) -> Any:
+    def _without_empty(cls, content: Any) -> Any:
         """Remove empty parameters: clients return earlier answers with ``tool_calls: []``."""
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if value or key in ("role", "content")}
+        if not isinstance(content, dict):
+            return content
+        return {key: value for key, value in content.items() if value or key in ("role", "content")}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -149,11 +156,11 @@ class Message(_Model):
         """Join a list of text parts."""
         if not isinstance(content, list):
             return content
-        if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in content) or not all(
-            part["type"] == "text" and isinstance(part["text"], str) for part in content
+        if not all(isinstance(section, dict) and section.keys() == {"type", "text"} for section in content) or not all(
+            section["type"] == "text" and isinstance(section["text"], str) for section in content
         ):
             raise RequestError('content must be a string, or a list of {"type": "text", "text": ...}', "messages")
-        return "".join(part["text"] for part in content)
+        return "".join(section["text"] for section in content)
 
 
 class ChatRequest(GenerationRequest):
@@ -175,22 +182,24 @@ class ChatRequest(GenerationRequest):
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
-def read_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+def read_request(model: type[AnyRequest], body: bytes) -> AnyRequest:
     """Parse ``body``; ``RequestError`` for the first fault."""
     try:
-        return kind.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
     reason = fault.get("ctx", {}).get("error")
     if isinstance(reason, RequestError):
         raise reason
-    kind_of_fault, where, message = fault["type"], fault["loc"], fault["msg"]
+    kind_of_fault = fault["type"]
+    where = fault["loc"]
+    message = fault["msg"]
     param = str(where[0]) if where else None
     if kind_of_fault == "json_invalid":
         raise RequestError(f"the request is not JSON: {message.removeprefix('Invalid JSON: ')}")
     if not where:
         raise RequestError("the request is not a JSON object")
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in where).removeprefix(".")
     if kind_of_fault == "missing":
         raise RequestError(f"{name} is missing; add it", param)
     if kind_of_fault == "extra_forbidden":
@@ -199,7 +208,7 @@ def read_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(type(each) is int for each in value)
+    return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
 
 
 def shown(value: Any, most: int = 40) -> str:

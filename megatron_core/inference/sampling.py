@@ -97,8 +97,8 @@ def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
         if len(index) < len(logits) and ordered.sum() < sampling.top_p:
             ordered, index = probabilities.sort(descending=True)
         # Keep a token if all more likely tokens together have less than top_p; this always keeps the first.
-        kept = index[ordered.cumsum(-1) - ordered < sampling.top_p]
-        logits = torch.full_like(logits, -torch.inf).index_copy_(0, kept, logits[kept])
+        allowed = index[ordered.cumsum(-1) - ordered < sampling.top_p]
+        logits = torch.full_like(logits, -torch.inf).index_copy_(0, allowed, logits[allowed])
     return logits
 
 
@@ -108,19 +108,22 @@ def log_probabilities(logits: Tensor, tokens: Tensor, most: int, losses: Losses 
     ``losses``: the loss of training, whose negative is the log probability; None: log softmax in float64.
     Returns ``[n, 1 + 2 most]`` in float64: log probability of the token, most likely tokens, their log probabilities.
     """
-    parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
-    return torch.cat([_log_probabilities(rows, own, most, losses) for rows, own in parts])
+    pairs = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
+    return torch.cat([_log_probabilities(rows, tokens_of_rows, most, losses) for rows, tokens_of_rows in pairs])
 
 
 def _log_probabilities(logits: Tensor, tokens: Tensor, most: int, losses: Losses | None) -> Tensor:
     count = min(most, logits.shape[-1])
     if losses is None:
         scores = logits.to(torch.float64).log_softmax(-1)
-        top, own = scores.topk(count), scores.gather(-1, tokens[:, None])
-        values, indices = top.values, top.indices
+        top = scores.topk(count)
+        chosen = scores.gather(-1, tokens[:, None])
+        values = top.values
+        indices = top.indices
     else:
         indices = logits.topk(count).indices
-        columns = [-losses(logits, each).to(torch.float64) for each in (tokens, *indices.unbind(-1))]
-        own, values = columns[0][:, None], torch.stack(columns, dim=-1)[:, 1:]
+        columns = [-losses(logits, targets).to(torch.float64) for targets in (tokens, *indices.unbind(-1))]
+        chosen = columns[0][:, None]
+        values = torch.stack(columns, dim=-1)[:, 1:]
     padding = values.new_full((len(values), most - count), -torch.inf)
-    return torch.cat([own, indices.to(values), torch.zeros_like(padding), values, padding], dim=-1)
+    return torch.cat([chosen, indices.to(values), torch.zeros_like(padding), values, padding], dim=-1)

@@ -78,8 +78,12 @@ class Scheduler:
         self, pool: BlockPool, block_size: int, *, groups: int, max_batch_size: int, max_tokens: int, chunked: bool,
         sharing: bool,
     ) -> None:  # fmt: skip
-        self.pool, self.block_size = pool, block_size
-        self.max_batch_size, self.max_tokens, self.chunked, self.sharing = max_batch_size, max_tokens, chunked, sharing
+        self.pool = pool
+        self.block_size = block_size
+        self.max_batch_size = max_batch_size
+        self.max_tokens = max_tokens
+        self.chunked = chunked
+        self.sharing = sharing
         self.waiting: list[Text] = []
         self.groups: list[list[Text]] = [[] for _ in range(groups)]
         self._free_states = list(range(max_batch_size))
@@ -101,37 +105,41 @@ class Scheduler:
     def remove(self, text: Text) -> None:
         """Remove a text, and return its blocks."""
         if text.group is None:
-            self.waiting = [each for each in self.waiting if each is not text]
+            self.waiting = [other for other in self.waiting if other is not text]
             return
         self.groups[text.group].remove(text)
         self.pool.release(text.table)
         heappush(self._free_states, text.state)
-        text.table, text.computed, text.group = [], 0, None
+        text.table = []
+        text.computed = 0
+        text.group = None
 
     def find(self, number: int) -> Text | None:
         """Return the waiting or running text with this number."""
-        texts = (each for group in (*self.groups, self.waiting) for each in group)
-        return next((each for each in texts if each.number == number), None)
+        texts = (text for group in (*self.groups, self.waiting) for text in group)
+        return next((text for text in texts if text.number == number), None)
 
     def compact(self) -> list[int]:
         """Renumber the held blocks from 0 on; return the old number of each."""
         numbers = self.pool.compact()
-        for text in (each for group in self.groups for each in group):
+        for text in (running for group in self.groups for running in group):
             text.table = [numbers[block] for block in text.table]
         return list(numbers)
 
     def plan(self, slot: int) -> list[Segment]:
         """Return the segments of a group's next step, no segment of which is in flight, and count them as computed."""
-        texts, found = self.groups[slot], []
-        for text in [each for each in texts if each.remaining == 1]:
+        texts = self.groups[slot]
+        segments = []
+        for text in [running for running in texts if running.remaining == 1]:
             if text.group is not None and self._has_room(text):
-                found.append(self._segment(text, 1))
-        budget, tokens = max(self.max_tokens - len(found), self.block_size), 0
-        for text in [each for each in texts if each.remaining > 1]:
+                segments.append(self._segment(text, 1))
+        budget = max(self.max_tokens - len(segments), self.block_size)
+        tokens = 0
+        for text in [running for running in texts if running.remaining > 1]:
             self._adopt(text)
             count = self._chunk(text.remaining, text.computed, budget, tokens)
             if count:
-                found.append(self._segment(text, count))
+                segments.append(self._segment(text, count))
                 tokens += count
         while self.waiting and len(texts) < self._places(slot):
             text = self.waiting[0]
@@ -141,9 +149,9 @@ class Scheduler:
             if not count or not self._fits(text, shared):
                 break
             self._admit(text, slot, shared)
-            found.append(self._segment(text, count))
+            segments.append(self._segment(text, count))
             tokens += count
-        return found
+        return segments
 
     def _chunk(self, remaining: int, first: int, budget: int, tokens: int) -> int:
         """Number of tokens of a prompt in a step that has ``tokens`` of other prompts.
@@ -160,18 +168,18 @@ class Scheduler:
         """Count the next tokens as computed, and register the blocks that they fill."""
         chooses = count == text.remaining
         rows = count if text.is_scored else int(chooses)
-        found = Segment(text, text.computed, count, chooses, rows)
+        segment = Segment(text, text.computed, count, chooses, rows)
         full = range(text.computed // self.block_size, (text.computed + count) // self.block_size)
         text.computed += count
         for index in full if self.sharing and text.shares else ():
             self.pool.register(text.table[index], self._key(text, index))
-        return found
+        return segment
 
     def _key(self, text: Text, index: int) -> bytes:
         """Hash of the text up to the end of a block."""
-        for at in range(len(text.keys), index + 1):
-            parent = text.keys[at - 1] if at else b""
-            text.keys.append(block_key(parent, text.tokens[at * self.block_size : (at + 1) * self.block_size]))
+        for block in range(len(text.keys), index + 1):
+            parent = text.keys[block - 1] if block else b""
+            text.keys.append(block_key(parent, text.tokens[block * self.block_size : (block + 1) * self.block_size]))
         return text.keys[index]
 
     def _may_share(self, text: Text) -> bool:
@@ -180,15 +188,15 @@ class Scheduler:
 
     def _shared_blocks(self, text: Text) -> list[int]:
         """The registered blocks with the text's first tokens; at least one token is left to compute."""
-        found: list[int] = []
+        blocks: list[int] = []
         if not self._may_share(text):
-            return found
+            return blocks
         for index in range((len(text.tokens) - 1) // self.block_size):
             block = self.pool.find(self._key(text, index))
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _adopt(self, text: Text) -> None:
         """Use blocks that other texts have computed since the text's last chunk."""
@@ -207,7 +215,8 @@ class Scheduler:
 
     def _places(self, slot: int) -> int:
         """Largest number of texts in a group, so that all groups get as many."""
-        total, count = self.running + len(self.waiting), len(self.groups)
+        total = self.running + len(self.waiting)
+        count = len(self.groups)
         return min(_part(total, count, slot), _part(self.max_batch_size, count, slot))
 
     def _fits(self, text: Text, shared: Sequence[int]) -> bool:
@@ -221,9 +230,10 @@ class Scheduler:
         self.waiting.pop(0)
         for block in shared:
             self.pool.share(block)
-        own = self._blocks(len(text.tokens)) - len(shared)
-        text.table = shared + [self.pool.allocate() for _ in range(own)]
-        text.computed, text.group = len(shared) * self.block_size, slot
+        missing = self._blocks(len(text.tokens)) - len(shared)
+        text.table = shared + [self.pool.allocate() for _ in range(missing)]
+        text.computed = len(shared) * self.block_size
+        text.group = slot
         text.state = heappop(self._free_states)
         text.has_shared = bool(shared)
         self.reused += text.computed
@@ -236,9 +246,9 @@ class Scheduler:
                 text.table.append(self.pool.allocate())
                 continue
             assert text.group is not None, "a running text"
-            last = self.groups[text.group][-1]
-            self._preempt(last)
-            if last is text:
+            youngest = self.groups[text.group][-1]
+            self._preempt(youngest)
+            if youngest is text:
                 return False
         return True
 
@@ -256,6 +266,6 @@ def _number(text: Text) -> int:
     return text.number
 
 
-def _part(total: int, parts: int, index: int) -> int:
+def _part(total: int, count: int, index: int) -> int:
     """Size of part ``index`` of ``total`` items divided as equally as possible."""
-    return total // parts + (index < total % parts)
+    return total // count + (index < total % count)

@@ -41,11 +41,13 @@ class GenerationService:
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 64) -> None:
-        self.engine, self.max_waiting = engine, max_waiting
+        self.engine = engine
+        self.max_waiting = max_waiting
         self.failure: BaseException | None = None
         """The exception that ended ``run``."""
         # Rank 0 does not wait for the other ranks, so that the pipeline's stages work at the same time.
-        group, device = engine.generator.groups.group(WORLD), engine.generator.device
+        group = engine.generator.groups.group(WORLD)
+        device = engine.generator.device
         self._texts = StringBroadcast(group, device, ahead=2 * engine.generator.groups.size("pp"))
         self._changed = threading.Condition()
         self._commands: list[_Command] = []
@@ -68,7 +70,7 @@ class GenerationService:
                 raise QueueFullError(f"{reason}; at most {self.max_waiting} can wait; try again later")
             tickets = list(range(self._next_ticket, self._next_ticket + len(checked)))
             self._next_ticket += len(checked)
-            self._commands += [_Command(ticket, each) for ticket, each in zip(tickets, checked, strict=True)]
+            self._commands += [_Command(ticket, request) for ticket, request in zip(tickets, checked, strict=True)]
             self._listeners |= dict(zip(tickets, listeners, strict=True))
             self._changed.notify()
         return tickets
@@ -136,9 +138,10 @@ class GenerationService:
             with self._changed:
                 if not self._commands and not self.engine.busy:
                     self._changed.wait(HEARTBEAT)
-                mine, self._commands = self._commands, []
+                mine = self._commands
+                self._commands = []
         text = self._texts.exchange(_as_json(mine) if mine else "")
-        return [_from_json(each) for each in json.loads(text)] if text else []
+        return [_from_json(entry) for entry in json.loads(text)] if text else []
 
 
 def _as_json(commands: Sequence[_Command]) -> str:
@@ -149,6 +152,7 @@ def _from_json(command: dict[str, Any]) -> _Command:
     request = command["request"]
     if request is not None:
         sampling = Sampling(**request.pop("sampling"))
-        ends, prompt = frozenset(request.pop("ends")), tuple(request.pop("prompt"))
+        ends = frozenset(request.pop("ends"))
+        prompt = tuple(request.pop("prompt"))
         request = Request(**request, sampling=sampling, ends=ends, prompt=prompt)
     return _Command(command["ticket"], request)

@@ -29,6 +29,7 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         for name, declared in declarations(InferenceConfig):
-            value, legal = getattr(self, name), declared.legal
+            value = getattr(self, name)
+            legal = declared.legal
             if legal is not None and value is not None and not legal.contains(value):
                 raise ConfigError(f"{name}={value} {legal.fault}: it must be {legal.words}")

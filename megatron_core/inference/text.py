@@ -5,7 +5,8 @@ from dataclasses import InitVar, dataclass, field
 
 from megatron_core.tokenizers import Tokenizer
 
-MOST_UNSETTLED, OF_A_CHARACTER = 12, 3
+MOST_UNSETTLED = 12
+OF_A_CHARACTER = 3
 """After this number of tokens without a complete character, all but the last three are converted as they are."""
 BEFORE = 8
 """Number of the prompt's last tokens that are converted with the first new token."""
@@ -16,19 +17,19 @@ def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
     The beginning of a possible stop string is held back.
     """
-    found = [text.index(stop) for stop in stops if stop in text]
-    if found:
-        return text[: min(found)], True
+    positions = [text.index(stop) for stop in stops if stop in text]
+    if positions:
+        return text[: min(positions)], True
     return text[: min((_begin_of(stop, text) for stop in stops), default=len(text))], False
 
 
 def _begin_of(stop: str, text: str) -> int:
     """Start of the suffix of ``text`` that is a prefix of ``stop``; the length of ``text`` if there is none."""
-    at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
-    while at >= 0:
-        if stop.startswith(text[at:]):
-            return at
-        at = text.find(stop[0], at + 1)
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return start
+        start = text.find(stop[0], start + 1)
     return len(text)
 
 
@@ -86,21 +87,22 @@ class TextStream:
         elif len(self._new) > MOST_UNSETTLED:  # not the beginning of a character
             count = len(self._new) - OF_A_CHARACTER
             self._settle(self._gained(count), count)
-        shown, self.stopped = until_stop(self._held, self.stops)
-        return self._show(shown)
+        visible, self.stopped = until_stop(self._held, self.stops)
+        return self._show(visible)
 
     def finish(self) -> str:
         """Return the text held back, up to a stop string in the last token; no further token follows."""
         if self.stopped:
             return ""
         self._held += self._gained()
-        shown, self.stopped = until_stop(self._held, self.stops)
-        return self._show(shown if self.stopped else self._held)
+        visible, self.stopped = until_stop(self._held, self.stops)
+        return self._show(visible if self.stopped else self._held)
 
     def _settle(self, gained: str, count: int) -> None:
         """Record ``gained`` as the text of the first ``count`` new tokens."""
         self._held += gained
-        self._known, self._new = self._new[:count], self._new[count:]
+        self._known = self._new[:count]
+        self._new = self._new[count:]
 
     def _gained(self, count: int | None = None) -> str:
         """Text of the first ``count`` new tokens, by default of all new tokens."""

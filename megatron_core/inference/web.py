@@ -57,7 +57,8 @@ class Running:
     """The requests of a job in the service, and their progress."""
 
     def __init__(self, job: Job, service: GenerationService) -> None:
-        self.job, self._service = job, service
+        self.job = job
+        self._service = service
         self._arrived: asyncio.Queue[tuple[Choice, Progress | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -98,7 +99,9 @@ class Server:
     """Request handlers; ``max_bytes``: maximum size of a request."""
 
     def __init__(self, service: GenerationService, protocol: Protocol, *, max_bytes: int = 2**20) -> None:
-        self._service, self._protocol, self._max_bytes = service, protocol, max_bytes
+        self._service = service
+        self._protocol = protocol
+        self._max_bytes = max_bytes
 
     def application(self, hosts: Sequence[str] = ("*",)) -> Starlette:
         """Create the application; ``hosts``: host names accepted in requests."""
@@ -123,7 +126,8 @@ class Server:
 
     async def status(self, request: Request) -> Response:
         """Whether the model runs, and the numbers of running and waiting requests."""
-        engine, failed = self._service.engine, self._service.failure is not None
+        engine = self._service.engine
+        failed = self._service.failure is not None
         load = {"running": engine.running, "waiting": engine.waiting}
         return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
 
@@ -141,9 +145,10 @@ class Server:
 
     def _model(self) -> Json:
         """Name and maximum length of the model, and whether it has a chat template."""
-        own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
-        length, chats = self._protocol.limits.max_length, self._protocol.template is not None
-        return {**own, "max_model_len": length, "has_chat_template": chats}
+        entry = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
+        length = self._protocol.limits.max_length
+        chats = self._protocol.template is not None
+        return {**entry, "max_model_len": length, "has_chat_template": chats}
 
     async def completions(self, request: Request) -> Response:
         """Continuations of prompts."""
@@ -168,25 +173,25 @@ class Server:
         except QueueFullError as error:
             full = _error(429, str(error), code="rate_limit_exceeded")
             return JSONResponse(full, 429, {"Retry-After": "1"})
-        kind = "chat.completion" if chat else "text_completion"
+        object_name = "chat.completion" if chat else "text_completion"
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        own = {"id": name, "created": int(time.time()), "model": self._protocol.model}
+        identity = {"id": name, "created": int(time.time()), "model": self._protocol.model}
         if job.stream:
             usage = {"usage": None} if job.include_usage else {}  # with a value in the last event
-            head = {**own, "object": "chat.completion.chunk" if chat else kind, **usage}
+            head = {**identity, "object": "chat.completion.chunk" if chat else object_name, **usage}
             return EventStream(self._events(running, head), running.end)
-        whole = asyncio.ensure_future(self._whole(running))
+        generation = asyncio.ensure_future(self._whole(running))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not whole.done():
+            await asyncio.wait({generation, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not generation.done():
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            choices = await whole
+            choices = await generation
         finally:
-            whole.cancel()
+            generation.cancel()
             gone.cancel()
             running.end()
-        return JSONResponse({**own, "object": kind, "choices": choices, "usage": job.usage()})
+        return JSONResponse({**identity, "object": object_name, "choices": choices, "usage": job.usage()})
 
     async def _whole(self, running: Running) -> list[Json]:
         async for _ in running.pieces():
@@ -200,8 +205,8 @@ class Server:
                 delta = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 yield _event({**head, "choices": [delta]})
             elif choice.echo:
-                begun = {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
-                yield _event({**head, "choices": [begun]})
+                first_choice = {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
+                yield _event({**head, "choices": [first_choice]})
         try:
             async for choice, text, before in running.pieces():
                 if text or choice.finished or len(choice.scores) > before:
@@ -215,8 +220,8 @@ class Server:
 
     async def _body(self, request: Request) -> bytes:
         """Receive the body, which must be declared as JSON: browsers do not let pages of other sites send this type."""
-        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json":
+        content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if content_type != "application/json":
             raise HTTPException(415, "send the request as Content-Type: application/json")
         try:
             return await asyncio.wait_for(self._received(request), BODY_SECONDS)
@@ -225,8 +230,8 @@ class Server:
 
     async def _received(self, request: Request) -> bytes:
         received = bytearray()
-        async for part in request.stream():
-            received += part
+        async for chunk in request.stream():
+            received += chunk
             if len(received) > self._max_bytes:
                 raise HTTPException(413, f"the request has more than {self._max_bytes} bytes")
         return bytes(received)
@@ -240,7 +245,8 @@ async def _disconnected(request: Request) -> None:
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message, path = error.detail, repr(request.url.path[:LONGEST_PATH])
+    message = error.detail
+    path = repr(request.url.path[:LONGEST_PATH])
     if error.status_code == 404:
         message = f"{path} is not a path of this server; for clients of OpenAI, base_url ends with /v1"
     elif error.status_code == 405:
@@ -263,8 +269,9 @@ def _refused(error: RequestError) -> Response:
 
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:
     """OpenAI's error object."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    category = "rate_limit_error" if status == 429 else "invalid_request_error"
+    category = "server_error" if status >= 500 else category
+    return {"error": {"message": message, "type": category, "param": param, "code": code}}
 
 
 def _event(content: Json) -> str:

@@ -51,8 +51,7 @@ def build_stages(
     ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
     weights are uninitialized memory for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
     rank without memory for all of them: ``DataParallel`` allocates and shards them one bucket at a time. Without
-    ``context_parallel`` every context-parallel rank receives whole sequences. Low-rank adapters are initialized in any
-    case.
+    ``context_parallel`` every context-parallel rank receives whole sequences.
     """
     # The layers and the rank of each stage.
     chunks = config.parallel.num_chunks(config.model.num_layers)
@@ -93,7 +92,7 @@ def build_stages(
             tied_weight=_tied_weight(config, stages) if last and stage else None,
             layer_specs=layer_specs,
         )
-        _change(config, stages[stage], groups, initialise=not deferred)
+        _change(config, stages[stage], groups, initialise=parallel.perform_initialization)
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
 

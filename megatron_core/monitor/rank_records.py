@@ -1,17 +1,18 @@
 """Records of each rank's time and memory: writing, and reading the records of a run.
 
-Beside ``metrics.jsonl`` is the folder ``metrics.ranks`` with a file for each rank, ``rank00003.jsonl``. Every process
-appends a header when it starts, and then one line for each range of steps:
+``metrics.ranks/rank00003.jsonl`` beside ``metrics.jsonl``: a header for each start, then lines for ranges of steps.
 
     {"kind": "start", "version": 1, "rank": 3, "world_size": 4, "coordinates": {"tp": 1, ...}, "host": "node0", ...}
     {"kind": "times", "first": 1, "last": 1, "at": 1.7e9, "seconds": 0.041, "phases": {"forward": 0.012, ...},
      "traffic": {"tp all_reduce": {"calls": 8, "bytes": 65536.0, "exposed": 0.003, "in_flight": 0.003}},
      "memory": {"weights": 1048576, ...}, "skipped": 0}
 
-``at`` is Unix time at the end of the range. Each of the first ``DETAILED`` steps of a process has its own line; later
-lines cover ``log_interval`` steps, which keeps the files of a long run small. The last line of a completed run has
-``"complete": true``. Ranks write independently, so that the files of a killed run, or of only some ranks, are usable.
+``at`` is Unix time at the end of the range. The last line of a completed run has ``"complete": true``.
 """
+
+# Each of the first ``DETAILED`` steps of a process has its own line; later lines cover ``log_interval`` steps, which
+# keeps the files of a long run small. Ranks write independently, so that the files of a killed run, or of only some
+# ranks, are usable.
 
 import json
 import re

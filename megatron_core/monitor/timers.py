@@ -14,8 +14,8 @@ def timer_lines(ranks: Sequence[dict[str, Any]], level: int, option: Literal["ma
     """
     if level == 0:
         return []
-    parts = ("phases", "exposed") if level > 1 else ("phases",)
-    tables = [{name: 1000.0 * s for part in parts for name, s in rank[part].items()} for rank in ranks]
+    sections = ("phases", "exposed") if level > 1 else ("phases",)
+    tables = [{name: 1000.0 * s for section in sections for name, s in rank[section].items()} for rank in ranks]
     names = list(dict.fromkeys(name for table in tables for name in table))
     head = {"minmax": "(min, max) time across ranks (ms):", "max": "max time across ranks (ms):"}
     lines = [head.get(option, "times across ranks (ms):")]
@@ -37,11 +37,13 @@ def slowest_ranks(ranks: Sequence[dict[str, Any]], count: int) -> list[str]:
     These times do not include waiting for other ranks, so that the slowest rank is the one the others wait for.
     """
     times = [sum(rank["phases"].get(name, 0.0) for name in COMPUTE) for rank in ranks]
-    order, middle = sorted(range(len(ranks)), key=lambda rank: -times[rank]), median(times)
+    order = sorted(range(len(ranks)), key=lambda rank: -times[rank])
+    middle = median(times)
 
     def named(rank: int) -> str:
         where = f"rank {rank} {ranks[rank]['prefix']} on {ranks[rank]['host']}"
         return f"{where} {1000 * times[rank]:.3g} ms ({times[rank] / middle if middle else 1.0:.2f} of the median)"
 
-    slow, fast = order[:count], order[-count:][::-1]
+    slow = order[:count]
+    fast = order[-count:][::-1]
     return [f"stragglers: slowest {', '.join(map(named, slow))}", f"            fastest {', '.join(map(named, fast))}"]

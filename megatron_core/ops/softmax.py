@@ -88,7 +88,8 @@ def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
 
 def _visible_keys(scores: Tensor, causal: bool, window: int | None) -> int:
     """The window of csrc/common/softmax.h: a causal query sees all keys up to its own."""
-    return window if window is not None else scores.shape[-1] if causal else 0
+    every_key = scores.shape[-1] if causal else 0
+    return every_key if window is None else window
 
 
 def _four(sizes: Sequence[int], missing: int) -> tuple[int, ...]:

@@ -10,24 +10,21 @@ class LearningRateSchedule:
     """Warm-up and decay, as in Megatron-LM's ``OptimizerParamScheduler``.
 
     n is the optimizer step, counted from 1; W is the number of warm-up steps; D is the step at the end of the decay
-    (``lr_decay_iters``, or the last step). With ``by_samples`` all three are numbers of consumed sequences
-    (``lr_warmup_samples``, ``lr_decay_samples``).
+    (``lr_decay_iters``, or the last step). With ``by_samples`` all three are numbers of consumed sequences.
 
         n <= W:  lr = init + (max - init) n / W
         n > D:   lr = min                                (except "constant": lr = max)
         else:    lr = min + c(r) (max - min)             with r = (n - W) / (D - W)
 
-    where c is ``1 - r`` (linear) or ``(cos(pi r) + 1) / 2`` (cosine). "inverse-square-root" is ``max(max_lr
-    sqrt(W / n), min_lr)``. "WSD" has c = 1 before its decay phase. At the fraction x of that phase, c is
-    ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) or ``1 - sqrt(x)``
-    (minus_sqrt).
-
-    The first step of warm-up has lr > 0, step W has the highest learning rate and step D the lowest. Megatron-LM logs
-    the same value for iteration n, but applies it one step later: in Megatron-LM, step n uses the value for n - 1, and
-    the first step has lr = 0.
-
-    The schedule has no state: a run resumed with other settings uses the new settings from its first step.
     """
+
+    # c is ``1 - r`` (linear) or ``(cos(pi r) + 1) / 2`` (cosine). "inverse-square-root" is
+    # ``max(max_lr sqrt(W / n), min_lr)``. "WSD" has c = 1 before its decay phase; at the fraction x of that phase, c is
+    # ``1 - x`` (linear), ``(cos(pi x) + 1) / 2`` (cosine), ``2 0.5^x - 1`` (exponential) or ``1 - sqrt(x)``
+    # (minus_sqrt).
+    # Megatron-LM logs the same value for iteration n, but applies it one step later: there step n uses the value for
+    # n - 1, and the first step has lr = 0. Here the first step of warm-up has lr > 0, and step W the highest.
+    # The schedule has no state: a run resumed with other settings uses the new settings from its first step.
 
     def __init__(self, config: OptimizerConfig, total_steps: int, *, by_samples: bool = False) -> None:
         """``total_steps``: number of optimizer steps of the training, or of sequences with ``by_samples``."""

@@ -25,13 +25,14 @@ class Grid:
     """Two views of the same ranks: dense layers use the axes tp, cp, dp, pp and expert layers etp, ep, edp, pp.
 
     A pipeline stage has tp x cp x dp = etp x ep x edp ranks (Liu et al. 2025, "MoE Parallel Folding"). In each view,
-    with sizes n0, n1, n2, ... of its axes from fastest to slowest in ``order``: rank = rank_offset + i0 + n0 (i1 + n1
-    (i2 + ...)). "tp" and "dp" in ``order`` stand for etp and edp in the expert view; axes of size 1 may be omitted.
-    ``etp`` defaults to ``tp``; edp is the number of ranks divided by the other sizes. Source: Narayanan et al. 2021,
-    section 3; the default order and the two views are Megatron-LM's.
+    with sizes n0, n1, ... of its axes from fastest to slowest in ``order``: rank = rank_offset + i0 + n0 (i1 + n1
+    (i2 + ...)). In the expert view "tp" and "dp" stand for etp and edp. ``etp`` defaults to ``tp``.
 
-    Errors: ``LayoutError`` if a size or the order is impossible, or if the pipelines of the two views differ.
+    ``LayoutError``: a size or the order is impossible.
     """
+
+    # The default order and the two views are Megatron-LM's (Narayanan et al. 2021, section 3), so that ranks of both
+    # hold the same parts and checkpoints and launch scripts carry over.
 
     tp: int = 1
     cp: int = 1
@@ -67,6 +68,7 @@ class Grid:
             for name, axis in view.items():
                 if self.size(axis) > 1 and name not in axes:
                     raise LayoutError(f"rank_order={self.order!r} lacks {name!r}; add it, for {axis}={self.size(axis)}")
+        # Both views must have the same pipelines: a rank holds the dense and the expert layers of one stage.
         dense, expert = (self._strides_of(view)["pp"] for view in _VIEWS)
         if self.pp > 1 and dense != expert:
             raise LayoutError(

@@ -74,18 +74,13 @@ def process_group(group: Group) -> dist.ProcessGroup:
 class ParallelGroups:
     """The process groups of one rank, for both views of the ranks.
 
-    ``group(axes)`` contains the ranks that differ from this one only on ``axes``; combinations with the same ranks
-    share one communicator. ``context`` holds the context-parallel groups, whose lower level has ``a2a_size`` ranks.
-    ``embedding`` contains the pipeline ranks ``ends`` of the first and the last stage, which both store a tied
-    embedding. ``reverse_pp`` is a second group over the pipeline ranks: messages up and down the pipeline use different
-    communicators, so they cannot block each other.
+    ``group(axes)`` contains the ranks that differ from this one only on ``axes``. ``context`` holds the
+    context-parallel groups, whose lower level has ``a2a_size`` ranks. ``embedding`` contains the pipeline ranks
+    ``ends`` of the first and the last stage, which both store a tied embedding. Without torch.distributed every group
+    is a ``LocalGroup`` of the size in the grid.
 
-    With ``outer_groups`` the ranks of the job form as many groups of neighbours with equal layouts, and ``grid`` is
-    that of this rank's group: all groups above lie within it. ``outer`` contains the ranks at the same place in each
-    group, which hold the same parts of the model; ``outer_reports`` are the same ranks, for small messages in every
-    step.
-
-    Without torch.distributed every group is a ``LocalGroup`` of the size in the grid.
+    With ``outer_groups`` the ranks of the job form as many groups of neighbours with equal layouts; ``grid`` and all
+    groups above are those of this rank's group. ``outer`` contains the ranks with the same part of the model.
     """
 
     def __init__(
@@ -107,6 +102,7 @@ class ParallelGroups:
             [replace(grid, rank_offset=at * size) for at in range(outer_groups)] if outer_groups > 1 else [grid]
         )
         self._timeout, self._instances = timeout, instances
+        # Combinations of axes with the same ranks share one communicator.
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
         pipeline = range(len(self.ranks("pp")))
@@ -123,7 +119,9 @@ class ParallelGroups:
         """Whether a message has passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         self._made.clear()
+        # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
+        # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
         self.outer, self.outer_reports = self._outer_group(), self._outer_group()
 
     @classmethod

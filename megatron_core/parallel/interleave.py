@@ -1,14 +1,15 @@
 """Interleave two functions: the messages of one are in flight while the other computes.
 
 Only one of both runs at any time: after it has started a message, it hands over to the other, and it continues when the
-other hands over, too, or ends. The order of all operations therefore depends neither on time nor on the rank, so that
-ranks call their collectives in the same order, and results have the same bits as if both ran one after the other.
-
-The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. It
-begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention: so
-each message of both is on its way while the other computes. On a GPU both use the stream of the caller: the
-collectives have streams of their own.
+other hands over, too, or ends.
 """
+
+# The order of all operations depends neither on time nor on the rank, so that ranks call their collectives in the same
+# order, and results have the same bits as if both ran one after the other.
+# The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. It
+# begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention:
+# so each message of both is on its way while the other computes. On a GPU both use the stream of the caller: the
+# collectives have streams of their own.
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ this rank waits for it; while it overlaps with computation, time is charged to t
 time in flight is reported separately. The same holds for transfers to host memory and files (``transfer.Lane``). On a
 GPU, times are CUDA events on the compute stream, read after they have completed.
 
-Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
-for an all-gather or reduce-scatter of x bytes in total, and for an all-to-all of x bytes. Divided by time, they compare
-with the bandwidth of a link. Source: NVIDIA's nccl-tests, "bus bandwidth".
 """
+
+# Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
+# for an all-gather or reduce-scatter of x bytes in total, and for an all-to-all of x bytes. Divided by time, they
+# compare with the bandwidth of a link. Source: NVIDIA's nccl-tests, "bus bandwidth".
 
 from __future__ import annotations
 

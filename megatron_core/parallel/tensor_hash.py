@@ -5,12 +5,13 @@ element; narrower elements are one word each), r over all others. Its sum is
 
     h = sum over r, c of  x[r, c] * a(r) * b(c)   modulo 2^64
 
-with fixed pseudo-random odd numbers a and b. It is a sum of terms, so that the sums of disjoint parts add up to that of
-the tensor, in any order and for any layout. ``finished`` joins the sum with shape and dtype. Two tensors that differ in
-one bit always have different sums; two that differ otherwise have equal sums with a probability of about 2^-30, because
-the differences of words are below 2^32. NaN is a bit pattern like any other, and 0 and -0 differ. The hash detects
-accidents; it is not meant against forgery.
+with fixed pseudo-random odd numbers a and b. ``finished`` joins the sum with shape and dtype.
 """
+
+# A sum of terms, so that the sums of disjoint parts add up to that of the tensor, in any order and for any layout.
+# Two tensors that differ in one bit always have different sums; two that differ otherwise have equal sums with a
+# probability of about 2^-30, because the differences of words are below 2^32. NaN is a bit pattern like any other, and
+# 0 and -0 differ. The hash detects accidents; it is not meant against forgery.
 
 import ctypes
 from collections.abc import Iterable

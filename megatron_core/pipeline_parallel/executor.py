@@ -43,14 +43,16 @@ class Executor:
     """Runs one step of a plan on one pipeline rank; make one for each step.
 
     ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, else a tensor, or a tuple
-    of them for ``StructuredMessages``. The last stage returns a scalar, from which backward starts. Receives from a
-    rank are posted in the order in which its plan sends, independently of the order of use, so that messages cannot be
-    confused. A stage's output is freed as soon as it is sent; backward starts from its gradient edge in autograd's
-    graph. ``parameters`` are the parameters of this rank's stages: a split backward defers the gradients of parallel
-    linear layers' weights from I to W. Without ``overlap`` the executor waits for each send before the next action,
-    with ``overlap`` at the end of the step. The forward and the backward of a pair run together (``interleave``), and
-    their outputs are sent after both.
+    of them for ``StructuredMessages``. The last stage returns a scalar, from which backward starts. ``parameters`` are
+    the parameters of this rank's stages: a split backward defers the gradients of parallel linear layers' weights from
+    I to W. Without ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of
+    the step.
     """
+
+    # Receives from a rank are posted in the order in which its plan sends, independently of the order of use, so that
+    # messages cannot be confused: a message carries no number of its micro-batch.
+    # A stage's output is freed as soon as it is sent: backward starts from its gradient edge in autograd's graph.
+    # The forward and the backward of a pair run together (``interleave``), and their outputs are sent after both.
 
     def __init__(
         self,

@@ -49,7 +49,8 @@ class _Sizes:
     @classmethod
     def of(cls, config: RunConfig, layer_number: int) -> _Sizes:
         attention = attention_of(config.model.of_layer(layer_number))
-        tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+        tp = config.parallel.tensor_model_parallel_size
+        cp = config.parallel.context_parallel_size
         channels = attention.query_head_size + attention.value_head_size
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
         return cls(
@@ -64,24 +65,25 @@ class _Sizes:
 
 def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     """Bytes sent in a layer; 0 without context parallelism."""
-    found = AttentionTraffic(0.0, 0.0)
+    sent = AttentionTraffic(0.0, 0.0)
     if config.model.has_attention(layer_number):
-        found = _attention_traffic(config, layer_number)
+        sent = _attention_traffic(config, layer_number)
     if config.model.is_recurrent(layer_number):
-        own = Recurrence.of(config, layer_number)
-        found = AttentionTraffic(found.forward + own.sent, found.backward + own.sent_back)
-    return found
+        recurrence = Recurrence.of(config, layer_number)
+        sent = AttentionTraffic(sent.forward + recurrence.sent, sent.backward + recurrence.sent_back)
+    return sent
 
 
 def _attention_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
-    kind, cp = _kind(config, layer_number), config.parallel.context_parallel_size
+    comm_type = _kind(config, layer_number)
+    cp = config.parallel.context_parallel_size
     sizes = _Sizes.of(config, layer_number)
-    if kind == "p2p":
+    if comm_type == "p2p":
         return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
-    if kind == "all_gather":
+    if comm_type == "all_gather":
         block = (cp - 1) * sizes.groups * sizes.head * sizes.tokens
         return AttentionTraffic(block * sizes.number, block * (sizes.number + sizes.gradient))
-    a2a = cp if kind == "a2a" else config.parallel.a2a_size
+    a2a = cp if comm_type == "a2a" else config.parallel.a2a_size
     groups = lcm(sizes.groups, a2a)
     sent = (a2a - 1) / a2a * (sizes.query + groups * sizes.head) * sizes.tokens * sizes.number
     ring = _ring(cp // a2a, groups * sizes.head * sizes.tokens, sizes)
@@ -90,8 +92,8 @@ def _attention_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic
 
 def traffic(config: RunConfig, layers: Iterable[int]) -> AttentionTraffic:
     """Bytes sent in several layers."""
-    each = [layer_traffic(config, layer) for layer in layers]
-    return AttentionTraffic(sum(layer.forward for layer in each), sum(layer.backward for layer in each))
+    of_layers = [layer_traffic(config, layer) for layer in layers]
+    return AttentionTraffic(sum(layer.forward for layer in of_layers), sum(layer.backward for layer in of_layers))
 
 
 def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
@@ -104,7 +106,8 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
     if not config.model.has_attention(layer_number):
         return 0.0
     heads = _exchanged_heads(config, layer_number)
-    size, width = config.parallel.context_parallel_size // heads, _width(config, layer_number)
+    size = config.parallel.context_parallel_size // heads
+    width = _width(config, layer_number)
     return _pairs(size, cp_rank // heads, config.data.seq_length, width) / heads
 
 
@@ -113,7 +116,8 @@ def most_layer_pairs(config: RunConfig, layer_number: int) -> float:
     if not config.model.has_attention(layer_number):
         return 0.0
     heads = _exchanged_heads(config, layer_number)
-    size, width = config.parallel.context_parallel_size // heads, _width(config, layer_number)
+    size = config.parallel.context_parallel_size // heads
+    width = _width(config, layer_number)
     return _most_pairs(size, config.data.seq_length, width) / heads
 
 
@@ -125,7 +129,8 @@ def _exchanged_heads(config: RunConfig, layer_number: int) -> int:
 
 def _width(config: RunConfig, layer_number: int) -> int:
     """Number of keys of a layer's window, or of the whole sequence."""
-    window, length = config.model.window_of_layer(layer_number), config.data.seq_length
+    window = config.model.window_of_layer(layer_number)
+    length = config.data.seq_length
     return length if window is None or window[0] < 0 else min(window[0] + 1, length)
 
 
@@ -164,26 +169,29 @@ def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
 
 
 def _arriving(config: RunConfig, layer_number: int) -> float:
-    model, cp, found = config.model, config.parallel.context_parallel_size, 0.0
+    model = config.model
+    cp = config.parallel.context_parallel_size
+    size = 0.0
     if cp > 1 and model.is_recurrent(layer_number):  # of all ranks, and their gradients
-        found = 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
+        size = 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
     if cp > 1 and model.has_attention(layer_number):
-        found = max(found, _arriving_keys(config, layer_number))
-    return found
+        size = max(size, _arriving_keys(config, layer_number))
+    return size
 
 
 def _arriving_keys(config: RunConfig, layer_number: int) -> float:
-    kind, cp = _kind(config, layer_number), config.parallel.context_parallel_size
+    comm_type = _kind(config, layer_number)
+    cp = config.parallel.context_parallel_size
     sizes = _Sizes.of(config, layer_number)
     block = sizes.groups * sizes.head * sizes.tokens
-    if kind == "all_gather":  # all blocks, and the gradients of all
+    if comm_type == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)
-    if kind == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer
+    if comm_type == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer
         return block * (2 * sizes.number + 2 * sizes.gradient)
-    a2a = cp if kind == "a2a" else config.parallel.a2a_size
+    a2a = cp if comm_type == "a2a" else config.parallel.a2a_size
     exchanged = (sizes.query + lcm(sizes.groups, a2a) * sizes.head) * sizes.tokens * sizes.number
     ring = lcm(sizes.groups, a2a) * sizes.head * sizes.tokens * (2 * sizes.number + 2 * sizes.gradient)
-    return exchanged + (ring if kind == "a2a+p2p" else 0.0)
+    return exchanged + (ring if comm_type == "a2a+p2p" else 0.0)
 
 
 def _ring(ranks: int, block: float, sizes: _Sizes) -> AttentionTraffic:

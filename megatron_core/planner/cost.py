@@ -53,12 +53,13 @@ class StepCost:
     @property
     def exposed_communication(self) -> float:
         """Seconds of collectives and messages that do not overlap with computation."""
-        return sum(self.by_kind.get(kind, 0.0) for kind in ("tp", "cp", "ep", "pp", "dp"))
+        return sum(self.by_kind.get(axis, 0.0) for axis in ("tp", "cp", "ep", "pp", "dp"))
 
 
 def _plan(config: RunConfig, micros: int) -> Plan:
     """Return the run's plan; plans of built-in schedules need no check and are cached across layouts."""
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel = config.parallel
+    layers = config.model.num_layers
     if parallel.pipeline_plan is not None:
         return plan_of(config, micros)
     sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
@@ -72,7 +73,9 @@ class Pipeline:
     """The stages of a configuration with their times; layouts with the same layers may share ``clock``."""
 
     def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: LayerTimes) -> None:
-        self.config, self.world_size, self.clock = config, world_size, clock
+        self.config = config
+        self.world_size = world_size
+        self.clock = clock
         self.rings = Rings(clock.hardware, config.parallel, world_size)  # clock.rings may have other PP and DP sizes
         self.copies = config.parallel.data_parallel_size(world_size)
         batch = config.training.final_batch_size(self.copies)
@@ -80,9 +83,9 @@ class Pipeline:
         self.plan = _plan(config, self._simulated_micros)
         self.layers = layer_times.split(config, self.plan.num_stages)
         self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size, layer_times.kinds)
-        self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
+        self.passes = [layer_times.stage(config, run, stage, len(self.layers)) for stage, run in enumerate(self.layers)]
         if config.optional("dpo"):  # the reference has a forward of its own
-            self.passes = [Passes.sum([each, Passes(each.forward, {}, {})]) for each in self.passes]
+            self.passes = [Passes.sum([policy, Passes(policy.forward, {}, {})]) for policy in self.passes]
 
     def variant(self, config: RunConfig) -> Pipeline:
         """Return these stages with another ``config``, which differs only in ZeRO, overlap, optimizer and offload."""
@@ -118,17 +121,18 @@ class Pipeline:
             hidden = self.passes[stage].hidden if split else 0.0
             times[stage, "F"] = f + forward + waits
             times[stage, "B"] = i + w + backward + waits
-            times[stage, "I"], times[stage, "W"] = i + hidden + backward + waits, w
+            times[stage, "I"] = i + hidden + backward + waits
+            times[stage, "W"] = w
         return StageCosts(times, 0.0 if waits else message, self._pairs(times))
 
     def _pairs(self, times: Mapping[tuple[int, str], float]) -> dict[tuple[int, int], float]:
         """Seconds of the pairs of forward and backward, whose messages between experts overlap with computation."""
-        found = {}
+        seconds = {}
         for first, second in {tuple(a.stage for a in turn) for turn in chain(*self.plan.turns) if len(turn) > 1}:
             exchange = self.passes[first].forward.get("ep", 0.0) + self.passes[second].input_grad.get("ep", 0.0)
             both = times[first, "F"] + times[second, "B"]
-            found[first, second] = both - exchange + self.clock.exposed(exchange, both - exchange)
-        return found
+            seconds[first, second] = both - exchange + self.clock.exposed(exchange, both - exchange)
+        return seconds
 
     def hidden_exchange(self, rank: int) -> float:
         """Seconds per step of a rank's messages between experts that overlap with computation."""
@@ -144,9 +148,10 @@ class Pipeline:
     @cached_property
     def zero_traffic(self) -> list[tuple[float, float]]:
         """Exposed seconds of ZeRO's gathers and reductions in each forward and each backward, by stage."""
-        parallel, clock = self.config.parallel, self.clock
+        parallel = self.config.parallel
+        clock = self.clock
         stage_units = self._stage_parameters
-        found = []
+        exposed = []
         for stage, parameters in enumerate(stage_units):
             f, i, w = self.passes[stage].sums
             forward = backward = 0.0
@@ -154,7 +159,7 @@ class Pipeline:
                 frozen = Parameters(parameters.frozen, parameters.frozen_experts)
                 gather = self._sharded(parameters + frozen, clock.bytes)
                 backward = gather
-                if self.config.optional("dpo") and self.config.tuning.lora_rank is None:
+                if self.config.optional("dpo") and self.config.optional("lora_rank") is None:
                     # The frozen copy has no backward.
                     backward = self._sharded(parameters, clock.bytes)
                 elif self.config.optional("dpo"):
@@ -163,19 +168,20 @@ class Pipeline:
             if parallel.dp_zero_stage >= 2:
                 backward += self._sharded(parameters, self.wire_bytes)
             hides = parallel.overlap_grad_reduce or parallel.overlap_param_gather
-            found.append((forward, clock.exposed(backward, i + w) if hides else backward))
-        return found
+            exposed.append((forward, clock.exposed(backward, i + w) if hides else backward))
+        return exposed
 
     @cached_property
     def _stage_parameters(self) -> list[Parameters]:
         """Parameters of each stage, from the rank's units in the order of its stages."""
-        last, found = len(self.layers) - 1, []
+        final = len(self.layers) - 1
+        by_stage = []
         ranks = [iter(units) for units in self.units]
         for stage, run in enumerate(self.layers):
-            count = len(run) + (stage == 0) + (stage == last)
+            count = len(run) + (stage == 0) + (stage == final)
             units = ranks[self.plan.stage_to_rank[stage]]
-            found.append(Parameters.sum([next(units) for _ in range(count)]))
-        return found
+            by_stage.append(Parameters.sum([next(units) for _ in range(count)]))
+        return by_stage
 
     @property
     def wire_bytes(self) -> int:
@@ -185,13 +191,13 @@ class Pipeline:
     def _sharded(self, parameters: Parameters, number: int) -> float:
         """Seconds of an all-gather, or of a reduce-scatter, of parameters over the ranks of their shards."""
         instances = self.config.parallel.num_distributed_optimizer_instances
-        found = 0.0
+        duration = 0.0
         for axes, elements in ((("cp", "dp"), parameters.dense), (("edp",), parameters.experts)):
             ring = self.rings.ring(*axes)
             if instances > 1:
                 ring = replace(ring, size=ring.size // instances, local=min(ring.local, ring.size // instances))
-            found += ring.gather(number * elements)
-        return found
+            duration += ring.gather(number * elements)
+        return duration
 
     @cached_property
     def least_seconds(self) -> float:
@@ -215,19 +221,21 @@ class Pipeline:
 
     def _of_all_micros(self, seconds: Callable[[Plan], float]) -> float:
         """Extrapolate ``seconds`` of the simulated plan to all micro-batches: each p more of them add the same."""
-        found, left, ranks = seconds(self.plan), self.micros - self.plan.num_microbatches, len(self.plan.ranks)
+        simulated = seconds(self.plan)
+        left = self.micros - self.plan.num_microbatches
+        ranks = len(self.plan.ranks)
         if not left:
-            return found
-        return found + left / ranks * (seconds(_plan(self.config, self.plan.num_microbatches + ranks)) - found)
+            return simulated
+        return simulated + left / ranks * (seconds(_plan(self.config, self.plan.num_microbatches + ranks)) - simulated)
 
     def rank_times(self, rank: int) -> tuple[Seconds, float, float]:
         """Return a rank's seconds for one micro-batch by kind, and its total forward and backward time."""
         stages = [s for s, r in enumerate(self.plan.stage_to_rank) if r == rank]
         split = any(action.kind == "I" for action in self.plan.ranks[rank])
-        parts = [
-            part
+        terms = [
+            layer_seconds
             for s in stages
-            for part in (
+            for layer_seconds in (
                 self.passes[s].forward,
                 self.passes[s].input_grad,
                 self.passes[s].weight_grad,
@@ -237,31 +245,33 @@ class Pipeline:
         costs = self.stage_costs.times
         forward = sum(costs[s, "F"] for s in stages)
         backward = sum(costs[s, "B"] for s in stages)
-        found = total(parts)
-        own = sum(found.values())
-        found["pp"] = max(forward + backward - own, 0.0) if not split else 0.0
-        return found, forward, backward
+        by_kind = total(terms)
+        computing = sum(by_kind.values())
+        by_kind["pp"] = max(forward + backward - computing, 0.0) if not split else 0.0
+        return by_kind, forward, backward
 
     def gradients(self, rank: int, forward: float, backward: float) -> float:
         """Exposed seconds of gradient reductions and weight gathers per step, excluding those of every micro-batch."""
-        parallel, clock = self.config.parallel, self.clock
+        parallel = self.config.parallel
+        clock = self.clock
         parameters = Parameters.sum(self.units[rank])
-        stage, found = parallel.dp_zero_stage, 0.0
+        stage = parallel.dp_zero_stage
+        exposed = 0.0
         if stage < 2:
             summed = self._sharded(parameters, self.wire_bytes) * (2 if stage == 0 else 1)
-            found += clock.exposed(summed, backward) if parallel.overlap_grad_reduce else summed
+            exposed += clock.exposed(summed, backward) if parallel.overlap_grad_reduce else summed
         if stage in (1, 2) or (stage == 3 and parallel.zero3_keep_after_forward):
             gather = self._sharded(parameters, clock.bytes)
-            found += clock.exposed(gather, forward) if parallel.overlap_param_gather else gather
+            exposed += clock.exposed(gather, forward) if parallel.overlap_param_gather else gather
         instances = parallel.num_distributed_optimizer_instances
         if instances > 1:
             ring = self.rings.ring("dp")
-            found += 2 * self.wire_bytes * self.shard(rank) / ring.inter_bandwidth
+            exposed += 2 * self.wire_bytes * self.shard(rank) / ring.inter_bandwidth
         tied = self.config.model.share_embeddings_and_output_weights
         ends = self.plan.stage_to_rank[0], self.plan.stage_to_rank[-1]
         if tied and ends[0] != ends[1] and rank in ends:
-            found += self.rings.ring("pp").send(max(clock.bytes, 4) * self.units[ends[0]][0].dense)
-        return found
+            exposed += self.rings.ring("pp").send(max(clock.bytes, 4) * self.units[ends[0]][0].dense)
+        return exposed
 
     def shard(self, rank: int) -> float:
         """Number of elements updated by a rank."""
@@ -269,7 +279,8 @@ class Pipeline:
         if self.config.parallel.dp_zero_stage == 0:
             return float(parameters.total)
         instances = self.config.parallel.num_distributed_optimizer_instances
-        dense, experts = self.rings.ring("cp", "dp").size, self.rings.ring("edp").size
+        dense = self.rings.ring("cp", "dp").size
+        experts = self.rings.ring("edp").size
         return (parameters.dense / dense + parameters.experts / experts) * instances
 
     def optimizer(self, rank: int) -> float:
@@ -278,19 +289,22 @@ class Pipeline:
         Of offloaded state, gradients leave during backward, and weights return during the update. With an optimizer for
         hidden matrices all parameters count as such; its matrix products are not counted.
         """
-        config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
-        elements, wide = self.shard(rank), max(clock.bytes, 4)
+        config = self.config.optimizer
+        hardware = self.clock.hardware
+        clock = self.clock
+        elements = self.shard(rank)
+        wide = max(clock.bytes, 4)
         # Gradient, main weight and moments (read and written), and the model weight if it is a separate tensor.
         moments = config.kind_of(hidden=True).moment_bytes(config, wide)
         moved = wide * (1 + 2) + 2 * moments + (clock.bytes if clock.bytes < wide else 0)
         away = config.optimizer_offload_fraction if config.offloads_optimizer else 0.0
-        found = elements * (1 - away) * moved / hardware.memory_bandwidth
+        duration = elements * (1 - away) * moved / hardware.memory_bandwidth
         on_disk = config.optimizer_offload_dir is not None
-        place = hardware.disk_bandwidth if on_disk else hardware.host_memory_bandwidth
-        found += away * elements * max(moved / place, clock.bytes / hardware.host_link)
-        whole = Parameters.sum(self.units[rank]).total
-        zeroed = whole if self.config.parallel.dp_zero_stage < 2 else elements
-        return found + wide * (elements + zeroed) / hardware.memory_bandwidth
+        bandwidth = hardware.disk_bandwidth if on_disk else hardware.host_memory_bandwidth
+        duration += away * elements * max(moved / bandwidth, clock.bytes / hardware.host_link)
+        unsharded = Parameters.sum(self.units[rank]).total
+        zeroed = unsharded if self.config.parallel.dp_zero_stage < 2 else elements
+        return duration + wide * (elements + zeroed) / hardware.memory_bandwidth
 
 
 class LayerTimes:
@@ -319,8 +333,8 @@ class LayerTimes:
         """Times of one layer."""
         key = self.kinds[number], recomputed, offloaded
         if key not in self._found:
-            own = self.clock.recomputed(number) if recomputed else self.clock.layer(number)
-            self._found[key] = Passes.sum([own, self.clock.offloaded(number)]) if offloaded else own
+            passes = self.clock.recomputed(number) if recomputed else self.clock.layer(number)
+            self._found[key] = Passes.sum([passes, self.clock.offloaded(number)]) if offloaded else passes
         return self._found[key]
 
     def end(self, *, first: bool) -> Passes:
@@ -329,22 +343,22 @@ class LayerTimes:
             self._ends[first] = self.clock.embedding() if first else self.clock.head()
         return self._ends[first]
 
-    def stage(self, config: RunConfig, run: range, at: int, stages: int) -> Passes:
+    def stage(self, config: RunConfig, run: range, number: int, stages: int) -> Passes:
         """Times of a stage: its layers, and on the first and last stage the embedding and the head."""
         model = config.model
         recomputed, _ = recomputed_layers(config, len(run))
         away = model.cpu_offloading_num_layers if model.cpu_offloading else 0
-        parts = [
+        passes = [
             self.layer(layer, recomputed=position < recomputed, offloaded=position < away and not recomputed)
             for position, layer in enumerate(run)
         ]
-        if at == 0:
-            parts.append(self.end(first=True))
-        if at == stages - 1:
-            parts.append(self.end(first=False))
+        if number == 0:
+            passes.append(self.end(first=True))
+        if number == stages - 1:
+            passes.append(self.end(first=False))
             if model.mtp_num_layers:
-                parts.append(self.clock.ahead())
-        return Passes.sum(parts)
+                passes.append(self.clock.ahead())
+        return Passes.sum(passes)
 
 
 def step_cost(config: RunConfig, world_size: int, hardware: Hardware, vocab_size: int) -> StepCost:
@@ -355,12 +369,13 @@ def step_cost(config: RunConfig, world_size: int, hardware: Hardware, vocab_size
 
 def cost_of(pipeline: Pipeline) -> StepCost:
     """Return the time of a step of ``pipeline``."""
-    config, hardware = pipeline.config, pipeline.clock.hardware
+    config = pipeline.config
+    hardware = pipeline.clock.hardware
     times = [pipeline.rank_times(rank) for rank in range(len(pipeline.plan.ranks))]
     gradients = [pipeline.gradients(rank, f, b) for rank, (_, f, b) in enumerate(times)]
     updates = [pipeline.optimizer(rank) for rank in range(len(times))]
     worst = max(range(len(times)), key=lambda rank: sum(times[rank][0].values()))
-    by_kind = {kind: seconds * pipeline.micros for kind, seconds in times[worst][0].items()}
+    by_kind = {category: seconds * pipeline.micros for category, seconds in times[worst][0].items()}
     if pipeline.plan.paired:
         by_kind["ep"] = by_kind.get("ep", 0.0) - pipeline.hidden_exchange(worst)
     busy = sum(by_kind.values())
@@ -369,13 +384,13 @@ def cost_of(pipeline: Pipeline) -> StepCost:
     by_kind["dp"] = by_kind.get("dp", 0.0) + max(gradients)
     batch = config.training.final_batch_size(pipeline.copies)
     tokens = batch * config.data.seq_length
-    each = flops_per_token(config.model, config.data.seq_length, pipeline.clock.vocab_size)
+    model_flops = flops_per_token(config.model, config.data.seq_length, pipeline.clock.vocab_size)
     return StepCost(
         pipeline.makespan + ends + hardware.step_seconds,
         by_kind,
         _bubble(pipeline, times),
         tokens,
-        float(each) * tokens,
+        float(model_flops) * tokens,
         pipeline.world_size,
     )
 

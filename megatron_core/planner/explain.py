@@ -26,8 +26,9 @@ def readable_bytes(size: float) -> str:
     """Format with three significant digits and a binary unit: ``13.2 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 999.5 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    decimals = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+        size = size / 1024
+        units = units[1:]
+    decimals = 0 if units[0] == "B" else (size < 99.95) + (size < 9.995)
     return f"{size:.{decimals}f} {units[0]}"
 
 
@@ -45,15 +46,15 @@ def readable_duration(seconds: float) -> str:
     return next((f"{seconds / size:,.3g} {unit}" for unit, size in units if seconds >= size), readable_seconds(seconds))
 
 
-def table(found: Sequence[Candidate], world_size: int) -> str:
+def table(candidates: Sequence[Candidate], world_size: int) -> str:
     """Return a table with one line per layout."""
     lines = [f"{'':3}{'step':>9}  {'tokens/s':>9} {'TFLOP/s':>8} {'memory':>9} {'bubble':>7} {'exposed':>8}  layout"]
-    for number, each in enumerate(found, 1):
-        cost = each.cost
+    for number, candidate in enumerate(candidates, 1):
+        cost = candidate.cost
         lines.append(
-            f"{number:2} {readable_seconds(each.seconds):>9}  {cost.tokens_per_second:9,.0f} "
-            f"{cost.flops_per_second / 1e12:8.3g} {readable_bytes(each.bytes):>9} {cost.bubble:7.1%} "
-            f"{cost.exposed_communication / each.seconds:8.1%}  {describe_layout(each.config, world_size)}"
+            f"{number:2} {readable_seconds(candidate.seconds):>9}  {cost.tokens_per_second:9,.0f} "
+            f"{cost.flops_per_second / 1e12:8.3g} {readable_bytes(candidate.bytes):>9} {cost.bubble:7.1%} "
+            f"{cost.exposed_communication / candidate.seconds:8.1%}  {describe_layout(candidate.config, world_size)}"
         )
     return "\n".join([*lines, "tokens/s and TFLOP/s of one device; exposed: communication without overlap"])
 
@@ -62,11 +63,11 @@ def details(candidate: Candidate) -> str:
     """Return time and memory of a layout by kind."""
     cost = candidate.cost
     times = [
-        f"{WORDS.get(kind, kind)} {readable_seconds(cost.by_kind[kind])} ({cost.by_kind[kind] / cost.seconds:.0%})"
-        for kind in (*KINDS, "other")
-        if cost.by_kind.get(kind, 0.0) > 0.002 * cost.seconds
+        f"{WORDS.get(label, label)} {readable_seconds(cost.by_kind[label])} ({cost.by_kind[label] / cost.seconds:.0%})"
+        for label in (*KINDS, "other")
+        if cost.by_kind.get(label, 0.0) > 0.002 * cost.seconds
     ]
-    sizes = [f"{kind} {readable_bytes(candidate.memory[kind])}" for kind in MEMORY_KINDS if candidate.memory[kind]]
+    sizes = [f"{label} {readable_bytes(candidate.memory[label])}" for label in MEMORY_KINDS if candidate.memory[label]]
     host = f"; on the host {readable_bytes(candidate.on_host)}" if candidate.on_host else ""
     return f"time: {', '.join(times)}\nmemory of pipeline rank {candidate.rank}: {', '.join(sizes)}{host}"
 
@@ -81,9 +82,10 @@ def whole_training(candidate: Candidate, world_size: int, price: float | None) -
     replicas = candidate.config.parallel.data_parallel_size(world_size)
     steps = candidate.config.training.num_iterations(replicas, candidate.config.data.seq_length)
     if steps == 0:
-        own = cost.seconds / 3600 * world_size / cost.tokens * 1e6
-        return "" if price is None else f"price {own * price:.4g} for a million tokens"
-    hours, tokens = steps * cost.seconds / 3600, steps * cost.tokens
+        device_hours = cost.seconds / 3600 * world_size / cost.tokens * 1e6
+        return "" if price is None else f"price {device_hours * price:.4g} for a million tokens"
+    hours = steps * cost.seconds / 3600
+    tokens = steps * cost.tokens
     paid = f"training: {steps:,} steps, {tokens:.3g} tokens, {hours:.3g} h, {hours * world_size:.3g} device hours"
     if price is None:
         return paid
@@ -94,22 +96,23 @@ def whole_training(candidate: Candidate, world_size: int, price: float | None) -
 def why_slower(slower: Candidate, best: Candidate) -> str:
     """Explain why a layout is slower: the kinds of time that differ, largest difference first."""
     kinds = set(slower.cost.by_kind) | set(best.cost.by_kind)
-    more = {kind: slower.cost.by_kind.get(kind, 0.0) - best.cost.by_kind.get(kind, 0.0) for kind in kinds}
+    more = {label: slower.cost.by_kind.get(label, 0.0) - best.cost.by_kind.get(label, 0.0) for label in kinds}
     difference = slower.seconds - best.seconds
     least = 0.1 * max(difference, 0.002 * best.seconds)
-    loses = [kind for kind in sorted(more, key=lambda k: -more[k]) if more[kind] > least]
-    gains = [kind for kind in sorted(more, key=lambda k: more[k]) if more[kind] < -least]
-    parts = [", ".join(f"{WORDS.get(kind, kind)} +{readable_seconds(more[kind])}" for kind in loses[:4])]
+    loses = [label for label in sorted(more, key=lambda k: -more[k]) if more[label] > least]
+    gains = [label for label in sorted(more, key=lambda k: more[k]) if more[label] < -least]
+    clauses = [", ".join(f"{WORDS.get(label, label)} +{readable_seconds(more[label])}" for label in loses[:4])]
     if gains:
-        saved = ", ".join(f"{WORDS.get(kind, kind)} -{readable_seconds(-more[kind])}" for kind in gains[:3])
-        parts.append(f"although it saves {saved}")
-    because = "; ".join(part for part in parts if part) or "small parts of everything"
+        saved = ", ".join(f"{WORDS.get(label, label)} -{readable_seconds(-more[label])}" for label in gains[:3])
+        clauses.append(f"although it saves {saved}")
+    because = "; ".join(clause for clause in clauses if clause) or "small parts of everything"
     return f"{readable_seconds(difference)} ({difference / best.seconds:.1%}) slower: {because}"
 
 
 def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], world_size: int, per_node: int) -> str:
     """Return the command that starts a layout: the planner's arguments and the flags of changed settings."""
-    before, flags = base.flat(), list(arguments)
+    before = base.flat()
+    flags = list(arguments)
     for name, value in config.flat().items():
         if value != before[name]:
             flags += flag_of(name, value)
@@ -143,12 +146,12 @@ def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig
     words = text.split()
     micro = [int(word[3:]) for word in words if re.fullmatch(r"mbs[1-9]\d*", word)]
     extra = [word for word in words if word in _EXTRA]
-    rest = [word for word in words if word not in extra and not re.fullmatch(r"mbs[1-9]\d*", word)]
-    named = {match[1] for word in rest if (match := re.fullmatch(r"([a-z]+)\d+", word))}
-    layout = Layout.parse(" ".join(rest))
+    layout_words = [word for word in words if word not in extra and not re.fullmatch(r"mbs[1-9]\d*", word)]
+    named = {match[1] for word in layout_words if (match := re.fullmatch(r"([a-z]+)\d+", word))}
+    layout = Layout.parse(" ".join(layout_words))
     ranks = layout.tp * layout.cp * layout.pp
     if "dp" not in named and world_size % ranks == 0:
-        layout = Layout.parse(" ".join([*rest, f"dp{world_size // ranks}"]))
+        layout = Layout.parse(" ".join([*layout_words, f"dp{world_size // ranks}"]))
     if layout.world_size != world_size:
         raise LayoutError(
             f"layout {text!r} has tp{layout.tp} x cp{layout.cp} x pp{layout.pp} x dp{layout.dp} = "
@@ -158,14 +161,14 @@ def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig
     if layout.tp > 1 and "sp" not in words:
         settings["sequence_parallel"] = True
     sizes = micro_batch_sizes(config, layout.dp)
-    kept = [choice for choice in KEPT[:3]] if not set(extra) - {"optimizer-offload"} else [{}]
+    recomputations = [choice for choice in KEPT[:3]] if not set(extra) - {"optimizer-offload"} else [{}]
     chosen = {name: value for word in extra for name, value in _EXTRA[word].items()}
     if chosen.get("cpu_offloading"):
         chosen["cpu_offloading_num_layers"] = config.model.num_layers
     stages = [{}] if "zero" in text else [{"zero_stage": stage} for stage in range(4)]
     return [
         with_settings(config, settings | choice | stage | chosen | {"micro_batch_size": size} | _overlap(stage))
-        for choice, stage, size in product(kept, stages, micro or sizes or [1])
+        for choice, stage, size in product(recomputations, stages, micro or sizes or [1])
     ]
 
 
@@ -177,22 +180,22 @@ def _overlap(stage: dict[str, Any]) -> dict[str, Any]:
 
 def objection(search: Search, text: str, best: Candidate | None) -> str:
     """Explain why a layout was not chosen: a violated rule, too much memory, or more time."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     faults: list[str] = []
     for config in parse_words(search.config, text, search.devices):
         try:
-            found.append(search.candidate(config))
+            candidates.append(search.candidate(config))
         except LayoutError as error:
             faults.append(str(error))
-    if not found:
+    if not candidates:
         return f"{text} cannot run: {faults[0]}"
-    fitting = [each for each in found if search.fits(each.memory)]
-    chosen = min(fitting) if fitting else min(found, key=lambda each: each.bytes)
+    fitting = [candidate for candidate in candidates if search.fits(candidate.memory)]
+    chosen = min(fitting) if fitting else min(candidates, key=lambda candidate: candidate.bytes)
     head = f"{describe_layout(chosen.config, search.devices)}: {readable_seconds(chosen.seconds)} a step, "
     head += f"{readable_bytes(chosen.bytes)} of {readable_bytes(search.hardware.usable_bytes)}"
     lines = [head, details(chosen)]
     if not fitting:
-        largest = max(chosen.memory, key=lambda kind: chosen.memory[kind])
+        largest = max(chosen.memory, key=lambda category: chosen.memory[category])
         missing = chosen.bytes - search.hardware.usable_bytes
         lines.append(f"does not fit: {readable_bytes(missing)} too much, most of it {largest}; {_helps(largest)}")
     elif best is None or chosen.seconds <= best.seconds:
@@ -202,12 +205,12 @@ def objection(search: Search, text: str, best: Candidate | None) -> str:
     return "\n".join(lines)
 
 
-def _helps(kind: str) -> str:
+def _helps(category: str) -> str:
     return {
         "weights": "more tensor or pipeline ranks, or --zero-stage 3",
         "gradients": "more tensor or pipeline ranks, or --zero-stage 2",
         "optimizer": "--zero-stage 1, or --optimizer-cpu-offload",
-    }.get(kind, "recomputation, a smaller --micro-batch-size, more tensor or context ranks, or --cpu-offloading")
+    }.get(category, "recomputation, a smaller --micro-batch-size, more tensor or context ranks, or --cpu-offloading")
 
 
 @dataclass(frozen=True)
@@ -221,27 +224,30 @@ class MemoryOverStep:
     @classmethod
     def of(cls, pipeline: Pipeline, footprint: Footprint, rank: int) -> MemoryOverStep:
         """From the simulated plan: memory grows in a forward and shrinks in a B or W."""
-        timeline, sizes = pipeline.timeline, footprint.stage_sizes
+        timeline = pipeline.timeline
+        sizes = footprint.stage_sizes
         fixed = footprint.by_kind(rank)
-        times, held, level = [0.0], [0.0], 0.0
+        times = [0.0]
+        stored = [0.0]
+        level = 0.0
         for action in timeline.plan.ranks[rank]:
             before = level
             level += sizes[action.stage] * {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
             times += [timeline.start[action], timeline.end[action]]
-            held += [before, level]
+            stored += [before, level]
         times.append(timeline.makespan)
-        held.append(level)
-        kinds = {kind: [fixed[kind]] * len(times) for kind in ("weights", "gradients", "optimizer") if fixed[kind]}
-        kinds["activations"] = held
+        stored.append(level)
+        kinds = {label: [fixed[label]] * len(times) for label in ("weights", "gradients", "optimizer") if fixed[label]}
+        kinds["activations"] = stored
         busy = [0.0, *[1.0] * (len(times) - 2), 0.0]
-        for kind in ("units whole", "keys", "temporary", "fragments"):
-            if fixed[kind]:
-                kinds[kind] = [fixed[kind] * share for share in busy]
+        for label in ("units whole", "keys", "temporary", "fragments"):
+            if fixed[label]:
+                kinds[label] = [fixed[label] * share for share in busy]
         return cls(rank, times, kinds)
 
     def picture(self, limit: float, height: int = 16) -> str:
         """Draw bars over time, with one letter per kind, and the memory of the device as a line."""
-        letters = {kind: kind[0] for kind in self.kinds}
+        letters = {category: category[0] for category in self.kinds}
         end = self.times[-1] or 1.0
         rows = []
         columns = [self._at((c + 0.5) / _COLUMNS * end) for c in range(_COLUMNS)]
@@ -252,19 +258,19 @@ class MemoryOverStep:
             line = "".join(_letter(sizes, letters, level) for sizes in columns)
             mark = "-" if (row - 1) / height * top < limit <= row / height * top else " "
             rows.append(f"{readable_bytes(level):>9} |{line.replace(' ', mark)}|")
-        legend = ", ".join(f"{letter} {kind}" for kind, letter in letters.items())
+        legend = ", ".join(f"{letter} {category}" for category, letter in letters.items())
         axis = f"{'':9}  0{readable_seconds(end):>{_COLUMNS - 1}}"
         return "\n".join([*rows, axis, f"{legend}; ---- {readable_bytes(limit)} of the device"])
 
     def _at(self, time: float) -> dict[str, float]:
-        at = max((i for i, t in enumerate(self.times) if t <= time), default=0)
-        return {kind: sizes[at] for kind, sizes in self.kinds.items()}
+        index = max((i for i, t in enumerate(self.times) if t <= time), default=0)
+        return {category: sizes[index] for category, sizes in self.kinds.items()}
 
 
 def _letter(sizes: dict[str, float], letters: dict[str, str], level: float) -> str:
     below = 0.0
-    for kind, size in sizes.items():
+    for category, size in sizes.items():
         below += size
         if level <= below:
-            return letters[kind]
+            return letters[category]
     return " "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_core.config import RunConfig
 from megatron_core.config.compression import added_moments, compression_of
@@ -59,19 +59,16 @@ class Footprint:
         vocab_size: int,
     ) -> Footprint:
         """Make a footprint; the activations of each kind of layer are computed once."""
-        each = each_layer(layer_kinds(config), lambda layer: layer_activations(config, layer))
-        return cls(config, world_size, plan, layers, units, vocab_size, dict(enumerate(each)))
+        by_layer = each_layer(layer_kinds(config), lambda layer: layer_activations(config, layer))
+        return cls(config, world_size, plan, layers, units, vocab_size, dict(enumerate(by_layer)))
 
     @cached_property
     def stage_sizes(self) -> list[float]:
         """Bytes of activations stored per micro-batch in each stage."""
-        last, padded = len(self.layers) - 1, padded_vocabulary(self.config, self.vocab_size)
-        return [
-            stage_activations(
-                self.config, run, first=at == 0, last=at == last, padded_vocab_size=padded, each=self.layer_bytes
-            )
-            for at, run in enumerate(self.layers)
-        ]
+        final = len(self.layers) - 1
+        padded = padded_vocabulary(self.config, self.vocab_size)
+        size_of = partial(stage_activations, self.config, padded_vocab_size=padded, by_layer=self.layer_bytes)
+        return [size_of(run, first=stage == 0, has_head=stage == final) for stage, run in enumerate(self.layers)]
 
     @cached_property
     def activations(self) -> tuple[float, ...]:
@@ -86,8 +83,8 @@ class Footprint:
     def variant(self, config: RunConfig) -> Footprint:
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
-        kept = ("stage_sizes", "all_moving", "totals", "_layers_of_ranks")
-        vars(other).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        unchanged = ("stage_sizes", "all_moving", "totals", "_layers_of_ranks")
+        vars(other).update({name: vars(self)[name] for name in unchanged if name in vars(self)})
         return other
 
     @cached_property
@@ -112,27 +109,30 @@ class Footprint:
         return [self._moving(rank) for rank in range(len(self.plan.ranks))]
 
     def _moving(self, rank: int) -> dict[str, float]:
-        own = self._layers_of(rank)
+        run = self._layers_of(rank)
         working = self.transient + self.temporary(rank)
         if self.plan.stage_to_rank[-1] == rank:  # the head's activations are freed before the layers' backward begins
             working = max(working - self.head_bytes, 0.0)
-        found = {"activations": self.activations[rank], "keys": arriving_bytes(self.config, own), "temporary": working}
-        return found | {"fragments": FRAGMENTS * sum(found.values())}
+        sizes = {"activations": self.activations[rank], "keys": arriving_bytes(self.config, run), "temporary": working}
+        return sizes | {"fragments": FRAGMENTS * sum(sizes.values())}
 
     def state(self, rank: int) -> dict[str, float]:
         """Bytes of weights, gradients, optimizer state and temporarily unsharded units, without padding of buckets."""
-        parallel, optimizer = self.config.parallel, self.config.optimizer
-        stage, instances = parallel.dp_zero_stage, parallel.num_distributed_optimizer_instances
+        parallel = self.config.parallel
+        optimizer = self.config.optimizer
+        stage = parallel.dp_zero_stage
+        instances = parallel.num_distributed_optimizer_instances
         dtype = self.config.training.compute_dtype
-        weight, wide = number_size(dtype), max(number_size(dtype), 4)
+        weight = number_size(dtype)
+        wide = max(number_size(dtype), 4)
         away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
-        found = dict.fromkeys(("weights", "gradients", "optimizer", "compression", "units whole"), 0.0)
+        totals = dict.fromkeys(("weights", "gradients", "optimizer", "compression", "units whole"), 0.0)
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
-        for kind, bytes_ in self._state_by_kind(rank, sizes).items():
-            found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
-        found["compression"] = self._compression(rank, wide)
-        found["units whole"] = self._units_whole(rank, weight, wide, sizes) if stage >= 2 else 0.0
-        return found
+        for category, bytes_ in self._state_by_kind(rank, sizes).items():
+            totals[category] += bytes_ * ((1 - away) if category == "optimizer" else 1)
+        totals["compression"] = self._compression(rank, wide)
+        totals["units whole"] = self._units_whole(rank, weight, wide, sizes) if stage >= 2 else 0.0
+        return totals
 
     def _units_whole(self, rank: int, weight: int, wide: int, sizes: Sequence[int]) -> float:
         """Bytes of the units that are unsharded at once: their gradients, and with ZeRO 3 their weights."""
@@ -140,41 +140,43 @@ class Footprint:
         of_frozen = weight * (parallel.dp_zero_stage == 3)
         of_trained = wide + of_frozen
         split, experts_split = (size > 1 for size in sizes)
-        whole = [
+        unit_sizes = [
             split * (unit.dense * of_trained + unit.frozen * of_frozen)
             + experts_split * (unit.experts * of_trained + unit.frozen_experts * of_frozen)
             for unit in self.units[rank]
         ]
         at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
-        return max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
+        return max((sum(unit_sizes[i : i + at_once]) for i in range(len(unit_sizes))), default=0.0)
 
     def _state_by_kind(self, rank: int, shard_sizes: Sequence[int]) -> dict[str, float]:
         """Bytes by kind, in memory or on disk; weights that ZeRO 3 stores on disk are not counted.
 
         ``shard_sizes``: numbers of ranks that shard dense parameters and experts.
         """
-        config, total = self.config, self.totals[rank]
+        config = self.config
+        total = self.totals[rank]
         dense, experts = shard_sizes
-        found = dict.fromkeys(("optimizer", "gradients", "weights"), 0.0)
+        totals = dict.fromkeys(("optimizer", "gradients", "weights"), 0.0)
         for elements, size, hidden in (
             (total.dense - total.outside, dense, True),
             (total.outside, dense, False),
             (total.experts - total.expert_biases, experts, True),
             (total.expert_biases, experts, False),
         ):
-            for kind, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
-                found[kind] += elements * bytes_
-        if config.outer.outer_steps:  # global weights and momentum
+            for category, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
+                totals[category] += elements * bytes_
+        if config.optional("outer_steps"):  # global weights and momentum
             wide = max(number_size(config.training.compute_dtype), 4)
-            found["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
-        own, parallel = self._layers_of(rank), config.parallel
-        ranks = self.world_size // config.outer.num_groups // parallel.pipeline_model_parallel_size
-        of_matrices = matrix_state_elements(config, own, has_mtp=self.plan.stage_to_rank[-1] == rank)
-        found["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
+            totals["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
+        layers = self._layers_of(rank)
+        parallel = config.parallel
+        ranks = self.world_size // config.num_groups // parallel.pipeline_model_parallel_size
+        of_matrices = matrix_state_elements(config, layers, has_mtp=self.plan.stage_to_rank[-1] == rank)
+        totals["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
-            parts = size if config.parallel.dp_zero_stage == 3 else 1
-            found["weights"] += elements * number_size(config.training.compute_dtype) / parts
-        return found | ({"weights": 0.0} if config.parallel.offloads_weights else {})
+            shards = size if config.parallel.dp_zero_stage == 3 else 1
+            totals["weights"] += elements * number_size(config.training.compute_dtype) / shards
+        return totals | ({"weights": 0.0} if config.parallel.offloads_weights else {})
 
     def _state_of_an_element(self, size: int, *, hidden: bool) -> dict[str, float]:
         """``state_by_kind`` of an element that ``size`` ranks shard, computed once for all pipeline ranks."""
@@ -197,12 +199,13 @@ class Footprint:
 
     def _compression(self, rank: int, wide: int) -> float:
         """Bytes of compressed gradients at the end of a backward; ``wide``: bytes of a gradient."""
-        parallel, total = self.config.parallel, self.totals[rank]
-        kind = compression_of(parallel)
-        if kind is None:
+        parallel = self.config.parallel
+        total = self.totals[rank]
+        compression = compression_of(parallel)
+        if compression is None:
             return 0.0
         return sum(
-            elements * kind.bytes_per_parameter(wide, size, parallel.dp_zero_stage)
+            elements * compression.bytes_per_parameter(wide, size, parallel.dp_zero_stage)
             for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True)
             if size > 1
         )
@@ -210,20 +213,24 @@ class Footprint:
     @property
     def shard_sizes(self) -> tuple[int, int]:
         """Number of ranks that shard dense parameters, and number of ranks that shard experts."""
-        parallel, size = self.config.parallel, self.world_size // self.config.outer.num_groups
+        parallel = self.config.parallel
+        size = self.world_size // self.config.num_groups
         return parallel.data_parallel_size(size) * parallel.context_parallel_size, size // parallel.expert_model_size
 
     @cached_property
     def head_bytes(self) -> float:
         """Bytes that the output layer and the loss store per micro-batch."""
         padded = padded_vocabulary(self.config, self.vocab_size)
-        return stage_activations(self.config, range(0), first=False, last=True, padded_vocab_size=padded)
+        return stage_activations(self.config, range(0), first=False, has_head=True, padded_vocab_size=padded)
 
     def temporary(self, rank: int) -> float:
         """Bytes of the running operation: gradients of the widest part of a layer, or of the fused output layer."""
-        config, model = self.config, self.config.model
-        n, parallel = number_size(config.training.compute_dtype), config.parallel
-        tp, tokens = parallel.tensor_model_parallel_size, self.tokens
+        config = self.config
+        model = self.config.model
+        n = number_size(config.training.compute_dtype)
+        parallel = config.parallel
+        tp = parallel.tensor_model_parallel_size
+        tokens = self.tokens
         gated = 2 if model.gated_linear_unit else 1
         dense = any(map(model.has_dense_mlp, range(model.num_layers)))
         width = (1 + gated) * model.ffn_size / tp if dense else 0.0
@@ -232,19 +239,21 @@ class Footprint:
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.expert_hidden_size + (1 + gated) * model.expert_ffn_size) / tp
             width = max(rows, width)
-        found = n * tokens * (width + 4 * model.hidden_size)
+        size = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
-            found = max(found, n * tokens * 2 * model.hidden_size)
+            size = max(size, n * tokens * 2 * model.hidden_size)
         recurrent = filter(model.is_recurrent, self._layers_of(rank))
-        return max([found, *(Recurrence.of(config, layer).again for layer in recurrent)])
+        return max([size, *(Recurrence.of(config, layer).again for layer in recurrent)])
 
     def _widest(self, rank: int, share: float, size: float) -> float:
         """Width of the temporary gradients of layers of different sizes, ``share`` of the MLP's width, less the
         activations of later layers, which are freed before; in channels of ``size`` bytes."""
-        model, freed, widest = self.config.model, 0.0, 0.0
+        model = self.config.model
+        freed = 0.0
+        widest = 0.0
         for layer in reversed(self._layers_of(rank)):
-            own = model.of_layer(layer).ffn_size if model.has_dense_mlp(layer) else 0
-            widest = max(widest, share * own - freed)
+            ffn_size = model.of_layer(layer).ffn_size if model.has_dense_mlp(layer) else 0
+            widest = max(widest, share * ffn_size - freed)
             freed += self.layer_bytes[layer] / size if model.recompute_granularity != "full" else 0.0
         return widest
 
@@ -254,10 +263,10 @@ class Footprint:
 
     @cached_property
     def _layers_of_ranks(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in self.plan.ranks]
+        by_rank: list[list[int]] = [[] for _ in self.plan.ranks]
         for rank, run in zip(self.plan.stage_to_rank, self.layers, strict=False):  # a mean over stages has no layers
-            found[rank] += run
-        return found
+            by_rank[rank] += run
+        return by_rank
 
     @property
     def tokens(self) -> float:
@@ -268,14 +277,14 @@ class Footprint:
     def on_host(self, rank: int) -> float:
         """Bytes in host memory: offloaded optimizer state and activations."""
         optimizer = self.config.optimizer
-        found = 0.0
+        stored = 0.0
         if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
-            found = self._state_by_kind(rank, self.shard_sizes)["optimizer"] * optimizer.optimizer_offload_fraction
+            stored = self._state_by_kind(rank, self.shard_sizes)["optimizer"] * optimizer.optimizer_offload_fraction
         sizes = [offloaded_activations(self.config, run) for run in self.layers]
-        return found + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
+        return stored + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
 
     def worst(self) -> tuple[int, dict[str, float]]:
         """The pipeline rank with the highest peak, and its bytes by kind."""
-        found = [self.by_kind(rank) for rank in range(len(self.plan.ranks))]
-        rank = max(range(len(found)), key=lambda r: sum(found[r].values()))
-        return rank, found[rank]
+        peaks = [self.by_kind(rank) for rank in range(len(self.plan.ranks))]
+        rank = max(range(len(peaks)), key=lambda r: sum(peaks[r].values()))
+        return rank, peaks[rank]

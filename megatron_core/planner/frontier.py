@@ -40,8 +40,8 @@ class Frontier:
             bound, _, entry = heapq.heappop(self._queue)
             if not isinstance(entry, Group):
                 return bound, entry
-            for own, point in self.expand(bound, entry):
-                self.add(own, point)
+            for own_bound, point in self.expand(bound, entry):
+                self.add(own_bound, point)
         return None
 
 

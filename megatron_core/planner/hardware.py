@@ -110,7 +110,7 @@ _OF_FIELDS = {
     "Link": OBJECT,
     "Mapping[str, float]": RATES,
 }
-TYPES = {f.name: _OF_FIELDS[str(f.type)] for kind in (Hardware, Link) for f in fields(kind)}
+TYPES = {f.name: _OF_FIELDS[str(f.type)] for section in (Hardware, Link) for f in fields(section)}
 """Types of the keys of a file."""
 REMEDY = "measure the machine again with megatron-diagnose --machine"
 
@@ -216,16 +216,16 @@ class Rings:
 
     def _sizes(self, *, experts: bool) -> dict[str, int]:
         """Sizes of the axes in the order of the rank number, fastest-varying axis first."""
-        parallel, order = self.parallel, self.parallel.rank_order.split("-")
-        tp, cp, pp = (
-            parallel.tensor_model_parallel_size,
-            parallel.context_parallel_size,
-            parallel.pipeline_model_parallel_size,
-        )
+        parallel = self.parallel
+        order = self.parallel.rank_order.split("-")
+        tp = parallel.tensor_model_parallel_size
+        cp = parallel.context_parallel_size
+        pp = parallel.pipeline_model_parallel_size
         if not experts:
             sizes = {"tp": tp, "cp": cp, "dp": self.world_size // (tp * cp * pp), "pp": pp}
             return {axis: sizes[axis] for axis in order if axis in sizes}
-        ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+        ep = parallel.expert_model_parallel_size
+        etp = parallel.expert_tensor_size
         edp = self.world_size // (ep * etp * pp)
         names = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
         return dict(names[axis] for axis in order if axis in names)

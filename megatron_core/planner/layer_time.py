@@ -14,7 +14,7 @@ from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
-from megatron_core.planner.parameters import padded_vocabulary
+from megatron_core.planner.parameters import joins_parts, padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import Recurrence
 from megatron_core.planner.sparse_attention import sparse_seconds
@@ -28,19 +28,27 @@ class LayerClock:
     """Times of the layers of a configuration on a machine with ``world_size`` ranks."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, world_size: int, vocab_size: int) -> None:
-        self.config, self.hardware, self.vocab_size = config, hardware, vocab_size
-        parallel, model = config.parallel, config.model
+        self.config = config
+        self.hardware = hardware
+        self.vocab_size = vocab_size
+        parallel = config.parallel
+        model = config.model
         self.rings = Rings(hardware, parallel, world_size)
         self.rate = hardware.flops(config.training.compute_dtype)
         self.fast_rate = hardware.product_flops.get("float8", self.rate)  # without float8 products are emulated
         self.eight_bit = False
-        self.bytes, self.stream_bytes = number_size(config.training.compute_dtype), number_size(config.residual_dtype)
-        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.bytes = number_size(config.training.compute_dtype)
+        self.stream_bytes = number_size(config.residual_dtype)
+        self.tp = parallel.tensor_model_parallel_size
+        self.cp = parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
-        self.attention_kind, self.heads = attention_of(model), model.num_attention_heads / self.tp
-        query, value = self.attention_kind.query_head_size, self.attention_kind.value_head_size
-        self.queries, self.outputs = self.heads * query, self.heads * value
+        self.attention_kind = attention_of(model)
+        self.heads = model.num_attention_heads / self.tp
+        query = self.attention_kind.query_head_size
+        value = self.attention_kind.value_head_size
+        self.queries = self.heads * query
+        self.outputs = self.heads * value
 
     # --- single operations
 
@@ -48,7 +56,8 @@ class LayerClock:
         """Seconds of ``count`` products of ``[m, k]`` and ``[k, n]``."""
         if min(m, k, n) <= 0:
             return 0.0
-        edge, size = self.hardware.product_edge, self.bytes
+        edge = self.hardware.product_edge
+        size = self.bytes
         flops = 2 * m * k * n * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
         arithmetic = flops / (self.fast_rate if self.eight_bit else self.rate)
         moved = (1 if self.eight_bit else size) * (m * k + k * n) + (
@@ -73,15 +82,15 @@ class LayerClock:
     def linear(self, rows: float, inputs: float, outputs: float, count: float = 1) -> tuple[float, float, float]:
         """Seconds of a linear layer's forward, input gradient and weight gradient (accumulated in float32 or wider)."""
         wide = 2 * max(self.bytes, 4)
-        found = (
+        dense = (
             self.product(rows, inputs, outputs, count=count),
             self.product(rows, outputs, inputs, count=count),
             self.product(outputs, rows, inputs, count=count, result_bytes=wide),
         )
         if not self.eight_bit:
-            return found
-        forward, backward, own = self.casts(rows, inputs, outputs)
-        return found[0] + count * forward, found[1] + count * backward, found[2] + count * own
+            return dense
+        forward, backward, weight_grad = self.casts(rows, inputs, outputs)
+        return dense[0] + count * forward, dense[1] + count * backward, dense[2] + count * weight_grad
 
     def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
         """Seconds of the casts to 8 bits before each product of a linear layer.
@@ -92,7 +101,9 @@ class LayerClock:
         """
         n = self.bytes
         scale = n * (self.config.training.fp8_recipe in ("tensorwise", "rowwise"))
-        first, again, both = self.elements(scale + n + 1), self.elements(n + 1), self.elements(scale + n + 2)
+        first = self.elements(scale + n + 1)
+        again = self.elements(n + 1)
+        both = self.elements(scale + n + 2)
         weight = inputs * outputs
         return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
@@ -106,8 +117,10 @@ class LayerClock:
         weight gradient (Korthikanti et al. 2022, section 4.2.2). ``joined``: another pair, with the same input, has the
         reductions of both; only gathers of the input are left.
         """
-        first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
-        ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
+        first = self.linear(rows, inputs, inner_in)
+        second = self.linear(rows, inner_out, outputs)
+        ring = self.rings.ring("tp")
+        size = self.bytes * self.tokens * self.config.model.hidden_size
         gather = ring.gather(size)
         if joined:
             inputs_of_part = gather if self.parts > 1 else 0.0
@@ -140,13 +153,15 @@ class LayerClock:
     def core_attention(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of scores, softmax and weighted values."""
         # Communication of context parallelism.
-        config, model = self.config, self.config.model
-        length, batch = config.data.seq_length, config.training.micro_batch_size
+        config = self.config
+        model = self.config.model
+        length = config.data.seq_length
+        batch = config.training.micro_batch_size
         sent = layer_traffic(config, layer)
         ring = self.rings.ring("cp")
         comm = [
-            part / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
-            for part in (sent.forward, sent.backward)
+            sent_bytes / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
+            for sent_bytes in (sent.forward, sent.backward)
         ]
         # Arithmetic and memory traffic, with a fused kernel or with separate operations.
         pairs = most_layer_pairs(config, layer) * batch
@@ -158,13 +173,16 @@ class LayerClock:
             kinds = [{"attention": times[0]}, {"attention": times[1]}]
             kernels = (1.0, 3.0)
         else:
-            count, own = batch * self.heads, length / self.cp
-            scores = self.product(own, self.attention_kind.query_head_size, length, count=count)
-            values = self.product(own, length, self.attention_kind.value_head_size, count=count)
+            count = batch * self.heads
+            queries = length / self.cp
+            scores = self.product(queries, self.attention_kind.query_head_size, length, count=count)
+            values = self.product(queries, length, self.attention_kind.value_head_size, count=count)
             drops = model.attention_dropout > 0
             # Blocks of queries leave out the keys after them; tiles of context parallelism do not.
-            share = computed_weights(model, length) / length**2 if own == length else 1.0
-            scores, values, size = share * scores, share * values, share * count * own * length
+            share = computed_weights(model, length) / length**2 if queries == length else 1.0
+            scores = share * scores
+            values = share * values
+            size = share * count * queries * length
             kinds = [
                 {"attention": scores + values, "elements": self.elements(size * self.bytes * (4 if drops else 2))},
                 {
@@ -175,22 +193,22 @@ class LayerClock:
             kernels = (5.0, 8.0)
         if self.cp > 1:  # partial outputs and gradients of queries are accumulated in float32, block by block
             joined = 4 * self.tokens * self.outputs * (self.cp - 1)
-            for each, passes_over in zip(kinds, (3, 2), strict=True):
-                each["elements"] = each.get("elements", 0.0) + self.elements(passes_over * joined)
+            for seconds_by_kind, passes_over in zip(kinds, (3, 2), strict=True):
+                seconds_by_kind["elements"] = seconds_by_kind.get("elements", 0.0) + self.elements(passes_over * joined)
         # Exposed communication and launches.
-        kind = config.parallel.cp_comm_type
-        overlaps = (kind[layer] if len(kind) > 1 else kind[0]) in ("p2p", "a2a+p2p")
-        for each, seconds, launched in zip(kinds, comm, kernels, strict=True):
+        comm_types = config.parallel.cp_comm_type
+        overlaps = (comm_types[layer] if len(comm_types) > 1 else comm_types[0]) in ("p2p", "a2a+p2p")
+        for seconds_by_kind, seconds, launched in zip(kinds, comm, kernels, strict=True):
             if self.cp > 1:
-                each["cp"] = self.exposed(seconds, each["attention"]) if overlaps else seconds
-            each["launches"] = self.launches(launched * self.cp)
+                seconds_by_kind["cp"] = self.exposed(seconds, seconds_by_kind["attention"]) if overlaps else seconds
+            seconds_by_kind["launches"] = self.launches(launched * self.cp)
         return kinds[0], kinds[1]
 
     def keys_values(self, layer: int) -> tuple[int, int]:
         """Channels of all keys and of all values on a rank."""
-        kind = attention_of(self.config.model.of_layer(layer))
-        groups = kind.key_value_heads(self.tp)
-        return groups * kind.query_head_size, groups * kind.value_head_size
+        attention = attention_of(self.config.model.of_layer(layer))
+        groups = attention.key_value_heads(self.tp)
+        return groups * attention.query_head_size, groups * attention.value_head_size
 
     @property
     def _fused(self) -> bool:
@@ -200,19 +218,21 @@ class LayerClock:
 
     def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
-        model, passes = self.config.model, []
+        model = self.config.model
+        passes = []
         if model.has_attention(layer) and model.has_sparse_attention:
             passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
         elif model.has_attention(layer):
             passes.append(self.core_attention(layer))
         if model.is_recurrent(layer):
             forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
-            passes.append((forward, {kind: 3 * seconds for kind, seconds in forward.items()}))
+            passes.append((forward, {category: 3 * seconds for category, seconds in forward.items()}))
         return total([forward for forward, _ in passes]), total([backward for _, backward in passes])
 
     def between(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""
-        model, n = self.config.model, self.bytes
+        model = self.config.model
+        n = self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         added = model.has_mixer(layer) + model.has_mlp(layer)
         norms = added * (2 if model.norm_placement == "sandwich" else 1)
@@ -223,7 +243,8 @@ class LayerClock:
         dropped = 2 if model.hidden_dropout else 0
         backward = n * (rows * (3 * norms + (3 + dropped) * added) + 2 * rotated + 3 * normed)
         wider = (self.stream_bytes - n) * rows * added  # a norm reads the residual stream, a sum also writes it
-        forward, backward = forward + 3 * wider, backward + 4 * wider
+        forward = forward + 3 * wider
+        backward = backward + 4 * wider
         kernels = norms + added + 2 * bool(rotated) + 2 * bool(normed)
         return (
             {"elements": self.elements(forward), "launches": self.launches(kernels)},
@@ -233,7 +254,7 @@ class LayerClock:
     def activation(self, rows: float, width: float) -> tuple[Seconds, Seconds]:
         """Forward and backward of the activation function of an MLP."""
         reads = (3, 5) if self.config.model.gated_linear_unit else (2, 3)
-        forward, backward = (self.elements(self.bytes * rows * width * part) for part in reads)
+        forward, backward = (self.elements(self.bytes * rows * width * count) for count in reads)
         return (
             {"elements": forward, "launches": self.launches(1)},
             {"elements": backward, "launches": self.launches(1)},
@@ -241,7 +262,8 @@ class LayerClock:
 
     def mlp(self, width: float, *, joined: bool = False) -> Passes:
         """A dense MLP of ``width`` over all tensor-parallel ranks; ``joined`` as in ``pair``."""
-        hidden, inner = self.config.model.hidden_size, width / self.tp
+        hidden = self.config.model.hidden_size
+        inner = width / self.tp
         gated = 2 if self.config.model.gated_linear_unit else 1
         forward, backward = self.activation(self.tokens, inner)
         pair = self.pair(self.tokens, hidden, gated * inner, inner, hidden, joined=joined)
@@ -249,47 +271,55 @@ class LayerClock:
 
     def replaced(self) -> Passes:
         """A linear layer in place of attention or MLP; tensor-parallel ranks gather its outputs or exchange them."""
-        hidden, ring = self.config.model.hidden_size, self.rings.ring("tp")
-        found, size = self.linear(self.tokens, hidden, hidden / self.tp), self.bytes * self.tokens * hidden
-        whole, moved = ring.gather(size), ring.all_to_all(size / self.tp) if self.parts > 1 else 0.0
-        each = [{"products": seconds, "launches": self.launches(1)} for seconds in found]
-        return Passes(each[0] | {"tp": whole + moved}, each[1] | {"tp": 2 * whole + moved}, each[2])
+        hidden = self.config.model.hidden_size
+        ring = self.rings.ring("tp")
+        linear = self.linear(self.tokens, hidden, hidden / self.tp)
+        size = self.bytes * self.tokens * hidden
+        gathering = ring.gather(size)
+        moved = ring.all_to_all(size / self.tp) if self.parts > 1 else 0.0
+        products = [{"products": seconds, "launches": self.launches(1)} for seconds in linear]
+        return Passes(products[0] | {"tp": gathering + moved}, products[1] | {"tp": 2 * gathering + moved}, products[2])
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
-        model, parallel = self.config.model, self.config.parallel
-        hidden, outer, etp = model.hidden_size, model.expert_hidden_size, parallel.expert_tensor_size
-        own = self.tokens / self.tp
-        rows = own * model.moe_router_topk * etp
+        model = self.config.model
+        parallel = self.config.parallel
+        hidden = model.hidden_size
+        outer = model.expert_hidden_size
+        etp = parallel.expert_tensor_size
+        local_tokens = self.tokens / self.tp
+        rows = local_tokens * model.moe_router_topk * etp
         local = (model.num_experts or 1) / parallel.expert_model_parallel_size
-        inner, gated = model.expert_ffn_size / etp, 2 if model.gated_linear_unit else 1
+        inner = model.expert_ffn_size / etp
+        gated = 2 if model.gated_linear_unit else 1
         first = self.linear(rows / local, outer, gated * inner, local)
         second = self.linear(rows / local, inner, outer, local)
         # Of every token: the products of the router, and of latents, which have the same sizes both ways.
-        router = self.linear(own, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
+        router = self.linear(local_tokens, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
         moved = self.exchange()
-        whole = 0.0
+        reducing = 0.0
         if self.tp > 1 and self.parts == 1:
-            whole = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
+            reducing = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
         forward, backward = self.activation(rows, inner)
         # Permutation for dispatch, sort by expert, and the inverses of both: one read and one write each.
         permuted = self.elements(8 * self.bytes * rows * outer)
         kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
-        parts = [
+        passes = [
             Passes(
-                {"products": first[0] + second[0] + router[0], "ep": 2 * moved, "tp": whole},
-                {"products": first[1] + second[1] + router[1], "ep": 2 * moved, "tp": whole},
+                {"products": first[0] + second[0] + router[0], "ep": 2 * moved, "tp": reducing},
+                {"products": first[1] + second[1] + router[1], "ep": 2 * moved, "tp": reducing},
                 {"products": first[2] + second[2] + router[2], "launches": self.launches(2 * local)},
             ),
             Passes(total([forward, kernels]), total([backward, kernels]), {}),
         ]
         if model.moe_shared_expert_intermediate_size is not None:
-            parts.append(self.mlp(model.moe_shared_expert_intermediate_size))
-        return Passes.sum(parts)
+            passes.append(self.mlp(model.moe_shared_expert_intermediate_size))
+        return Passes.sum(passes)
 
     def exchange(self) -> float:
         """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
-        model, parallel = self.config.model, self.config.parallel
+        model = self.config.model
+        parallel = self.config.parallel
         row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
         if model.moe_token_dispatcher_type == "alltoall":
@@ -305,24 +335,27 @@ class LayerClock:
         if self.config.model.block_of(layer).attention.linear:
             return self.replaced()
         *inputs, output = mixer_of(self.config.model, layer).projections(self.tp)
-        first = next(each for each in inputs if each.split == "outputs")
+        first = next(projection for projection in inputs if projection.split == "outputs")
         main = self.pair(self.tokens, first.inputs, first.outputs, output.inputs, output.outputs)
-        own = self.tokens / self.parts
-        others = [each for each in inputs if each is not first]
-        more = [self.linear(self.tokens if each.split else own, each.inputs, each.outputs) for each in others]
-        if not more:
+        tokens = self.tokens / self.parts
+        secondary = [projection for projection in inputs if projection is not first]
+        if not secondary:
             return main
-        times = [{"products": sum(part[at] for part in more), "launches": self.launches(len(more))} for at in range(3)]
+        more = [self.linear(self.tokens if other.split else tokens, other.inputs, other.outputs) for other in secondary]
+        launches = self.launches(len(more))
+        times = [{"products": sum(seconds), "launches": launches} for seconds in zip(*more, strict=True)]
         return Passes.sum([main, Passes(times[0], times[1], times[2])])
 
     def layer(self, number: int) -> Passes:
         """A layer without recomputation or with selective recomputation."""
         model = self.config.model
         self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
-        (forward, backward), (before, behind) = self.mixing(number), self.between(number)
-        attention, mlp = self.attention(number), self.experts() if model.has_experts(number) else Passes({}, {}, {})
+        (forward, backward) = self.mixing(number)
+        (before, behind) = self.between(number)
+        attention = self.attention(number)
+        mlp = self.experts() if model.has_experts(number) else Passes({}, {}, {})
         if model.has_dense_mlp(number):
-            mlp = self.mlp(model.of_layer(number).ffn_size, joined=self.config.joins_parts(number))
+            mlp = self.mlp(model.of_layer(number).ffn_size, joined=joins_parts(self.config, number))
         elif model.block_of(number).mlp.linear:
             mlp = self.replaced()
         again = [forward] if model.recomputes("core_attn") else []
@@ -333,8 +366,8 @@ class LayerClock:
         if model.recomputes("moe_act") and model.has_experts(number):
             again.append({"elements": 0.3 * mlp.forward["elements"]})
         self.eight_bit = False
-        parts = [attention, Passes(forward, total([backward, *again]), {}), mlp, Passes(before, behind, {})]
-        return Passes.sum(parts)
+        passes = [attention, Passes(forward, total([backward, *again]), {}), mlp, Passes(before, behind, {})]
+        return Passes.sum(passes)
 
     def ahead(self) -> Passes:
         """The layers of multi-token prediction, each with its projection, embedding, and output layer."""
@@ -354,8 +387,8 @@ class LayerClock:
 
     def recomputed(self, number: int) -> Passes:
         """A layer with full recomputation: backward repeats its forward."""
-        found = self.layer(number)
-        return Passes(found.forward, total([found.input_grad, found.forward]), found.weight_grad, found.hidden)
+        passes = self.layer(number)
+        return Passes(passes.forward, total([passes.input_grad, passes.forward]), passes.weight_grad, passes.hidden)
 
     def offloaded(self, number: int) -> Passes:
         """Additional time of a layer whose activations move to the host and back while a layer like it runs."""
@@ -376,11 +409,13 @@ class LayerClock:
 
     def head(self) -> Passes:
         """The last norm, the output layer and the loss."""
-        model, n = self.config.model, self.bytes
+        model = self.config.model
+        n = self.bytes
         columns = padded_vocabulary(self.config, self.vocab_size) / self.tp
         products = self.linear(self.tokens, model.hidden_size, columns)
         again = products[0] if model.fuses_output_layer_with_loss else 0.0
-        ring, size = self.rings.ring("tp"), n * self.tokens * model.hidden_size
+        ring = self.rings.ring("tp")
+        size = n * self.tokens * model.hidden_size
         gather = ring.gather(size) if self.parts > 1 else 0.0
         logits = n * self.tokens * columns
         return Passes(

@@ -29,14 +29,15 @@ LAYER_SETTINGS = (
     *("recompute_method", "recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers"),
 )
 """Settings that determine the times of a layer."""
-_SECTION = {setting.name: section for section, kind in core_sections().items() for setting in fields(kind)}
+_SECTION = {setting.name: section for section, keys in core_sections().items() for setting in fields(keys)}
 NEUTRAL = {name: value for name, value in Layout().settings().items() if not name.startswith("account_for")} | NONE
 NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_layers": 0}
 
 
 def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
     """Powers of two whose product with ``copies`` divides the batch; with ``--dpo`` from 2, for pairs of answers."""
-    batch, powers = config.training.global_batch_size or 1, range(1 if config.optional("dpo") else 0, 10)
+    batch = config.training.global_batch_size or 1
+    powers = range(1 if config.optional("dpo") else 0, 10)
     return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
 
 
@@ -62,7 +63,7 @@ def with_settings(
 
 def _feature_of(setting: str) -> str:
     """The feature to which a setting belongs."""
-    return next(name for name, kind in feature_sections().items() if setting in kind.__dataclass_fields__)
+    return next(name for name, section in feature_sections().items() if setting in section.__dataclass_fields__)
 
 
 def describe_layout(config: RunConfig, world_size: int) -> str:

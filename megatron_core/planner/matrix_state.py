@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.linear_layers import linear_layers
-from megatron_core.config.tuning import PARTS, WHOLE
+from megatron_core.planner.parameters import added_tensors
 
 QKV = "linear_qkv"
 
@@ -33,30 +33,30 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
     if elements is None:
         return 0
     model = config.model
-    found = [matrix for layer in layers for matrix in _matrices(config, layer)]
+    owned = [owner for layer in layers for owner in _matrices(config, layer)]
     for _ in range(model.mtp_built_layers * has_mtp):
-        if config.tuning.lora_rank is None:
-            found += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
+        if added_tensors(config) is None:
+            owned += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(
-        matrix.copies * elements(config.optimizer, matrix.pieces, matrix.columns, matrix.has_heads) for matrix in found
+        owner.copies * elements(config.optimizer, owner.pieces, owner.columns, owner.has_heads) for owner in owned
     )
 
 
 def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
     """The trained hidden matrices of a layer."""
-    model, tuning = config.model, config.tuning
+    model, tensors_of = config.model, added_tensors(config)
+    if tensors_of is not None:
+        for shape, experts in tensors_of(config, ParallelConfig(), layer_number):
+            if len(shape) == 2:
+                yield Matrices(shape[:1], shape[1], experts or 1)
+        return
     for path, inputs, pieces, experts, frozen in linear_layers(model, ParallelConfig(), layer_number):
         name = path.rpartition(".")[2]
-        if tuning.lora_rank is not None:
-            for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
-                first, last = (0, len(pieces)) if part == WHOLE else PARTS[name, len(pieces)][part]
-                yield Matrices((tuning.lora_rank,), inputs, experts or 1)
-                yield Matrices((sum(pieces[first:last]),), tuning.lora_rank, experts or 1)
-        elif not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
+        if not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
             if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
                 pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
             yield Matrices(pieces, inputs, experts or 1, name == QKV)
-    if model.has_experts(layer_number) and tuning.lora_rank is None and not model.dsa_indexer_warmup:
+    if model.has_experts(layer_number) and not model.dsa_indexer_warmup:
         yield Matrices((model.num_experts or 0,), model.hidden_size)
         if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:
             yield Matrices((1,), model.hidden_size)

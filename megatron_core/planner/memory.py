@@ -40,10 +40,9 @@ def state_by_kind(
     wide = max(weight, 4)
     main = wide if weight < wide and optimizer.main_params_dtype == "fp32" else 0
     moments = optimizer.kind_of(hidden=hidden).moment_bytes(optimizer, wide) + wide * added_moments
-    parts = {"optimizer": moments + main, "gradients": wide, "weights": weight}
-    return {
-        kind: part / (data_parallel_size if zero_stage > at else 1) for at, (kind, part) in enumerate(parts.items())
-    }
+    sizes = {"optimizer": moments + main, "gradients": wide, "weights": weight}
+    shards = [data_parallel_size if zero_stage > stage else 1 for stage in range(len(sizes))]
+    return {name: size / number for (name, size), number in zip(sizes.items(), shards, strict=True)}
 
 
 def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
@@ -64,14 +63,16 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     ``fp32_residual_connection`` inputs of norms that read the residual stream have 4 bytes instead of n.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
-    model, n = config.model.of_layer(layer_number), _number_size(config)
+    model = config.model.of_layer(layer_number)
+    n = _number_size(config)
     replicated, of_heads = mixer_of(model, layer_number).saved()
-    parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
-    each = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")
-    norms, mask = 1 if model.parallel_residual_shared_norm else parts, 1 if model.hidden_dropout else 0
-    whole: float = model.hidden_size * (norms * n * each + parts * mask) + n * replicated
+    sublayers = model.has_mixer(layer_number) + model.has_mlp(layer_number)
+    saved_per_norm = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")
+    norms = 1 if model.parallel_residual_shared_norm else sublayers
+    mask = 1 if model.hidden_dropout else 0
+    split_by_sequence: float = model.hidden_size * (norms * n * saved_per_norm + sublayers * mask) + n * replicated
     if model.norm_placement != "post":
-        whole += model.hidden_size * norms * (number_size(config.residual_dtype) - n)
+        split_by_sequence += model.hidden_size * norms * (number_size(config.residual_dtype) - n)
     experts = model.has_experts(layer_number)
     width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
     if experts:
@@ -82,7 +83,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     split += _expert_bytes(config) if experts else 0
     split += _score_bytes(config) if model.has_attention(layer_number) else 0
     tp = config.parallel.tensor_model_parallel_size
-    return _tokens(config) * (whole / _sequence_parts(config) + split / tp)
+    return _tokens(config) * (split_by_sequence / _sequence_parts(config) + split / tp)
 
 
 def _expert_bytes(config: RunConfig) -> float:
@@ -94,7 +95,8 @@ def _expert_bytes(config: RunConfig) -> float:
                                                              and times the probability
         with latents of l channels: k n u l instead of k n u h, and n (h + l) for the inputs of their projections
     """
-    model, n = config.model, _number_size(config)
+    model = config.model
+    n = _number_size(config)
     if model.recomputes("moe"):
         return 0
     inner = ((4 if model.gated_linear_unit else 3) - 2 * model.recomputes("moe_act")) * model.expert_ffn_size
@@ -109,7 +111,8 @@ def _score_bytes(config: RunConfig) -> int:
     """Bytes per token of attention weights over all heads: 0 with selective recomputation, and with sparse attention,
     which always recomputes; only the log-sum-exp of each row if attention is fused or if keys are on other ranks,
     because backward computes the weights again."""
-    model, n = config.model, _number_size(config)
+    model = config.model
+    n = _number_size(config)
     if model.recomputes("core_attn") or model.has_sparse_attention:
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
@@ -124,47 +127,52 @@ def stage_activations(
     layers: range,
     *,
     first: bool,
-    last: bool,
+    has_head: bool,
     padded_vocab_size: int,
-    each: Mapping[int, float] | None = None,
+    by_layer: Mapping[int, float] | None = None,
 ) -> float:
     """Bytes that a stage saves for one micro-batch: its layers, and the embedding and the output layer.
 
     A recomputed group of layers saves only its input: n s b h (with ``fp32_residual_connection`` 4 s b h), divided by t
     with sequence parallelism. Offloaded activations are in host memory and are not counted. The embedding saves its
     dropout mask and the input of its norm, the output layer its inputs and the logits (Korthikanti et al. 2022,
-    section 4.3, where logits are float32; here the loss saves them in their own dtype). ``each`` gives the bytes of
+    section 4.3, where logits are float32; here the loss saves them in their own dtype). ``by_layer`` gives the bytes of
     each layer; None: compute them.
     """
-    model, n, tokens = config.model, _number_size(config), _tokens(config)
-    row, of_stream = tokens * model.hidden_size / _sequence_parts(config), number_size(config.residual_dtype)
+    model = config.model
+    n = _number_size(config)
+    tokens = _tokens(config)
+    row = tokens * model.hidden_size / _sequence_parts(config)
+    of_stream = number_size(config.residual_dtype)
     recomputed, inputs = recomputed_layers(config, len(layers))
     away = min(model.cpu_offloading_num_layers, len(layers)) if model.cpu_offloading else 0
     if recomputed:
         inputs -= -(-min(away, recomputed) * inputs // recomputed)
-    kept = layers[max(recomputed, away if not recomputed else 0) :]
-    held = sum(layer_activations(config, layer) if each is None else each[layer] for layer in kept)
-    held += inputs * of_stream * row
+    saving = layers[max(recomputed, away if not recomputed else 0) :]
+    size = sum(layer_activations(config, layer) if by_layer is None else by_layer[layer] for layer in saving)
+    size += inputs * of_stream * row
     if first:
-        held += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
-    if last:
-        held += (of_stream + n) * row
+        size += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
+    if has_head:
+        size += (of_stream + n) * row
         if not model.fuses_output_layer_with_loss:
-            held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
-        held += (model.mtp_num_layers or 0) * _mtp_bytes(config, padded_vocab_size)
-    return held
+            size += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
+        size += (model.mtp_num_layers or 0) * _mtp_bytes(config, padded_vocab_size)
+    return size
 
 
 def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
     """Bytes of a multi-token prediction layer: embedding and last hidden state with their norms, a layer, a head."""
-    model, n, tokens = config.model, _number_size(config), _tokens(config)
+    model = config.model
+    n = _number_size(config)
+    tokens = _tokens(config)
     row = n * tokens * model.hidden_size / _sequence_parts(config)
     recomputed = model.recompute_granularity == "full"
     before_last_norm = number_size(config.residual_dtype) / n * row
-    held = 4 * row if recomputed else 5 * row + before_last_norm + layer_activations(config, model.num_layers)
+    size = 4 * row if recomputed else 5 * row + before_last_norm + layer_activations(config, model.num_layers)
     if not model.fuses_output_layer_with_loss:
-        held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
-    return held
+        size += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
+    return size
 
 
 def offloaded_activations(config: RunConfig, layers: range) -> float:
@@ -173,28 +181,33 @@ def offloaded_activations(config: RunConfig, layers: range) -> float:
     if not model.cpu_offloading:
         return 0.0
     stays = replace(config, model=replace(model, cpu_offloading=False))
-    whole, left = (
-        stage_activations(each, layers, first=False, last=False, padded_vocab_size=0) for each in (stays, config)
+    in_all, left = (
+        stage_activations(run, layers, first=False, has_head=False, padded_vocab_size=0) for run in (stays, config)
     )
-    return whole - left
+    return in_all - left
 
 
-def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapping[int, float] | None = None) -> float:
+def transient_activations(
+    config: RunConfig, layers: Sequence[range], by_layer: Mapping[int, float] | None = None
+) -> float:
     """Bytes of temporary activations: of a recomputed group of layers, or of two offloaded layers."""
-    longest, model = 0, config.model
+    longest = 0
+    model = config.model
     if model.recompute_granularity == "full":
         longest = model.recompute_num_layers or 1 if model.recompute_method == "uniform" else 1
     elif model.cpu_offloading:
         longest = min(model.cpu_offloading_num_layers, 2)  # one runs while the other leaves or returns
     if not longest:
         return 0.0
-    sizes = (layer_activations(config, layer) if each is None else each[layer] for run in layers for layer in run)
+    all_layers = [layer for run in layers for layer in run]
+    sizes = (layer_activations(config, layer) if by_layer is None else by_layer[layer] for layer in all_layers)
     return min(longest, max(map(len, layers), default=0)) * max(sizes, default=0.0)
 
 
 def recomputed_layers(config: RunConfig, num_layers: int) -> tuple[int, int]:
     """Number of recomputed layers of a stage, and number of inputs saved for them."""
-    model, every = config.model, config.model.recompute_num_layers or 1
+    model = config.model
+    every = config.model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
         return 0, 0
     if model.recompute_method == "uniform":

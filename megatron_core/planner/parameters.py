@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from operator import add
 from typing import TypeVar
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.attention import attention_of
+from megatron_core.config.linear_layers import AddedTensor
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.tuning import PARTS, WHOLE
+from megatron_core.feature import load_hook, used_features
 
 Computed = TypeVar("Computed")
 
@@ -38,9 +40,9 @@ class Parameters:
         return Parameters(*map(add, vars(self).values(), vars(other).values()))
 
     @classmethod
-    def sum(cls, parts: Iterable[Parameters]) -> Parameters:
+    def sum(cls, terms: Iterable[Parameters]) -> Parameters:
         """Add many of them, in a fraction of the time of ``+``."""
-        return cls(*map(sum, zip(*(vars(part).values() for part in parts), strict=True)))
+        return cls(*map(sum, zip(*(vars(term).values() for term in terms), strict=True)))
 
     @property
     def total(self) -> int:
@@ -66,33 +68,35 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     ``AttentionKind.projections``), MLP 2 h f / t (gated: 3), E experts
     E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
     """
-    model, tp = config.model.of_layer(layer_number), config.parallel.tensor_model_parallel_size
-    hidden, attention = model.hidden_size, mixer_of(model, layer_number)
+    model = config.model.of_layer(layer_number)
+    tp = config.parallel.tensor_model_parallel_size
+    hidden = model.hidden_size
+    attention = mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
-    parts = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
-    found = _vectors(norms + norm_parameters(model) * parts * (2 if model.norm_placement == "sandwich" else 1))
+    blocks = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
+    total = _vectors(norms + norm_parameters(model) * blocks * (2 if model.norm_placement == "sandwich" else 1))
     for projection in attention.projections(tp):
-        own = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
-        found += own.freeze() if projection.frozen else own
-    found += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
+        of_projection = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
+        total += of_projection.freeze() if projection.frozen else of_projection
+    total += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
     if not model.has_experts(layer_number):
         if model.block_of(layer_number).mlp.linear:
             rows = hidden // tp
-            return found + Parameters(hidden * rows) + _vectors(rows * model.add_bias_linear)
-        return found + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
+            return total + Parameters(hidden * rows) + _vectors(rows * model.add_bias_linear)
+        return total + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
     experts = model.num_experts or 0
-    found += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
+    total += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
-        found += _mlp(model, shared, tp) + Parameters(hidden * model.moe_shared_expert_gate)
+        total += _mlp(model, shared, tp) + Parameters(hidden * model.moe_shared_expert_gate)
     parallel = config.parallel
     matrices = 3 if model.gated_linear_unit else 2
     local = experts // parallel.expert_model_parallel_size
     width = model.expert_ffn_size // parallel.expert_tensor_size
     outer = model.expert_hidden_size
-    found += Parameters(2 * hidden * (model.moe_latent_size or 0))
+    total += Parameters(2 * hidden * (model.moe_latent_size or 0))
     biases = local * ((matrices - 1) * width + outer) * model.add_bias_linear
-    return found + Parameters(experts=local * matrices * outer * width + biases, expert_biases=biases)
+    return total + Parameters(experts=local * matrices * outer * width + biases, expert_biases=biases)
 
 
 def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
@@ -115,9 +119,9 @@ def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool)
 
 def model_parameters(config: RunConfig, vocab_size: int) -> int:
     """Elements of the whole model, with the padding of its vocabulary on one rank."""
-    whole = replace(config, parallel=ParallelConfig())
-    ends = (part(whole, vocab_size, with_embedding=True) for part in (head_parameters, ahead_parameters))
-    return Parameters.sum([*all_layers(whole), *ends, embedding_parameters(whole, vocab_size)]).total
+    unsplit = replace(config, parallel=ParallelConfig())
+    ends = (count(unsplit, vocab_size, with_embedding=True) for count in (head_parameters, ahead_parameters))
+    return Parameters.sum([*all_layers(unsplit), *ends, embedding_parameters(unsplit, vocab_size)]).total
 
 
 def all_layers(config: RunConfig) -> list[Parameters]:
@@ -137,80 +141,103 @@ def rank_units(
     ``kinds``: ``layer_kinds`` of ``config``, if they are known.
     """
     ranks: list[list[Parameters]] = [[] for _ in range(max(stage_to_rank) + 1)]
-    last = len(layers) - 1
-    ends = stage_to_rank[0], stage_to_rank[last]
+    final = len(layers) - 1
+    ends = stage_to_rank[0], stage_to_rank[final]
     kinds = layer_kinds(config) if kinds is None else kinds
-    each = each_layer(kinds, lambda layer: layer_parameters(config, layer))
+    by_layer = each_layer(kinds, lambda layer: layer_parameters(config, layer))
     for stage, run in enumerate(layers):
         units = ranks[stage_to_rank[stage]]
         if stage == 0:
             units.append(embedding_parameters(config, vocab_size))
-        units += [each[layer] for layer in run]
-        if stage == last:
+        units += [by_layer[layer] for layer in run]
+        if stage == final:
             with_embedding = ends[0] == ends[1]
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
-    if config.tuning.lora_rank is None and not config.model.dsa_indexer_warmup:
+    if trains_whole_model(config):
         # The reference of preferences is a frozen copy of each unit.
         return [[unit + unit.freeze() for unit in units] for units in ranks] if config.optional("dpo") else ranks
-    # Adapters or indexers are trained, everything else is frozen.
-    trained = adapter_parameters if config.tuning.lora_rank is not None else _indexer_parameters
+    # The tensors that a feature adds, or indexers, are trained, everything else is frozen.
+    trained = _indexer_parameters if added_tensors(config) is None else added_parameters
     added = each_layer(kinds, lambda layer: trained(config, layer))
     left = [[unit.freeze() for unit in units] for units in ranks]
     for stage, run in enumerate(layers):
         rank = stage_to_rank[stage]
-        at = sum(len(layers[s]) + (s == 0) for s in range(stage) if stage_to_rank[s] == rank) + (stage == 0)
-        for number, layer in enumerate(run, start=at):
+        position = sum(len(layers[s]) + (s == 0) for s in range(stage) if stage_to_rank[s] == rank) + (stage == 0)
+        for number, layer in enumerate(run, start=position):
             left[rank][number] += added[layer]
     return left
 
 
 def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """The elements of a layer's indexer, of which a frozen layer counts as many as frozen."""
-    attention, tp = mixer_of(config.model, layer_number), config.parallel.tensor_model_parallel_size
+    attention = mixer_of(config.model, layer_number)
+    tp = config.parallel.tensor_model_parallel_size
     vectors = 2 * config.model.dsa_indexer_head_dim
-    matrices = sum(each.elements for each in attention.projections(tp) if "indexer" in each.module)
+    matrices = sum(projection.elements for projection in attention.projections(tp) if "indexer" in projection.module)
     return Parameters(matrices + vectors, outside=vectors, frozen=-matrices - vectors)
 
 
 def layer_kinds(config: RunConfig) -> list[int]:
     """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
-    model, comm = config.model, config.parallel.cp_comm_type
+    model = config.model
+    comm = config.parallel.cp_comm_type
     in_eight_bits = config.training.fp8_layers(model.num_layers)
     seen: dict[object, int] = {}
-    found = []
+    numbers = []
     for layer in range(model.num_layers):
         eight_bit = layer in in_eight_bits
-        comm_type, adapted = comm[layer if len(comm) > 1 else 0], adapter_parameters(config, layer)
+        comm_type = comm[layer if len(comm) > 1 else 0]
+        added = added_parameters(config, layer)
         mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
-        parts = model.has_experts(layer), model.has_mlp(layer), mixer, model.block_of(layer)
-        kind = *parts, comm_type, eight_bit, adapted
-        found.append(seen.setdefault(kind, len(seen)))
-    return found
+        blocks = model.has_experts(layer), model.has_mlp(layer), mixer, model.block_of(layer)
+        traits = *blocks, comm_type, eight_bit, added
+        numbers.append(seen.setdefault(traits, len(seen)))
+    return numbers
 
 
 def each_layer(kinds: Sequence[int], compute: Callable[[int], Computed]) -> list[Computed]:
     """``compute`` of each layer, called once for each of ``layer_kinds``."""
-    found: dict[int, Computed] = {}
-    return [found[kind] if kind in found else found.setdefault(kind, compute(at)) for at, kind in enumerate(kinds)]
+    results: dict[int, Computed] = {}
+    for layer, layer_kind in enumerate(kinds):
+        if layer_kind not in results:
+            results[layer_kind] = compute(layer)
+    return [results[layer_kind] for layer_kind in kinds]
 
 
-def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
-    """Elements of a layer's low-rank adapters on a rank: r (inputs + outputs) for each part of a matrix.
+def joins_parts(config: RunConfig, layer_number: int) -> bool:
+    """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (``transformer.joined``)."""
+    model, parallel = config.model, config.parallel
+    if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
+        return False
+    separate = (
+        *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
+        *(config.training.compile, config.optional("lora_rank") is not None),
+    )
+    return attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
 
-    Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
-    """
-    tuning, found = config.tuning, Parameters()
-    if tuning.lora_rank is None:
-        return found
-    for path, inputs, pieces, experts, _ in linear_layers(config.model, config.parallel, layer_number):
-        for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
-            first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
-            rows = sum(pieces[first:last])
-            elements = tuning.lora_rank * (inputs + rows)
-            found += Parameters(experts=experts * elements) if experts else Parameters(elements)
-            found += _vectors(rows * tuning.use_dora)
-    return found
+
+def added_tensors(config: RunConfig) -> Callable[..., Iterable[AddedTensor]] | None:
+    """The ``Feature.added_tensors`` of a run; None if it trains the weights of the model."""
+    hooks = [feature.added_tensors for feature in used_features(config) if feature.added_tensors is not None]
+    return load_hook(*hooks) if hooks else None
+
+
+def trains_whole_model(config: RunConfig) -> bool:
+    """Whether no weights are frozen."""
+    return not config.model.dsa_indexer_warmup and added_tensors(config) is None
+
+
+def added_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """Elements of the tensors that a feature adds to a layer, on a rank."""
+    parameters = Parameters()
+    tensors_of = added_tensors(config)
+    for shape, experts in () if tensors_of is None else tensors_of(config, config.parallel, layer_number):
+        if len(shape) == 1:
+            parameters += _vectors(*shape)
+        else:
+            parameters += Parameters(experts=experts * prod(shape)) if experts else Parameters(prod(shape))
+    return parameters
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
@@ -229,13 +256,14 @@ def _vectors(elements: int) -> Parameters:
 def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
     """Elements of the multi-token prediction layers: each has a layer, three norms, and a projection
     of 2 h^2 / t; a rank without the embedding has a copy of it."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
     if not model.mtp_num_layers:
         return Parameters()
-    own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    found = Parameters.sum([own + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
+    outside_of_layer = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
+    layers = Parameters.sum([outside_of_layer + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
     copied = not with_embedding and model.untie_embeddings_and_output_weights
-    return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
+    return layers + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 
 
 def _mlp(model: ModelConfig, width: int, tp: int) -> Parameters:

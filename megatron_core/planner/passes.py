@@ -10,13 +10,13 @@ Seconds = dict[str, float]
 """Seconds by kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
 
 
-def total(parts: Iterable[Seconds]) -> Seconds:
+def total(terms: Iterable[Seconds]) -> Seconds:
     """Sum by kind."""
-    found: Seconds = {}
-    for part in parts:
-        for kind, seconds in part.items():
-            found[kind] = found.get(kind, 0.0) + seconds
-    return found
+    sums: Seconds = {}
+    for term in terms:
+        for category, seconds in term.items():
+            sums[category] = sums.get(category, 0.0) + seconds
+    return sums
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Passes:
         return sum(self.forward.values()), sum(self.input_grad.values()), sum(self.weight_grad.values())
 
     @staticmethod
-    def sum(parts: Iterable[Passes]) -> Passes:
+    def sum(terms: Iterable[Passes]) -> Passes:
         """Sum of parts that run one after another."""
-        parts = list(parts)
+        terms = list(terms)
         return Passes(
-            total(p.forward for p in parts),
-            total(p.input_grad for p in parts),
-            total(p.weight_grad for p in parts),
-            sum(p.hidden for p in parts),
+            total(p.forward for p in terms),
+            total(p.input_grad for p in terms),
+            total(p.weight_grad for p in terms),
+            sum(p.hidden for p in terms),
         )

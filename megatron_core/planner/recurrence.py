@@ -26,7 +26,8 @@ from megatron_core.config import RunConfig
 from megatron_core.config import mixers as kinds
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
-CHUNK, CHANNEL_CHUNK = 64, 16
+CHUNK = 64
+CHANNEL_CHUNK = 16
 """Tokens of a chunk, also with a decay for each channel, as in ``features.recurrent``."""
 
 
@@ -50,14 +51,19 @@ class Recurrence:
     @classmethod
     def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
-        model, parallel = config.model, config.parallel
+        model = config.model
+        parallel = config.parallel
         sizes = kinds.recurrence_of(model, layer_number)
         assert sizes is not None, layer_number
-        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        batch, length = config.training.micro_batch_size, config.data.seq_length / cp
+        tp = parallel.tensor_model_parallel_size
+        cp = parallel.context_parallel_size
+        batch = config.training.micro_batch_size
+        length = config.data.seq_length / cp
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
-        part, tokens, wide = length / (1 if cp == 1 else 2), length * batch, max(number, 4)
-        chunk = min(CHUNK if sizes.decay_channels == 1 else CHANNEL_CHUNK, part)
+        block = length / (1 if cp == 1 else 2)
+        tokens = length * batch
+        wide = max(number, 4)
+        chunk = min(CHUNK if sizes.decay_channels == 1 else CHANNEL_CHUNK, block)
         flops, elements = _work(sizes, chunk, passes_transitions=cp > 1)
         again = tokens * elements / tp * wide
         transitions = 2 * sizes.transition_elements * sizes.heads / tp * batch * wide
@@ -68,7 +74,7 @@ class Recurrence:
             sent=(cp - 1) * (transitions + tails),
             sent_back=(cp - 1) * (2 * transitions + tails),
             again=again,
-            steps=part / chunk if transitions else 0.0,
+            steps=block / chunk if transitions else 0.0,
         )
 
     def seconds(self, hardware: Hardware, ring: GroupBandwidth) -> dict[str, float]:
@@ -84,7 +90,9 @@ class Recurrence:
 
 def _work(sizes: kinds.Recurrence, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
     """Forward FLOPs per token, and elements per token that backward computes once more, over all ranks."""
-    heads, key, value = sizes.heads, sizes.query_head_size, sizes.value_head_size
+    heads = sizes.heads
+    key = sizes.query_head_size
+    value = sizes.value_head_size
     if isinstance(sizes, kinds.ShortConvolution):
         return sizes.score_flops(0)[0], 0.0
     if isinstance(sizes, kinds.Mamba2):

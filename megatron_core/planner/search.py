@@ -44,7 +44,9 @@ SHAPE = (
 )
 """Settings that distinguish layouts in the result; of layouts with equal values only the fastest is kept."""
 MOST_CHUNKS = 8
-LISTING, SEEDING, RESERVE = 0.5, 0.2, 0.05
+LISTING = 0.5
+SEEDING = 0.2
+RESERVE = 0.05
 """Shares of the time limit for the list of points, for a sample of them, and for the end of what has begun."""
 
 
@@ -122,37 +124,38 @@ class Search:
                 "number of sequences of an optimizer step"
             )
         limit = TimeLimit(self.seconds, self.clock)
-        frontier, seeds = Frontier(self._points_of), list[Settings]()
+        frontier = Frontier(self._points_of)
+        seeds = list[Settings]()
         for bound, group in self._groups():
             frontier.add(bound, group)
             seeds += self._seeds(group)
             if limit.passed(LISTING):
                 self.stopped = True
                 break
-        found: dict[tuple[Any, ...], Candidate] = {}
+        fastest: dict[tuple[Any, ...], Candidate] = {}
         # A sample of layouts that need little memory. The fastest points by their bounds often do not fit, so that a
         # search that ends early would have found none.
         Random(0).shuffle(seeds)
         for settings in seeds:
-            if limit.passed(LISTING + SEEDING) or len(found) >= count:
+            if limit.passed(LISTING + SEEDING) or len(fastest) >= count:
                 break
-            self._consider(settings, found, float("inf"))
+            self._consider(settings, fastest, float("inf"))
         while (point := frontier.pop()) is not None:
             bound, settings = point
-            worst = sorted(c.seconds for c in found.values())[count - 1] if len(found) >= count else float("inf")
+            worst = sorted(c.seconds for c in fastest.values())[count - 1] if len(fastest) >= count else float("inf")
             if bound >= worst:
                 break
             if limit.passed(1 - RESERVE):
                 self.bound = 0.0 if self.stopped else bound
                 self.stopped = True
                 break
-            self._consider(settings, found, worst)
+            self._consider(settings, fastest, worst)
             self.decided += 1
             if self.decided % 64 == 0:
-                self.progress(self.decided, self.points, min((c.seconds for c in found.values()), default=0.0))
-        if not found:
+                self.progress(self.decided, self.points, min((c.seconds for c in fastest.values()), default=0.0))
+        if not fastest:
             raise LayoutError(self._nothing_found() if self.stopped else self._nothing_fits())
-        return sorted(found.values())[:count]
+        return sorted(fastest.values())[:count]
 
     def candidate(self, config: RunConfig) -> Candidate:
         """Return a layout's time and memory, whether or not it fits; ``LayoutError`` if the layout is not legal."""
@@ -181,18 +184,20 @@ class Search:
             if room not in self._stages:
                 self._stages[room] = self._stage_settings(room)
             sizes = Counter(stages["pipeline_model_parallel_size"] for stages in self._stages[room])
-            for micro, kept in product(micro_batch_sizes(self.config), KEPT[: None if self.hardware.has_host else -1]):
+            variants = KEPT if self.hardware.has_host else KEPT[:-1]
+            for micro, variant in product(micro_batch_sizes(self.config), variants):
                 points = sum(number for pp, number in sizes.items() if batch % (micro * (room // pp)) == 0)
                 if not points:
                     continue
                 self.points += points
-                away = {"cpu_offloading_num_layers": self.config.model.num_layers * kept["cpu_offloading"]}
-                settings = layers | kept | away | {"micro_batch_size": micro}
+                away = {"cpu_offloading_num_layers": self.config.model.num_layers * variant["cpu_offloading"]}
+                settings = layers | variant | away | {"micro_batch_size": micro}
                 yield self._bound(settings), Group(settings, room)
 
     def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, Settings]]:
         """Yield the points of a group and lower bounds of their times."""
-        batch, micro = self.config.training.global_batch_size or 1, group.settings["micro_batch_size"]
+        batch = self.config.training.global_batch_size or 1
+        micro = group.settings["micro_batch_size"]
         for stages in self._stages[group.room]:
             copies = group.room // stages["pipeline_model_parallel_size"]
             if batch % (micro * copies) == 0:
@@ -228,7 +233,7 @@ class Search:
 
     def _stage_settings(self, room: int) -> list[Settings]:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
-        found = []
+        legal = []
         for pp, schedule in product(divisors(room), TRAINING):
             chunks = SCHEDULES[schedule].chunks
             most = min(MOST_CHUNKS, self.config.model.num_layers // pp)
@@ -239,8 +244,8 @@ class Search:
                     "pipeline_schedule": None if schedule in ("1f1b", "interleaved") else schedule,
                 }
                 if (pp > 1 or schedule == "1f1b") and self._is_legal(self._with(stages), pp):
-                    found.append(stages)
-        return found
+                    legal.append(stages)
+        return legal
 
     def _variants(self, settings: Settings) -> Iterator[Settings]:
         """Yield ZeRO and offload settings, which do not change layer times. Overlap is always on: it uses no memory."""
@@ -262,19 +267,21 @@ class Search:
         """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
         times = self._times(settings)
         batch = self.config.training.global_batch_size or 1
-        full, away = settings["recompute_granularity"] == "full", settings["cpu_offloading"]
+        full = settings["recompute_granularity"] == "full"
+        away = settings["cpu_offloading"]
         counts = Counter(times.kinds)
         layers = sum(
-            counts[kind] * sum(times.layer(times.kinds.index(kind), recomputed=full, offloaded=away).sums)
-            for kind in counts
+            counts[layer_kind] * sum(times.layer(times.kinds.index(layer_kind), recomputed=full, offloaded=away).sums)
+            for layer_kind in counts
         )
-        others = settings["tensor_model_parallel_size"] * settings["context_parallel_size"]
-        each = layers + sum(times.end(first=False).sums)
-        return each * batch / settings["micro_batch_size"] * others / self.devices
+        ranks = settings["tensor_model_parallel_size"] * settings["context_parallel_size"]
+        per_micro_batch = layers + sum(times.end(first=False).sums)
+        return per_micro_batch * batch / settings["micro_batch_size"] * ranks / self.devices
 
     def _waiting(self, stages: Settings, micros: float) -> float:
         """Lower bound of the factor by which the pipeline's bubble lengthens the step, for equal stages."""
-        pp, chunks = stages["pipeline_model_parallel_size"], stages["num_virtual_stages_per_pipeline_rank"] or 1
+        pp = stages["pipeline_model_parallel_size"]
+        chunks = stages["num_virtual_stages_per_pipeline_rank"] or 1
         if stages["pipeline_schedule"] not in (None, "gpipe"):
             return 1.0  # weight gradients fill the bubble
         return 1 + 0.9 * (pp - 1) / (micros * chunks)
@@ -291,8 +298,8 @@ class Search:
 
     # --- one point
 
-    def _consider(self, settings: Settings, found: dict[tuple[Any, ...], Candidate], worst: float) -> None:
-        """Evaluate all variants of a point; add those to ``found`` that fit and are faster than the known layouts."""
+    def _consider(self, settings: Settings, fastest: dict[tuple[Any, ...], Candidate], worst: float) -> None:
+        """Evaluate all variants of a point; add those to ``fastest`` that fit and are faster than the known layouts."""
         pipeline: Pipeline | None = None
         fitted = -1
         for variant in self._variants(settings):
@@ -312,7 +319,8 @@ class Search:
                 if pipeline.least_seconds >= worst:
                     return
                 footprint = self._footprint(pipeline)
-            pipeline, footprint = pipeline.variant(config), footprint.variant(config)
+            pipeline = pipeline.variant(config)
+            footprint = footprint.variant(config)
             rank, memory = footprint.worst()
             if not self.fits(memory):
                 self.too_large += 1
@@ -320,9 +328,9 @@ class Search:
                 continue
             fitted = variant["zero_stage"]
             candidate = self._timed(pipeline, footprint, rank, memory)
-            known = found.get(candidate.shape)
+            known = fastest.get(candidate.shape)
             if candidate.seconds < worst and (known is None or candidate < known) and self._is_legal(config):
-                found[candidate.shape] = candidate
+                fastest[candidate.shape] = candidate
 
     def _note_miss(self, needed: float, config: RunConfig) -> None:
         """Remember the layout with the least memory of all that do not fit; ``needed`` may be only its state."""
@@ -334,8 +342,8 @@ class Search:
         return Pipeline(config, self.devices, times.clock, times)
 
     def _footprint(self, pipeline: Pipeline) -> Footprint:
-        parts = pipeline.plan, pipeline.layers, pipeline.units
-        return Footprint.of(pipeline.config, self.devices, *parts, self.vocab_size)
+        split = pipeline.plan, pipeline.layers, pipeline.units
+        return Footprint.of(pipeline.config, self.devices, *split, self.vocab_size)
 
     def _timed(self, pipeline: Pipeline, footprint: Footprint, rank: int, memory: dict[str, float]) -> Candidate:
         cost = cost_of(pipeline)
@@ -353,7 +361,7 @@ class Search:
 
     def _layer_kinds(self, config: RunConfig) -> list[int]:
         """Cached ``layer_kinds``; of the settings that the search varies, only sizes of adapters depend on some."""
-        key = () if config.tuning.lora_rank is None else _split_of(config)
+        key = () if config.optional("lora_rank") is None else _split_of(config)
         if key not in self._kinds:
             self._kinds[key] = layer_kinds(config)
         return self._kinds[key]

@@ -28,28 +28,30 @@ def settings_that_fit(
 
     Single changes come before pairs of changes, and changes that cost little time before more expensive ones.
     """
-    found: list[tuple[Settings, float]] = []
+    changes: list[tuple[Settings, float]] = []
     single = list(_changes(config, world_size))
-    for parts in chain(((each,) for each in single), combinations(single, 2)):
-        change = {name: value for part in parts for name, value in part.items()}
+    for chosen in chain(((candidate,) for candidate in single), combinations(single, 2)):
+        change = {name: value for settings in chosen for name, value in settings.items()}
         other = with_settings(config, change)
-        if len(change) < sum(map(len, parts)) or next(problems(without_data(other), world_size), None) is not None:
+        if len(change) < sum(map(len, chosen)) or next(problems(without_data(other), world_size), None) is not None:
             continue
         try:
             needed = predicted_bytes(other, world_size, vocab_size)
         except ConfigError:
             continue  # the schedule does not support this number of micro-batches
         if needed <= limit:
-            found.append((change, needed))
-        if len(found) == count:
+            changes.append((change, needed))
+        if len(changes) == count:
             break
-    return found
+    return changes
 
 
 def _changes(config: RunConfig, world_size: int) -> Iterator[Settings]:
     """Yield changes that reduce a rank's memory, cheapest first."""
-    parallel, size = config.parallel, config.training.micro_batch_size
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parallel = config.parallel
+    size = config.training.micro_batch_size
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     if config.model.recompute_granularity is None:
         yield {"recompute_granularity": "selective"}
     for stage in range(parallel.dp_zero_stage + 1, 4):

@@ -26,7 +26,11 @@ from megatron_core.planner.context import layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.passes import Seconds
 
-MASKS, SORTED, SCORED, WEIGHTS, DIVERGED = 5, 96, 16, 32, 32
+MASKS = 5
+SORTED = 96
+SCORED = 16
+WEIGHTS = 32
+DIVERGED = 32
 """Bytes moved for each query and key: masks; a stable sort, with positions in 8 bytes; products of a head and their
 sum; weights of a head in the loss; divergence. Each operation reads and writes its float32 numbers once."""
 KERNELS = {"attention": 8, "selection": 12, "loss": 20}
@@ -50,27 +54,32 @@ class Work:
 
 def sparse_work(config: RunConfig) -> tuple[Work, Work]:
     """Forward and backward of sparse attention, without the indexer's projections."""
-    model, parallel = config.model, config.parallel
-    tp, length = parallel.tensor_model_parallel_size, config.data.seq_length
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    length = config.data.seq_length
     tokens = length * config.training.micro_batch_size / parallel.context_parallel_size
     number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
     scale = max(number, 4) / 4
-    kind, heads, unfused = attention_of(model), model.num_attention_heads / tp, model.attention_backend == "unfused"
-    pairs, own = tokens * length, tokens * length / (tp if parallel.sequence_parallel else 1)
+    attention_layer = attention_of(model)
+    heads = model.num_attention_heads / tp
+    unfused = model.attention_backend == "unfused"
+    pairs = tokens * length
+    local_pairs = tokens * length / (tp if parallel.sequence_parallel else 1)
     blocks = ceil(length / parallel.context_parallel_size / QUERY_BLOCK)
     selects = length > model.dsa_indexer_topk and not model.dsa_indexer_warmup
     # Each part once.
-    attention = 2 * pairs * heads * (kind.query_head_size + kind.value_head_size)
-    scores = 2 * own * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1)
-    target = 2 * pairs * heads * kind.query_head_size
+    attention = 2 * pairs * heads * (attention_layer.query_head_size + attention_layer.value_head_size)
+    scores = 2 * local_pairs * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1)
+    target = 2 * pairs * heads * attention_layer.query_head_size
     attended = pairs * MASKS + (2 * number * heads * pairs if unfused else 0.0)
-    scored = scale * SCORED * own * model.dsa_indexer_n_heads
-    lost = scale * (WEIGHTS * heads * pairs + DIVERGED * own) + scored + pairs * MASKS
+    scored = scale * SCORED * local_pairs * model.dsa_indexer_n_heads
+    lost = scale * (WEIGHTS * heads * pairs + DIVERGED * local_pairs) + scored + pairs * MASKS
     trains = float(model.trains_indexers)
     forward = Work(
         attention,
         selects * scores + trains * (target + scores),
-        attended + selects * (scored + scale * SORTED * own) + trains * lost,
+        attended + selects * (scored + scale * SORTED * local_pairs) + trains * lost,
         blocks * (KERNELS["attention"] + selects * KERNELS["selection"] + trains * KERNELS["loss"]),
         trains * 4 * scale * pairs,
     )
@@ -86,13 +95,17 @@ def sparse_work(config: RunConfig) -> tuple[Work, Work]:
 
 def sparse_seconds(config: RunConfig, layer: int, hardware: Hardware, rings: Rings) -> tuple[Seconds, Seconds]:
     """Seconds of forward and backward by kind."""
-    dtype, model, parallel = config.training.compute_dtype, config.model, config.parallel
-    sent, tp, cp = layer_traffic(config, layer), rings.ring("tp"), rings.ring("cp")
+    dtype = config.training.compute_dtype
+    model = config.model
+    parallel = config.parallel
+    sent = layer_traffic(config, layer)
+    tp = rings.ring("tp")
+    cp = rings.ring("cp")
     number = {"float64": 8, "float32": 4}.get(dtype, 2)
     tokens = config.data.seq_length * config.training.micro_batch_size / parallel.context_parallel_size
     index_keys = (cp.size - 1) * tokens * model.dsa_indexer_head_dim * number
     rates = hardware.flops(dtype), hardware.flops("float64" if dtype == "float64" else "float32")
-    found: list[Seconds] = []
+    passes: list[Seconds] = []
     for work, bytes_sent in zip(sparse_work(config), (sent.forward, sent.backward), strict=True):
         products = work.attention / rates[0] + work.wide / rates[1]
         reduced = tp.gather(work.summed) if parallel.sequence_parallel else tp.reduce(work.summed)
@@ -104,5 +117,5 @@ def sparse_seconds(config: RunConfig, layer: int, hardware: Hardware, rings: Rin
         }
         if cp.size > 1:
             seconds["cp"] = (bytes_sent + index_keys) / cp.bandwidth + 2 * cp.steps * cp.latency
-        found.append(seconds)
-    return found[0], found[1]
+        passes.append(seconds)
+    return passes[0], passes[1]

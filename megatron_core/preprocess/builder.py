@@ -97,9 +97,9 @@ class TokenWriter:
         with naming_full_disk(self._lengths):
             self._lengths.write(lengths.astype("<i4").tobytes())
         if self._modes is not None:
-            given = np.zeros(len(lengths), np.int8) if modes is None else modes
+            modes_or_zeros = np.zeros(len(lengths), np.int8) if modes is None else modes
             with naming_full_disk(self._modes):
-                self._modes.write(given.astype("i1").tobytes())
+                self._modes.write(modes_or_zeros.astype("i1").tobytes())
         self._grow(sequences=len(lengths))
 
     def end_documents(self, ends: np.ndarray) -> None:
@@ -108,11 +108,11 @@ class TokenWriter:
             self._documents.write(ends.astype("<i8").tobytes())
         self._grow(documents=len(ends))
 
-    def noted(self, name: str, kind: str) -> list[int]:
+    def noted(self, name: str, dtype: str) -> list[int]:
         """The numbers in one of the temporary files."""
         for file in self._files():
             file.flush()
-        return [number for block in _blocks(self._spill(name), kind) for number in block.tolist()]
+        return [number for block in _blocks(self._spill(name), dtype) for number in block.tolist()]
 
     def sync(self) -> Extent:
         """Flush all files to disk; a later process can resume from the returned extent."""
@@ -229,7 +229,8 @@ def refuse_existing(prefixes: Iterable[str]) -> None:
 def refuse_other_files(prefixes: Iterable[str]) -> None:
     """ConfigError if files of these names exist and are not token files."""
     for prefix in prefixes:
-        bin_path, idx_path = Path(get_bin_path(prefix)), Path(get_idx_path(prefix))
+        bin_path = Path(get_bin_path(prefix))
+        idx_path = Path(get_idx_path(prefix))
         refuse_other_file(f"--output-prefix {prefix}", idx_path, starting_with("index of a token file", MAGIC))
         if bin_path.exists() and not idx_path.exists() and not partial_path(idx_path).exists():
             raise ConfigError(
@@ -243,10 +244,10 @@ def unfinished(bin_path: str | Path) -> list[Path]:
     return [partial_path(bin_path), *(partial_path(f"{bin_path}.{name}") for name in ("lengths", "documents", "modes"))]
 
 
-def _blocks(path: Path, kind: str) -> Iterator[np.ndarray]:
+def _blocks(path: Path, dtype: str) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         while data := file.read(BLOCK_BYTES):
-            yield np.frombuffer(data, dtype=kind)
+            yield np.frombuffer(data, dtype=dtype)
 
 
 class IndexedDatasetBuilder:
@@ -264,9 +265,9 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._writer.closed or kind is not None:
+        if not self._writer.closed or error_type is not None:
             self._writer.discard()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
@@ -283,10 +284,10 @@ class IndexedDatasetBuilder:
         tokens = self._checked(tensor)
         if sum(lengths) != len(tokens):
             raise DataError(f"a document of {len(tokens)} tokens cannot have sequences of {list(lengths)} tokens")
-        given = [0] * len(lengths) if modes is None else modes
-        if len(given) != len(lengths):
-            raise DataError(f"a document of {len(lengths)} sequences cannot have {len(given)} modes")
-        self._append(tokens, lengths, given)
+        modes_or_zeros = [0] * len(lengths) if modes is None else modes
+        if len(modes_or_zeros) != len(lengths):
+            raise DataError(f"a document of {len(lengths)} sequences cannot have {len(modes_or_zeros)} modes")
+        self._append(tokens, lengths, modes_or_zeros)
         self.end_document()
 
     def add_index(self, path_prefix: str) -> None:
@@ -302,9 +303,9 @@ class IndexedDatasetBuilder:
             while block := source.read(BLOCK_BYTES):
                 self._writer.append_tokens(block)
         for start in range(0, len(other), BLOCK_BYTES):
-            part = slice(start, start + BLOCK_BYTES)
-            modes = None if other.sequence_modes is None else other.sequence_modes[part]
-            self._writer.note_sequences(other.sequence_lengths[part], modes)
+            span = slice(start, start + BLOCK_BYTES)
+            modes = None if other.sequence_modes is None else other.sequence_modes[span]
+            self._writer.note_sequences(other.sequence_lengths[span], modes)
         for start in range(1, len(other.document_indices), BLOCK_BYTES):
             self._writer.end_documents(other.document_indices[start : start + BLOCK_BYTES] + before)
 

@@ -22,7 +22,8 @@ BUFFER_BYTES = 1 << 18
 COMPRESSED_BYTES = 1 << 14
 # A file is refused if it expands to more than EXPANDED_BYTES and more than EXPANSION times its size. Deflate reaches
 # 1,030 to 1 and zstd 17,000 to 1 for repeated bytes; text is compressed 3 to 1 up to 10 to 1.
-EXPANDED_BYTES, EXPANSION = 1 << 22, 500
+EXPANDED_BYTES = 1 << 22
+EXPANSION = 500
 # Suffixes of this tool's output, which may be in the folder of the input.
 TOKEN_FILES = (".bin", ".idx", ".partial")
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -54,8 +55,8 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
     """
     if not patterns:
         raise DataError("--input names no file; give files, folders, or globs in quotes")
-    own = {os.path.abspath(path) for path in written}
-    return [path for pattern in patterns for path in _files(pattern, own)]
+    own_files = {os.path.abspath(path) for path in written}
+    return [path for pattern in patterns for path in _files(pattern, own_files)]
 
 
 def describe(path: Path) -> InputFile:
@@ -64,7 +65,7 @@ def describe(path: Path) -> InputFile:
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
-    kind = KINDS.get(suffixes[-1], "text") if suffixes else "text"
+    content_kind = KINDS.get(suffixes[-1], "text") if suffixes else "text"
     try:
         status = path.stat()
     except OSError as error:
@@ -74,22 +75,23 @@ def describe(path: Path) -> InputFile:
             f"--input {path} is a pipe or a device, which cannot be read in parts or a second time; write "
             "its content to a file (.gz and .zst are read as they are)"
         )
-    return InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns)
+    return InputFile(str(path), content_kind, compression, status.st_size, status.st_mtime_ns)
 
 
-def _files(pattern: str, own: Collection[str]) -> list[Path]:
+def _files(pattern: str, own_files: Collection[str]) -> list[Path]:
     if Path(pattern).is_file():
         return [Path(pattern)]
     names = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern, recursive=True))
     files = [path for name in names for path in (_inside(name) if Path(name).is_dir() else [Path(name)])]
-    files = [path for path in files if path.suffix not in TOKEN_FILES and not _is_own(path, own)]
+    files = [path for path in files if path.suffix not in TOKEN_FILES and not _is_own(path, own_files)]
     if not files:
         raise DataError(f"--input {pattern}: no file has that name; give files, folders, or globs in quotes")
     return files
 
 
 def _inside(folder: str) -> list[Path]:
-    found, seen = [], set()
+    paths = []
+    seen = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         # A link to a parent folder would cause an endless recursion.
         if (real := os.path.realpath(parent)) in seen:
@@ -97,13 +99,13 @@ def _inside(folder: str) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
-    return found
+        paths += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
+    return paths
 
 
-def _is_own(path: Path, own: Collection[str]) -> bool:
+def _is_own(path: Path, own_files: Collection[str]) -> bool:
     full = Path(os.path.abspath(path))
-    return bool(own) and any(str(part) in own for part in (full, *full.parents))
+    return bool(own_files) and any(str(path_) in own_files for path_ in (full, *full.parents))
 
 
 class Stream:
@@ -175,17 +177,18 @@ class Stream:
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:
-        path, kind = self._source.path, self._source.compression
+        path = self._source.path
+        codec = self._source.compression
         try:
             yield
         except EOFError as error:
             raise DamagedFileError(
-                f"{path} is truncated: its {kind} data ends early, after {self.position:,} bytes of content; copy or "
+                f"{path} is truncated: its {codec} data ends early, after {self.position:,} bytes of content; copy or "
                 "create it again"
             ) from error
         except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise DamagedFileError(
-                f"{path} is damaged after {self.position:,} bytes of content, or not a {kind} file ({error}); create "
+                f"{path} is damaged after {self.position:,} bytes of content, or not a {codec} file ({error}); create "
                 "it again"
             ) from error
         except OSError as error:
@@ -214,7 +217,8 @@ class ZstdFile(io.RawIOBase):
         while not self._ready:
             data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
-                self._frame, self._fresh = self._decompressor.decompressobj(), True
+                self._frame = self._decompressor.decompressobj()
+                self._fresh = True
             data = data or self._raw.read(COMPRESSED_BYTES)
             if not data:
                 if not self._fresh:

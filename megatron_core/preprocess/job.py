@@ -94,7 +94,8 @@ class _Job:
                 self._output.close()
 
     def _run(self) -> None:
-        settings, work = self._settings, self._work
+        settings = self._settings
+        work = self._work
         if not settings.overwrite and not (work.state and work.state.publishing):
             refuse_existing(settings.prefixes)
         refuse_other_files(settings.prefixes)
@@ -130,9 +131,9 @@ class _Job:
         balanced = max(SMALL_TASK, total // (TASKS_PER_WORKER * self._settings.processes))
         size = min(self._limits.part_bytes, balanced)
         pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
-        for parts in pool.map(grouped(pieces, self._sources, size)):
-            for part in parts:
-                output.append(part)
+        for encoded_parts in pool.map(grouped(pieces, self._sources, size)):
+            for encoded in encoded_parts:
+                output.append(encoded)
             progress.update(output.done, output.state.documents, output.tokens)
             if saves.passed():
                 output.save()
@@ -256,14 +257,15 @@ def read_pieces(
 def grouped(pieces: Iterable[InputRange], sources: Sequence[InputFile], size: int) -> Iterator[list[InputRange]]:
     """Group pieces into tasks of `size` bytes or slightly more, so that many small files make few tasks."""
     group: list[InputRange] = []
-    held = 0
+    total = 0
     for piece in pieces:
         group.append(piece)
-        whole = sources[piece.source].size - piece.start
-        held += piece.block.size if piece.block else whole if piece.end is None else piece.end - piece.start
-        if held >= size or len(group) >= MOST_PIECES:
+        end = sources[piece.source].size if piece.end is None else piece.end
+        total += piece.block.size if piece.block else end - piece.start
+        if total >= size or len(group) >= MOST_PIECES:
             yield group
-            group, held = [], 0
+            group = []
+            total = 0
     if group:
         yield group
 

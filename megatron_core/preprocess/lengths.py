@@ -61,14 +61,14 @@ class Lengths:
         upper = 0 if entry == 0 else int(EDGES[min(entry, len(EDGES) - 1)]) - 1
         return min(max(upper, self.shortest), self.longest)
 
-    def bars(self, parts: int) -> list[Bar]:
+    def bars(self, bars_per_octave: int) -> list[Bar]:
         """The histogram with `parts` bars per factor of 2, from the shortest to the longest document."""
-        steps = int(np.ceil(np.log2(self.longest + 1) * parts)) if self.longest else 0
-        edges = np.unique(np.ceil(2.0 ** (np.arange(steps + 1) / parts)).astype(np.int64))
+        steps = int(np.ceil(np.log2(self.longest + 1) * bars_per_octave)) if self.longest else 0
+        edges = np.unique(np.ceil(2.0 ** (np.arange(steps + 1) / bars_per_octave)).astype(np.int64))
         bars = [Bar(0, 1, int(self.documents[0]), 0)]
         for low, high in pairwise(edges.tolist()):
-            first, last = np.searchsorted(EDGES, [low, high]) + 1
-            bars.append(Bar(low, high, int(self.documents[first:last].sum()), int(self.tokens[first:last].sum())))
+            first, end = np.searchsorted(EDGES, [low, high]) + 1
+            bars.append(Bar(low, high, int(self.documents[first:end].sum()), int(self.tokens[first:end].sum())))
         filled = [number for number, bar in enumerate(bars) if bar.documents]
         return bars[filled[0] : filled[-1] + 1] if filled else []
 
@@ -77,12 +77,15 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of all documents; of all sequences if no document is closed."""
     index = dataset.document_indices
     count, unit = (len(index) - 1, "documents") if len(index) > 1 else (len(dataset), "sequences")
-    documents, tokens = np.zeros(len(EDGES) + 1, np.int64), np.zeros(len(EDGES) + 1, np.int64)
-    shortest, longest = None, 0
+    documents = np.zeros(len(EDGES) + 1, np.int64)
+    tokens = np.zeros(len(EDGES) + 1, np.int64)
+    shortest = None
+    longest = 0
     for start, stop in blocks(count):
         lengths = _lengths(dataset, start, stop) if unit == "documents" else dataset.sequence_lengths[start:stop]
         low, high = int(lengths.min()), int(lengths.max())
-        shortest, longest = low if shortest is None else min(shortest, low), max(longest, high)
+        shortest = low if shortest is None else min(shortest, low)
+        longest = max(longest, high)
         entries = np.searchsorted(EDGES, lengths, side="right")
         documents += np.bincount(entries, minlength=len(documents))
         # The weights are summed in float64, which is exact up to 2**53.
@@ -111,7 +114,7 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
-    bars = lengths.bars(parts=2)
+    bars = lengths.bars(bars_per_octave=2)
     left = [max(bar.low, _NOTHING) for bar in bars]
     width = [bar.high - low for bar, low in zip(bars, left, strict=True)]
     shares = [100 * bar.tokens / max(int(lengths.tokens.sum()), 1) for bar in bars]
@@ -127,8 +130,8 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
     for axes in (upper, lower):
         _finish(axes)
     if lengths.documents[0]:  # the scale has no tick there
-        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        lower.annotate("0", (_NOTHING**0.5, 0.0), xytext=(0, -7), ha="center", va="top", fontsize=9, **place)
+        options: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        lower.annotate("0", (_NOTHING**0.5, 0.0), xytext=(0, -7), ha="center", va="top", fontsize=9, **options)
     save_picture(figure, png_path, dpi=150)
 
 

@@ -21,7 +21,7 @@ def translate(flags: Sequence[str]) -> list[str]:
 
     ConfigError: a flag is not supported.
     """
-    kept: list[str] = []
+    with_effect: list[str] = []
     dropped: list[str] = []
     for flag, values in _grouped(flags):
         name = flag.replace("_", "-")
@@ -33,10 +33,10 @@ def translate(flags: Sequence[str]) -> list[str]:
         elif name in REFUSED:
             raise ConfigError(f"{words}: {REFUSED[name]}")
         else:
-            kept += [RENAMED.get(name, flag), *values]
+            with_effect += [RENAMED.get(name, flag), *values]
     if dropped:
         print(f"without effect here: {', '.join(dropped)}", file=sys.stderr)
-    return kept
+    return with_effect
 
 
 def _grouped(flags: Sequence[str]) -> list[tuple[str, list[str]]]:

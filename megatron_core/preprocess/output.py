@@ -114,8 +114,8 @@ class WorkFolder:
         """
         path = self.path / "run.json"
         if path.exists():
-            used = self.state.used if self.state else 0
-            if changed := self._read("run.json", lambda before: differences(before, run, used)):
+            inputs_read = self.state.used if self.state else 0
+            if changed := self._read("run.json", lambda before: differences(before, run, inputs_read)):
                 raise DataError(
                     f"{self.path} has an interrupted run with {changed}; use the same settings to continue it, choose "
                     "another --output-prefix, or remove that folder to start over"
@@ -151,13 +151,14 @@ class WorkFolder:
             file.write(json.dumps(content).encode("ascii"))
 
     def _locked(self) -> int:
-        path, tries = self.path / "lock", 100
+        path = self.path / "lock"
+        tries = 100
         while True:
             try:
                 make_folder(self.path)
-                if others := sorted(each.name for each in self.path.iterdir() if not _OWN.fullmatch(each.name)):
+                if strays := sorted(entry.name for entry in self.path.iterdir() if not _OWN.fullmatch(entry.name)):
                     raise DataError(
-                        f"{self.path} contains {others[0]} and is not the folder of an interrupted run; choose another "
+                        f"{self.path} contains {strays[0]} and is not the folder of an interrupted run; choose another "
                         "--output-prefix, or move it away"
                     )
                 lock = no_follow(path, os.O_CREAT | os.O_RDWR)
@@ -201,19 +202,20 @@ def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerp
     }
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], used: int) -> str:
+def differences(before: dict[str, Any], now: dict[str, Any], count: int) -> str:
     """Describe the differences of two runs in their settings and first `used` input files; empty if there are none."""
-    found = [
+    changes = [
         f"{name} {before.get(name)}, now {now[name]}"
         for name in now
         if name != "--input" and before.get(name) != now[name]
     ]
-    for number, (was, is_now) in enumerate(zip_longest(before["--input"][:used], now["--input"][:used]), 1):
+    for number, (was, is_now) in enumerate(zip_longest(before["--input"][:count], now["--input"][:count]), 1):
         if was != is_now:
-            old, new = was[0] if was else "none", is_now[0] if is_now else "none"
+            old = was[0] if was else "none"
+            new = is_now[0] if is_now else "none"
             changed = f"different --input files (number {number} was {old}, now {new})"
-            return " and ".join([*found, changed if old != new else f"{old} in a different state"])
-    return " and ".join(found)
+            return " and ".join([*changes, changed if old != new else f"{old} in a different state"])
+    return " and ".join(changes)
 
 
 class Output:
@@ -226,12 +228,13 @@ class Output:
         self._sources = sources
         self._settings = settings
         self._prefixes = settings.prefixes
-        self._remarks_path, self._dtype = remarks, dtype
-        found = work.state
+        self._remarks_path = remarks
+        self._dtype = dtype
+        stored = work.state
         growing = [*map(partial_path, map(get_bin_path, self._prefixes)), partial_path(remarks)]
-        if found is not None and not found.publishing and not all(path.exists() for path in growing):
-            found = None  # The partial files were removed.
-        self.state = found or State()
+        if stored is not None and not stored.publishing and not all(path.exists() for path in growing):
+            stored = None  # The partial files were removed.
+        self.state = stored or State()
         # Number of files before the current one, and their total bytes.
         self._before = (0, 0)
         self._writers: list[TokenWriter] = []
@@ -243,7 +246,7 @@ class Output:
             TokenWriter(get_bin_path(prefix), dtype, resume=extent)
             for prefix, extent in zip(self._prefixes, extents, strict=True)
         ]
-        self._remarks = open_partial(partial_path(remarks), "r+b" if found else "wb")
+        self._remarks = open_partial(partial_path(remarks), "r+b" if stored else "wb")
         self._remarks.truncate(self.state.remarks)
         self._remarks.seek(self.state.remarks)
         if settings.strict and self.state.broken:
@@ -263,13 +266,14 @@ class Output:
             self._before = (number + 1, size + self._sources[number].size)
         return self._before[1] + self.state.raw
 
-    def append(self, part: EncodedPart) -> None:
+    def append(self, encoded_part: EncodedPart) -> None:
         """Append a part.
 
         BrokenDocumentError: the first broken document with --strict. DamagedFileError: the file of the part is damaged;
         raised without --skip-damaged-files, after the file's output is removed and the progress is saved.
         """
-        piece, state = part.piece, self.state
+        piece = encoded_part.piece
+        state = self.state
         if piece.source < state.position[0]:
             return  # Part of a damaged file that is skipped.
         if piece.damage:
@@ -278,18 +282,19 @@ class Output:
         if piece.source != state.source:
             self._note_extents()
             state.file_start = replace(state, file_start=None, first=[*state.first])
-            state.source, state.lines = piece.source, 0
-        for line, kind, sentence in part.remarks:
+            state.source = piece.source
+            state.lines = 0
+        for line, category, sentence in encoded_part.remarks:
             word = DOCUMENT_WORDS[self._sources[piece.source].kind]
-            self._remark(kind, f"{self._sources[piece.source].path}, {word} {state.lines + line} {sentence}")
-        for encoded in part.encoded:
-            for writer, found in zip(self._writers, encoded, strict=True):
-                writer.append(found.tokens, found.lengths, found.counts)
-        state.lines += part.lines
-        state.documents += part.documents
-        state.size += part.size
-        state.dropped += part.dropped
-        state.raw = part.raw
+            self._remark(category, f"{self._sources[piece.source].path}, {word} {state.lines + line} {sentence}")
+        for encoded in encoded_part.encoded:
+            for writer, sequences in zip(self._writers, encoded, strict=True):
+                writer.append(sequences.tokens, sequences.lengths, sequences.counts)
+        state.lines += encoded_part.lines
+        state.documents += encoded_part.documents
+        state.size += encoded_part.size
+        state.dropped += encoded_part.dropped
+        state.raw = encoded_part.raw
         state.position = (piece.source + 1, 0) if piece.end is None else (piece.source, piece.end)
 
     def save(self) -> None:
@@ -342,9 +347,9 @@ class Output:
                 get_idx_path(prefix): index_bytes(extent.sequences, extent.documents + 1, multimodal=False),
             }
             for path, size in sizes.items():
-                found = Path(path).stat().st_size if Path(path).is_file() else None
-                if found != size:
-                    there = "is missing" if found is None else f"has {found:,} bytes"
+                actual = Path(path).stat().st_size if Path(path).is_file() else None
+                if actual != size:
+                    there = "is missing" if actual is None else f"has {actual:,} bytes"
                     raise DataError(
                         f"{path} {there}, but this run wrote {size:,} bytes: another program removed or changed it; "
                         "run the same command with --overwrite to start over"
@@ -359,18 +364,18 @@ class Output:
         self.state.extents = [writer.extent for writer in self._writers]
         self.state.remarks = self._open_remarks.tell()
 
-    def _remark(self, kind: str, words: str) -> None:
+    def _remark(self, category: str, words: str) -> None:
         with naming_full_disk(self._open_remarks):
-            self._open_remarks.write(f"{kind}: {words}\n".encode("utf-8", errors="backslashreplace"))
-        if kind == "empty":
+            self._open_remarks.write(f"{category}: {words}\n".encode("utf-8", errors="backslashreplace"))
+        if category == "empty":
             self.state.empty += 1
             return
-        if self._settings.strict and kind == "broken":
+        if self._settings.strict and category == "broken":
             raise BrokenDocumentError(f"{words} (--strict)")
-        self.state.broken += kind == "broken"
-        self.state.damaged += kind == "damaged"
+        self.state.broken += category == "broken"
+        self.state.damaged += category == "damaged"
         if len(self.state.first) < SHOWN:
-            self.state.first.append(f"{kind}: {words}")
+            self.state.first.append(f"{category}: {words}")
 
     def _leave_out(self, source: int, damage: str) -> None:
         """Remove the output of a damaged file; then raise, or skip to the next file."""

@@ -34,7 +34,8 @@ TEXT_COLUMN = re.compile(
 )
 """Pattern of the types of columns with texts; lists and structs of texts are not among them."""
 MOST_ROWS = 4096
-MOST_EMPTY_ROWS, ROWS_PER_BYTE = 1 << 20, 16
+MOST_EMPTY_ROWS = 1 << 20
+ROWS_PER_BYTE = 16
 """A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused.
 
 Rows of text need at least one byte each.
@@ -114,13 +115,15 @@ def read_texts(
     with TemporaryDirectory() as folder:
         for path in paths:
             source = describe(path)
-            lines, raw = 0, 0
+            lines = 0
+            raw = 0
             for block in read_blocks(source, keys, separator, Limits(), Path(folder)):
                 batch = block.batch(tuple(keys))
                 word = DOCUMENT_WORDS[source.kind]
                 broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]
                 yield list(chain.from_iterable(batch.texts)), block.raw - raw, broken
-                lines, raw = lines + batch.lines, block.raw
+                lines = lines + batch.lines
+                raw = block.raw
 
 
 # JSON Lines
@@ -185,7 +188,9 @@ def is_array(data: bytes) -> bool:
 def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
     """Parse lines of JSON to the texts under the keys; blank lines are skipped."""
     lines = BytesIO(data).readlines()  # takes a third of the time of bytes.split
-    numbers, found, broken = [], [], []
+    numbers = []
+    documents = []
+    broken = []
     for number, line in enumerate(lines, 1):
         if line.isspace():  # takes a hundredth of the time of parsing the line
             continue
@@ -195,18 +200,20 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
             broken.append((number, fault(line, keys, error)))
             continue
         numbers.append(number)
-        found.append(texts)
-    return Batch(len(lines), len(data), numbers, list(zip(*found, strict=True)), broken)
+        documents.append(texts)
+    return Batch(len(lines), len(data), numbers, list(zip(*documents, strict=True)), broken)
 
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
     """Return the texts under the keys of a line of JSON; null is an empty text. ValueError, LookupError or TypeError if
     a text is missing or invalid."""
     try:
-        document, lenient = orjson.loads(line), False
+        document = orjson.loads(line)
+        lenient = False
     except ValueError:
         # json is slower and accepts more: a byte-order mark, NaN, nesting of any depth, halves of surrogate pairs.
-        document, lenient = json.loads(line), True
+        document = json.loads(line)
+        lenient = True
     texts = ["" if (text := document[key]) is None else text for key in keys]
     if not all(type(text) is str for text in texts):
         raise TypeError
@@ -255,7 +262,9 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
     stream.skip_to(start)
     texts: list[str] = []
     numbers: list[int] = []
-    batch, end, first = Batch(numbers=numbers), 0, start == 0
+    batch = Batch(numbers=numbers)
+    end = 0
+    first = start == 0
     for end, data in split(stream, separator.encode("utf-8") if separator else None, limits.document_bytes):
         batch.lines += 1
         try:
@@ -266,14 +275,15 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
                 numbers.append(batch.lines)
                 batch.size += len(data)
         except UnicodeDecodeError as error:
-            kind = next((kind for magic, kind in BINARY.items() if data and data.startswith(magic)), None)
-            remedy = f"it is {kind}: write it as Parquet, .gz or .zst" if kind and first else "correct or remove it"
+            name = next((name for magic, name in BINARY.items() if data and data.startswith(magic)), None)
+            remedy = f"it is {name}: write it as Parquet, .gz or .zst" if name and first else "correct or remove it"
             batch.broken.append((batch.lines, f"is not UTF-8 ({error}); {remedy}"))
         first = False
         if batch.size >= limits.batch_bytes:
             batch.texts = [texts] * keys
             yield ContentBlock(batch, end, stream.raw)
-            texts, numbers = [], []
+            texts = []
+            numbers = []
             batch = Batch(numbers=numbers)
     if batch.lines:
         batch.texts = [texts] * keys
@@ -287,25 +297,29 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         yield stream.position, (data if len(data) <= most else None)
         return
     # A bytearray grows in place. Bytes are copied at each read: 80 MB without a separator took 27 s instead of 0.2.
-    start, held, begin, long = stream.position, bytearray(), 0, False
+    start = stream.position
+    buffered = bytearray()
+    begin = 0
+    long = False
     while data := stream.read(1 << 16):
         # A separator can span two reads.
-        searched = max(begin, len(held) - len(separator) + 1)
-        held += data
-        while (end := held.find(separator, searched)) >= 0:
+        searched = max(begin, len(buffered) - len(separator) + 1)
+        buffered += data
+        while (end := buffered.find(separator, searched)) >= 0:
             start += end - begin + len(separator)
-            yield start, (None if long or end - begin > most else bytes(held[begin:end]))
+            yield start, (None if long or end - begin > most else bytes(buffered[begin:end]))
             begin = searched = end + len(separator)
             long = False
-        del held[:begin]
+        del buffered[:begin]
         begin = 0
-        if len(held) > most:
+        if len(buffered) > most:
             # From here on only the length is needed, for the position of the next document.
-            dropped = len(held) - len(separator) + 1
-            start, long = start + dropped, True
-            del held[:dropped]
-    if held or long:
-        yield start + len(held), (None if long else bytes(held))
+            dropped = len(buffered) - len(separator) + 1
+            start = start + dropped
+            long = True
+            del buffered[:dropped]
+    if buffered or long:
+        yield start + len(buffered), (None if long else bytes(buffered))
 
 
 # Parquet
@@ -358,9 +372,9 @@ def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
         if key not in schema.names:
             there = ", ".join(schema.names[:10]) or "none"
             raise DamagedFileError(f"{path} has no column {key!r}; its columns: {there}; choose with --json-keys")
-        kind = str(schema.field(key).type)
-        if not TEXT_COLUMN.fullmatch(kind):
-            raise DamagedFileError(f"{path} has {kind} in column {key!r}, expected strings; choose with --json-keys")
+        dtype = str(schema.field(key).type)
+        if not TEXT_COLUMN.fullmatch(dtype):
+            raise DamagedFileError(f"{path} has {dtype} in column {key!r}, expected strings; choose with --json-keys")
 
 
 def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
@@ -368,18 +382,20 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
     import pyarrow
 
     values = [[value or b"" for value in column.cast(pyarrow.large_binary()).to_pylist()] for column in columns]
-    numbers, found, broken = [], [], []
+    numbers = []
+    documents = []
+    broken = []
     for number, row in enumerate(zip(*values, strict=True), 1):
         try:
             if max(map(len, row)) > limits.document_bytes:
                 broken.append((number, too_long(limits)))
                 continue
-            found.append([value.decode("utf-8") for value in row])
+            documents.append([value.decode("utf-8") for value in row])
             numbers.append(number)
         except UnicodeDecodeError as error:
             broken.append((number, f"is not UTF-8 ({error}); correct or remove it"))
     size = sum(len(value) for column in values for value in column)
-    return Batch(len(values[0]), size, numbers, list(zip(*found, strict=True)), broken)
+    return Batch(len(values[0]), size, numbers, list(zip(*documents, strict=True)), broken)
 
 
 def decompressed(source: InputFile, folder: Path) -> Path:

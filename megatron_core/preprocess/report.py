@@ -38,8 +38,12 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int, log_interval: int) -> None:
-        self._total, self._start_done, self._interval = total, done, log_interval
-        self._start, self._start_documents, self._next = time.monotonic(), -1, 0
+        self._total = total
+        self._start_done = done
+        self._interval = log_interval
+        self._start = time.monotonic()
+        self._start_documents = -1
+        self._next = 0
         self._line = Interval(LINE_SECONDS)
         # Disable tqdm's monitor thread, which only checks for stalled bars.
         tqdm.monitor_interval = 0
@@ -102,6 +106,7 @@ def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int,
         )
     if state.broken or state.empty or state.damaged:
         damaged = f"{counted(state.damaged, 'damaged file')} and " if state.damaged else ""
-        broken, empty = counted(state.broken, "broken document"), counted(state.empty, "empty text")
+        broken = counted(state.broken, "broken document")
+        empty = counted(state.empty, "empty text")
         lines.append(f"{damaged}{broken} omitted, {empty} kept; all listed in {remarks}")
     return lines

@@ -62,13 +62,14 @@ def total_bytes(path_prefix: str) -> int:
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Progress) -> int:
     """Check that every token id is in the vocabulary; returns the largest one."""
-    limit, largest = np.inf if vocab_size is None else vocab_size, 0
+    limit = np.inf if vocab_size is None else vocab_size
+    largest = 0
     for start in range(0, dataset.num_tokens, BLOCK):
         ids = dataset.tokens(start, min(BLOCK, dataset.num_tokens - start))
         low, high = ids.min(), ids.max()
         # NaN fails every comparison, so it is rejected here too, as are fractions.
-        whole = ids.dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
-        if not (low >= 0 and high < limit and whole):
+        integral = ids.dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
+        if not (low >= 0 and high < limit and integral):
             wrong = int(np.flatnonzero(~((ids >= 0) & (ids < limit) & (ids == np.floor(ids))))[0])
             raise DataError(_wrong_token(dataset, start + wrong, ids[wrong], vocab_size))
         largest = max(largest, int(high))

@@ -60,9 +60,9 @@ def encode(texts: Sequence[str], backend: Backend, layout: TokenFormat, splitter
         counts = np.bincount(owner[filled], minlength=len(texts)).astype(np.int32)
     lengths = lengths[filled]
     if layout.eod is not None:
-        last = np.cumsum(counts)[counts > 0] - 1
-        ids = with_ends(ids, np.cumsum(lengths)[last], layout.eod, layout.dtype)
-        lengths[last] += 1
+        ends = np.cumsum(counts)[counts > 0] - 1
+        ids = with_ends(ids, np.cumsum(lengths)[ends], layout.eod, layout.dtype)
+        lengths[ends] += 1
     return Encoded(ids.astype(layout.dtype, copy=False), lengths.astype(np.int32), counts)
 
 
@@ -70,24 +70,24 @@ def with_ends(ids: np.ndarray, ends: np.ndarray, eod: int, dtype: str) -> np.nda
     """Return the ids with an eod inserted at each of the positions `ends` [D]; the last position is their end."""
     if len(ends) > FEW:
         return np.insert(ids.astype(dtype), ends, eod)
-    found = np.empty(len(ids) + len(ends), dtype)
+    output = np.empty(len(ids) + len(ends), dtype)
     start = 0
     for number, end in enumerate(ends.tolist()):
-        found[start + number : end + number] = ids[start:end]
-        found[end + number] = eod
+        output[start + number : end + number] = ids[start:end]
+        output[end + number] = eod
         start = end
-    return found
+    return output
 
 
 def refused(texts: Sequence[str], backend: Backend) -> dict[int, str]:
     """Return the tokenizer's error for each text that it cannot tokenize, by index of the text."""
-    found = {}
+    errors = {}
     for number, text in enumerate(texts):
         try:
             backend.encode([text])
         except MegatronError as error:
-            found[number] = f"cannot be tokenized: {error}"
-    return found
+            errors[number] = f"cannot be tokenized: {error}"
+    return errors
 
 
 def sentence_splitter(keep_newlines: bool) -> Splitter:
@@ -175,23 +175,24 @@ class Worker:
     def run(self, pieces: Sequence[InputRange]) -> list[EncodedPart]:
         """Return a part for each piece; DataError if the backend gives other ids than the tokenizer."""
         compared = self.backend.name == TokenizerBackend.name
-        parts = []
+        encoded_parts = []
         for piece in pieces:
-            part = EncodedPart(replace(piece, block=None), raw=piece.raw)
+            encoded_part = EncodedPart(replace(piece, block=None), raw=piece.raw)
             try:
                 for block in self._blocks(piece):
                     batch, encoded = self._encode(block.batch(self.settings.json_keys))
-                    self._add(part, block, batch, encoded)
+                    self._add(encoded_part, block, batch, encoded)
                     compared = compared or self._compare(batch, encoded[0])
             except DamagedFileError as error:
-                part.piece = replace(part.piece, damage=str(error))
-            parts.append(part)
-        return parts
+                encoded_part.piece = replace(encoded_part.piece, damage=str(error))
+            encoded_parts.append(encoded_part)
+        return encoded_parts
 
     def _blocks(self, piece: InputRange) -> Iterable[ContentBlock]:
         if piece.damage or piece.block:
             return [piece.block] if piece.block else []
-        keys, separator = self.settings.json_keys, self.settings.separator
+        keys = self.settings.json_keys
+        separator = self.settings.separator
         source = self.sources[piece.source]
         return read_blocks(source, keys, separator, self.limits, self.folder, piece.start, piece.end)
 
@@ -209,25 +210,26 @@ class Worker:
                 wrong |= refused(texts, self.backend)
             if not wrong:
                 raise
-        kept = [number for number in range(len(batch.numbers)) if number not in wrong]
+        accepted = [number for number in range(len(batch.numbers)) if number not in wrong]
         broken = batch.broken + [(batch.numbers[number], sentence) for number, sentence in wrong.items()]
-        left = [[texts[number] for number in kept] for texts in batch.texts]
-        batch = replace(batch, numbers=[batch.numbers[n] for n in kept], texts=left, broken=sorted(broken))
+        left = [[texts[number] for number in accepted] for texts in batch.texts]
+        batch = replace(batch, numbers=[batch.numbers[n] for n in accepted], texts=left, broken=sorted(broken))
         return batch, all_keys(batch)
 
-    def _add(self, part: EncodedPart, block: ContentBlock, batch: Batch, encoded: list[Encoded]) -> None:
+    def _add(self, encoded_part: EncodedPart, block: ContentBlock, batch: Batch, encoded: list[Encoded]) -> None:
         remarks = [(number, "broken", sentence) for number, sentence in batch.broken]
-        for key, found in zip(self.settings.json_keys, encoded, strict=True):
-            empty = np.flatnonzero(found.counts == 0).tolist()
-            where = "" if self.sources[part.piece.source].kind == "text" else f" under {key!r}"
+        for key, sequences in zip(self.settings.json_keys, encoded, strict=True):
+            empty = np.flatnonzero(sequences.counts == 0).tolist()
+            where = "" if self.sources[encoded_part.piece.source].kind == "text" else f" under {key!r}"
             remarks += [(batch.numbers[number], "empty", f"has no text{where}") for number in empty]
-        part.remarks += [(part.lines + number, kind, sentence) for number, kind, sentence in sorted(remarks)]
-        part.lines += batch.lines
-        part.documents += len(batch.numbers)
-        part.size += batch.size
-        part.dropped += sum(count_bytes(texts, self._dropped) for texts in batch.texts)
-        part.raw = block.raw
-        part.encoded.append(encoded)
+        first = encoded_part.lines
+        encoded_part.remarks += [(first + number, category, sentence) for number, category, sentence in sorted(remarks)]
+        encoded_part.lines += batch.lines
+        encoded_part.documents += len(batch.numbers)
+        encoded_part.size += batch.size
+        encoded_part.dropped += sum(count_bytes(texts, self._dropped) for texts in batch.texts)
+        encoded_part.raw = block.raw
+        encoded_part.encoded.append(encoded)
 
     def _compare(self, batch: Batch, encoded: Encoded) -> bool:
         """Compare the ids of one document with the tokenizer's; False if no document in the batch is short enough."""

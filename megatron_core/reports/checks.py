@@ -35,7 +35,7 @@ class RunChecks(Callback):
         self._initial: Tensor | None = None
         """Hashes of the weights before the first step; None after the comparison."""
         # The gradient of an adapter's A is zero until the first update of B, which starts at zero.
-        self._needed_updates = 1 if run.config.tuning.lora_rank is None else 2
+        self._needed_updates = 1 if run.config.optional("lora_rank") is None else 2
         self._updates, self._noted_gradients = 0, False
         self._starved = StarvedExperts()
 

@@ -66,9 +66,9 @@ class RankEstimate:
         micros = config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies)
         plan = Plans(config, copies).training(micros)
         groups = ParallelGroups(
-            grid_of(config.parallel, world_size, rank, config.outer.num_groups),
+            grid_of(config.parallel, world_size, rank, config.num_groups),
             rank,
-            outer_groups=config.outer.num_groups,
+            outer_groups=config.num_groups,
             ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1]),
             instances=config.parallel.num_distributed_optimizer_instances,
             a2a_size=config.parallel.a2a_size,
@@ -138,7 +138,7 @@ class RankEstimate:
 def _bytes_of_groups(config: RunConfig, optimizer: Optimizer) -> int:
     """Bytes of the global weights of groups of replicas and their momentum, which the replicas of a group divide."""
     total = 0
-    for shard in optimizer.shards if config.outer.outer_steps else ():
+    for shard in optimizer.shards if config.optional("outer_steps") else ():
         bucket, group = shard.bucket, shard.bucket.dp_group
         part = bucket.weights.numel() // group.size()
         span = slice(group.rank() * part, (group.rank() + 1) * part)

@@ -52,7 +52,9 @@ def planned_bytes(run: Run) -> float:
             hidden=shard.bucket.kind.is_hidden_matrix,
             added_moments=added_moments(config.parallel),
         )
-        outer = 2 * shard.main.element_size() / size if config.outer.outer_steps else 0  # global weights and momentum
+        outer = (
+            2 * shard.main.element_size() / size if config.optional("outer_steps") else 0
+        )  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
     weight = number_size(config.training.compute_dtype)
     found += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)

@@ -19,9 +19,9 @@ from megatron_core.config import RunConfig
 from megatron_core.config.resilience import FAULTS_ON_DISK, FAULTS_ON_LINKS, Fault
 from megatron_core.errors import ConfigError
 from megatron_core.locations import location
-from megatron_core.parallel.links.faults import LinkFault
-from megatron_core.parallel.links.recorder import LINKS
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.resilience.links.faults import LinkFault
+from megatron_core.resilience.links.recorder import LINKS
+from megatron_core.resilience.processes.memory import HostMemory
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -1,9 +1,9 @@
 """Checks during training that collectives and messages deliver what was sent (``link_check_interval``)."""
 
 from megatron_core.errors import WrongStepError
-from megatron_core.parallel.links.compare import wrong_deliveries
-from megatron_core.parallel.links.recorder import LINKS
 from megatron_core.parallel.meter import METER
+from megatron_core.resilience.links.compare import wrong_deliveries
+from megatron_core.resilience.links.recorder import LINKS
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

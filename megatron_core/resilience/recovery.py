@@ -1,6 +1,6 @@
 """``--recover in-process``: training continues in the same processes after a rank has died, hung or raised.
 
-A supervisor in each process of the launcher outlives its training process (``parallel.recovery``), as does the memory
+A supervisor in each process of the launcher outlives its training process (``processes``), as does the memory
 to which each rank copies its state before every step. After a failure all ranks connect, build process groups and model
 again, and load the newest copy that all of them have. A step is a function of state and samples, so that the weights
 at the end are those of an undisturbed run.
@@ -17,28 +17,28 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.meter import unix_time
-from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
-from megatron_core.parallel.recovery.monitor import Monitor
-from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
-from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
+from megatron_core.resilience.host_copy import HostCopy
+from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
+from megatron_core.resilience.processes.monitor import Monitor
+from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
+from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
 from megatron_core.training.pretrain import Job, start_once
@@ -188,7 +188,7 @@ class Recovery:
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._rendezvous, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
-            config = replace(config, outer=self.config.outer)  # the copy may have fewer groups
+            config = config.with_section(self.config.section(OuterConfig))  # the copy may have fewer groups
         else:
             self.memory.forget()
         config = with_groups(config, self._size, len(ranks))
@@ -393,7 +393,7 @@ class Recovery:
             done = f"{self.world.size} of {self._size} ranks continue"
             left_out = groups_left_out(self.config, self._size, members.training)
             if left_out:
-                done += f" without group {listed(left_out)} of {self.config.outer.num_groups}"
+                done += f" without group {listed(left_out)} of {self.config.num_groups}"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""

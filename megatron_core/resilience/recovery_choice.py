@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import largest_world_size, problems
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
-from megatron_core.parallel.recovery.rendezvous import Choice, Members
+from megatron_core.resilience.processes.rendezvous import Choice, Members
 
 
 def choice_of(config: RunConfig, size: int) -> Choice:
@@ -18,7 +19,7 @@ def choice_of(config: RunConfig, size: int) -> Choice:
         training=lambda alive: training_ranks(config, size, alive),
         suffices=lambda ranks, owners, training: (
             has_all_groups(ranks, owners, training)
-            if config.outer.outer_steps
+            if config.optional("outer_steps")
             else has_all_parts(config, ranks, owners)
         ),
     )
@@ -33,7 +34,7 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
     """
     if len(alive) == size:
         return tuple(range(size))
-    if config.outer.outer_steps:
+    if config.optional("outer_steps"):
         return _ranks_of_groups(config, size, alive)
     each = config.parallel.smallest_world_size
     if len(alive) < each:
@@ -48,7 +49,7 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
 
 
 def _ranks_of_groups(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
-    each = size // config.outer.num_groups
+    each = size // config.num_groups
     groups = [range(first, first + each) for first in range(0, size, each)]
     complete = [ranks for ranks in groups if set(ranks) <= set(alive)]
     for count in range(len(complete), 0, -1):
@@ -59,25 +60,26 @@ def _ranks_of_groups(config: RunConfig, size: int, alive: Collection[int]) -> tu
 
 def with_groups(config: RunConfig, size: int, count: int) -> RunConfig:
     """The ``config`` of a job of ``size`` ranks for ``count`` of them, with fewer outer groups of the same size."""
-    if not config.outer.outer_steps:
+    if not config.optional("outer_steps"):
         return config
-    return replace(config, outer=replace(config.outer, outer_groups=count * config.outer.num_groups // size))
+    outer = config.section(OuterConfig)
+    return config.with_section(replace(outer, outer_groups=count * config.num_groups // size))
 
 
 def groups_left_out(config: RunConfig, size: int, training: Collection[int]) -> list[int]:
     """The outer groups of a job of ``size`` ranks without ranks in ``training``; empty without groups."""
-    if not config.outer.outer_steps:
+    if not config.optional("outer_steps"):
         return []
-    each = size // config.outer.num_groups
-    return [group for group in range(config.outer.num_groups) if group * each not in training]
+    each = size // config.num_groups
+    return [group for group in range(config.num_groups) if group * each not in training]
 
 
 def groups_that_join(config: RunConfig, size: int, members: Members) -> dict[int, int]:
     """The outer groups that train without copies of their own, each with the group whose state they load: the next one
     that has copies, as in ``sources_of``."""
-    if not config.outer.outer_steps or not members.holders:
+    if not config.optional("outer_steps") or not members.holders:
         return {}
-    each = size // config.outer.num_groups
+    each = size // config.num_groups
     firsts = {rank // each * each for rank in members.training if rank not in members.holders}
 
     def source(first: int) -> int:
@@ -100,7 +102,7 @@ def copies_are_whole(config: RunConfig) -> bool:
     """
     resilience, parallel = config.resilience, config.parallel
     survives = resilience.recover_without_spare and not resilience.recover_mirror
-    survives = survives and not config.outer.outer_steps  # a lost group is left out with its state
+    survives = survives and not config.optional("outer_steps")  # a lost group is left out with its state
     is_copied = parallel.dp_zero_stage == 0 and not config.optimizer.has_matrix_state
     return survives and is_copied and parallel.expert_model_parallel_size == 1
 

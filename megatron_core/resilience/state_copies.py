@@ -8,13 +8,13 @@ from itertools import chain
 from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.host_copy import CopyWriter, LocalCopy
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
-from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
-from megatron_core.parallel.recovery.rendezvous import Members, Rendezvous
+from megatron_core.resilience.host_copy import CopyWriter, LocalCopy
+from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
+from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, HostMemory
+from megatron_core.resilience.processes.rendezvous import Members, Rendezvous
 from megatron_core.resilience.recovery_choice import copies_are_whole
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces

@@ -145,16 +145,13 @@ class Plan:
     def receive_lookahead(self) -> int:
         """Smallest lookahead of receives, in actions, at which blocking sends cannot deadlock.
 
-        The actions of a pair count as one action in the following rules.
-
-        Each ordered pair of ranks has one link, which delivers messages in the order of sending. A rank runs its list
-        in order. Before action i it posts the receives of all messages that actions i to i + a need, and of all earlier
-        messages from the same senders (``messages``); a is the lookahead. An action runs when its messages have
-        arrived; then its output is sent. With overlap sends do not block, and a valid plan runs with any a. Without
-        overlap a send blocks until its receive is posted: two ranks deadlock if they send to each other and each posts
-        its receive after its send. A smallest a exists, because no send blocks if all receives are posted at the
-        beginning. GPipe needs 0, 1F1B and ZB-H1 at most 1, interleaved, ZB-H2 and DualPipeV 2, ZB-V 3.
+        Before action i a rank posts the receives of all messages that actions i to i + a need, and of all earlier
+        messages from the same senders (``messages``); a is the lookahead. The actions of a pair count as one.
         """
+        # Without overlap a send blocks until its receive is posted: two ranks deadlock if they send to each other and
+        # each posts its receive after its send. With overlap a valid plan runs with any a. A smallest a exists, because
+        # no send blocks if all receives are posted at the beginning. GPipe needs 0, 1F1B and ZB-H1 at most 1,
+        # interleaved, ZB-H2 and DualPipeV 2, ZB-V 3.
         return next(lookahead for lookahead in count() if _runs_with_blocking_sends(self, lookahead))
 
     @cached_property

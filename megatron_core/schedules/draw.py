@@ -80,11 +80,10 @@ def picture(
 ) -> str:
     """Draw one line per rank over time, with the micro-batch in each box and the rank's peak memory at the end.
 
-    ``width`` is the width of the terminal, in columns. With ``colour`` the colour of a box is the kind of the action,
-    with paler shades for later chunks; without it a box begins with the letter of the kind, in lower case on odd
-    chunks. Below a measured rank, ``=`` marks its transfers in flight during the pipeline. ``longest`` is the makespan
-    that fills the width, so that several drawings have the same scale; without it, the shortest action has an integer
-    number of columns if there is room.
+    ``width``: columns of the terminal. With ``colour`` the colour of a box is the kind of the action, paler for later
+    chunks; without it a box begins with the letter of the kind, in lower case on odd chunks. Below a measured rank,
+    ``=`` marks its transfers in flight. ``longest`` is the makespan that fills the width, so that several drawings have
+    the same scale; without it, the shortest action has an integer number of columns if possible.
     """
     plan = timeline.plan
     peaks = peak_activations(plan)

@@ -197,10 +197,10 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     start(a) = max(end of the rank's previous action, end(n) + COMM [n is on another rank] for n in needs(a)),
     end(a) = start(a) + time(a).
 
-    A message takes COMM on every edge between stages on different ranks and occupies neither rank: communication
-    overlaps with computation, and messages do not queue on a link. This convention gives the published rates of 1F1B,
-    ZB-H1 and ZB-H2 in Qi et al. 2023, tables 5 and 6.
     """
+    # A message takes COMM on every edge between stages on different ranks and occupies neither rank: communication
+    # overlaps with computation, and messages do not queue on a link. This convention gives the published rates of 1F1B,
+    # ZB-H1 and ZB-H2 in Qi et al. 2023, tables 5 and 6.
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * len(plan.ranks)
@@ -228,10 +228,10 @@ def peak_activations(
 
     ``stage_sizes`` is the size of one micro-batch's activations in each stage, in any other unit, such as bytes.
     A micro-batch's activations in a stage are stored from its F to its B. If the backward is split, the I frees the
-    share ``1 - kept_for_weights`` and the W the rest. Forwards without a backward store nothing. The default, in which
-    I frees nothing, is an upper bound; for ZB-H1 it is p. Source: Qi et al. 2023, section 2 (M_B until the I, M_W until
-    the W).
+    share ``1 - kept_for_weights`` and the W the rest. Forwards without a backward store nothing.
+    Source: Qi et al. 2023, section 2 (M_B until the I, M_W until the W).
     """
+    # The default, in which I frees nothing, is an upper bound; for ZB-H1 it is p.
     freed = {"F": -1.0, "B": 1.0, "I": 1.0 - kept_for_weights, "W": kept_for_weights}
     with_backward = {(action.stage, action.micro) for actions in plan.ranks for action in actions if action.kind != "F"}
     sizes, unit = (stage_sizes, 1) if stage_sizes else ([1.0] * plan.num_stages, plan.num_chunks)

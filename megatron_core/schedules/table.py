@@ -186,12 +186,12 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
 def dualpipe_v(num_ranks: int, num_microbatches: int, *, paired: bool = False) -> Plan:
     """DualPipeV: pairs of a forward of one chunk and a backward of the other; the first and last backwards are split.
 
-    A rank stores activations of at most 2p + 1 micro-batches of one chunk, that is p + 1/2 of all its layers. With
-    ``paired``, the bubble takes (p - 1) (F&B + B - 3W) if F = I, where F&B is the time of a pair, and all are times of
-    one chunk. Otherwise the actions of a pair run one after the other; if F = I = W the bubble then takes (p - 1) F.
-    Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1 and table 2, and DualPipe's README;
-    the V by Sea AI Lab (huggingface.co/blog/ufotalent/cut-in-half).
+    A rank stores activations of at most 2p + 1 micro-batches of one chunk. With ``paired``, the bubble takes
+    (p - 1) (F&B + B - 3W) if F = I, where F&B is the time of a pair, and all are times of one chunk. Otherwise the
+    actions of a pair run one after the other; if F = I = W the bubble then takes (p - 1) F.
     """
+    # Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1 and table 2, and DualPipe's README;
+    # the V by Sea AI Lab (huggingface.co/blog/ufotalent/cut-in-half).
     full = max(num_microbatches, 2 * num_ranks)
     turns = [_dualpipe_v_turns(num_ranks, rank, full) for rank in range(num_ranks)]
     return _v_plan(turns, num_microbatches, paired=paired)

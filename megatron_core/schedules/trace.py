@@ -7,17 +7,18 @@ step:
     {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023, 0.004], ["1B0", 0.023, 0.045, 0.001]],
      "transfers": [["tp all_reduce", 0.013, 0.019, 0.004]]}
 
-An action starts when its input has arrived and ends when its result is computed, so that waiting for the input is
-excluded. The last number is the time between both in which the rank only waited for collectives. A forward and a
-backward that ran together are one entry, ``0F1&0B0``. A transfer is a collective, or a copy to or from host memory or a
-file, from its call to the end of its wait, until the end of the step; the last number is the time between both in which
-the rank only waited for it. Messages between stages are not listed. All times are in seconds; start and end are after
-``began``, the host's monotonic clock when this rank left a barrier of all ranks at the beginning of the step. Ranks on
-one host share that clock, so their times are comparable to the microsecond. Ranks on different hosts are assumed to
-leave the barrier at the same moment, which is accurate to the latency of the network.
-
-Only the first ``MOST_STEPS`` steps are recorded: files stay small, and later steps have no overhead.
+All times are in seconds; start and end are after ``began``, the host's monotonic clock when this rank left a barrier of
+all ranks at the beginning of the step.
 """
+
+# An action starts when its input has arrived and ends when its result is computed, so that waiting for the input is
+# excluded. The last number is the time between both in which the rank only waited for collectives. A forward and a
+# backward that ran together are one entry, ``0F1&0B0``. A transfer is a collective, or a copy to or from host memory or
+# a file, from its call to the end of its wait; its last number is the time in which the rank only waited for it.
+# Messages between stages are not listed.
+# Ranks on one host share the clock, so their times are comparable to the microsecond. Ranks on different hosts are
+# assumed to leave the barrier at the same moment, which is accurate to the latency of the network.
+# Only the first ``MOST_STEPS`` steps are recorded: files stay small, and later steps have no overhead.
 
 import json
 import platform

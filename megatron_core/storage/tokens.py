@@ -47,11 +47,11 @@ class StreamedTokens:
     def _fetch(self, block: int) -> None:
         start = block * BLOCK_BYTES
         try:
-            found = self.path.read_range(start, min(BLOCK_BYTES, self.size - start))
-            if len(found) != min(BLOCK_BYTES, self.size - start):
+            data = self.path.read_range(start, min(BLOCK_BYTES, self.size - start))
+            if len(data) != min(BLOCK_BYTES, self.size - start):
                 raise DataError(f"{self.path} was replaced while it was read; start again")
             # Not through the mapping, where a full disk would kill the process.
-            os.pwrite(self._file.fileno(), found, start)
+            os.pwrite(self._file.fileno(), data, start)
             os.fdatasync(self._file.fileno())
             self._present[block] = 1
         except OSError as error:

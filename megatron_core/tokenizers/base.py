@@ -17,10 +17,11 @@ class Tokenizer(Protocol):
     eod, bos, eos, pad: the ids for end of document, beginning of sequence, end of sequence and padding; None if the
     vocabulary has no such token.
 
-    Several of these may be the same id: most vocabularies end a document with `eos`, and many published ones also pad
-    with it. An `eod` in the text is a token that the model has to learn to predict. Therefore no mask depends on `pad`;
-    only `--eod-mask-loss` masks the loss where the input token is `eod`.
     """
+
+    # Several of these may be the same id: most vocabularies end a document with `eos`, and many published ones also pad
+    # with it. An `eod` in the text is a token that the model has to learn to predict. Therefore no mask depends on
+    # `pad`; only `--eod-mask-loss` masks the loss where the input token is `eod`.
 
     vocab_size: int
     eod: int | None
@@ -108,12 +109,12 @@ def dropped_bytes(tokenizer: Tokenizer) -> bytes:
     return getattr(tokenizer, "missing_bytes", b"")
 
 
-def digest(*parts: bytes) -> str:
+def digest(*fields: bytes) -> str:
     """The SHA-256, as hexadecimal digits, of the parts, each preceded by its length."""
     total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little"))
-        total.update(part)
+    for data in fields:
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
     return total.hexdigest()
 
 

@@ -74,15 +74,15 @@ class TokenizerFiles:
         ConfigError: the type is unknown, a required setting is missing, a file is missing or not readable, or
         `vocab_size` is smaller than the tokenizer's.
         """
-        kind = _KINDS.get(self.tokenizer_type)
-        if kind is None:
+        row = _KINDS.get(self.tokenizer_type)
+        if row is None:
             known = ", ".join(TOKENIZER_TYPES)
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not supported; supported: {known}")
-        missing = [f"--{name.replace('_', '-')}" for name in kind.needs if getattr(self, name) is None]
+        missing = [f"--{name.replace('_', '-')}" for name in row.needs if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}; add it")
-        make = resolve_name(f"megatron_core.tokenizers.{kind.make}")
-        tokenizer: Tokenizer = make(*(getattr(self, name) for name in kind.needs + kind.takes))
+        make = resolve_name(f"megatron_core.tokenizers.{row.make}")
+        tokenizer: Tokenizer = make(*(getattr(self, name) for name in row.needs + row.takes))
         if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"--vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "

@@ -22,7 +22,8 @@ class ByteLevelTokenizer(BaseTokenizer):
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
         """The text's UTF-8 bytes, and the character of each."""
-        return self.tokenize(text), [(at, at + 1) for at, char in enumerate(text) for _ in char.encode("utf-8")]
+        characters = [index for index, char in enumerate(text) for _ in char.encode("utf-8")]
+        return self.tokenize(text), [(index, index + 1) for index in characters]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of the bytes, without end-of-document ids; invalid UTF-8 becomes U+FFFD."""

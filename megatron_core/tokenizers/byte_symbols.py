@@ -29,8 +29,8 @@ def count_bytes(texts: Iterable[str], wanted: bytes) -> int:
     """Count the bytes of the texts whose values are in ``wanted``."""
     if not wanted:
         return 0
-    others = bytes(set(range(256)) - set(wanted))
-    return sum(len(text.encode("utf-8", "replace").translate(None, others)) for text in texts)
+    unwanted = bytes(set(range(256)) - set(wanted))
+    return sum(len(text.encode("utf-8", "replace").translate(None, unwanted)) for text in texts)
 
 
 def add_missing_bytes(tokenizer_json: dict[str, Any]) -> int:

@@ -22,8 +22,8 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 def companion_files(folder: Path) -> list[Path]:
     """The files in the folder of a tokenizer that are not its vocabulary."""
     names = (*NAME_FILES, GENERATION_FILE, "added_tokens.json", TEMPLATE_FILE)
-    found = [folder / name for name in names if (folder / name).is_file()]
-    return [*found, *(path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")) if path.is_file())]
+    files = [folder / name for name in names if (folder / name).is_file()]
+    return [*files, *(path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")) if path.is_file())]
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
@@ -41,16 +41,16 @@ def stored_name(path: Path) -> str:
     return f"{TEMPLATE_FOLDER}/{path.name}" if path.parent.name == TEMPLATE_FOLDER else path.name
 
 
-def template_path(given: str) -> Path:
+def template_path(name: str) -> Path:
     """The file of a chat template, which is a path or the name of a template of this package."""
     built_in = {path.stem: path for path in BUILT_IN_TEMPLATES.glob("*.jinja")}
-    path = Path(given)
-    return path if path.exists() else built_in.get(given, path)
+    path = Path(name)
+    return path if path.exists() else built_in.get(name, path)
 
 
 def files_to_store(tokenizer: Tokenizer | None, chat_template: str | None = None) -> dict[str, Path]:
     """The files that a checkpoint keeps, by their names in it; ``chat_template`` replaces the default template."""
-    found = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
+    files = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
     if chat_template is not None and template_path(chat_template).is_file():
-        found[f"tokenizer/{TEMPLATE_FILE}"] = template_path(chat_template)
-    return found
+        files[f"tokenizer/{TEMPLATE_FILE}"] = template_path(chat_template)
+    return files

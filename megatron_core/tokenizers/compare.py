@@ -28,7 +28,8 @@ def differing_tokens(one: Tokenizer, other: Tokenizer) -> Iterator[tuple[int, st
     """
     if one.fingerprint() == other.fingerprint():
         return
-    ours, theirs = _entries(one, other), _entries(other, one)
+    ours = _entries(one, other)
+    theirs = _entries(other, one)
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:
             yield number, ours[number], theirs[number]

@@ -73,7 +73,8 @@ class GigatokenBackend:
 
     def __init__(self, tokenizer: Any, exact: Tokenizer | None = None, first_added: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._exact, self._first_added = exact, first_added
+        self._exact = exact
+        self._first_added = first_added
         self._singly = SINGLY
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -82,10 +83,10 @@ class GigatokenBackend:
         if self._exact is None or not len(ids) or ids.max() < self._first_added:
             return ids, lengths
         affected = np.unique(np.repeat(np.arange(len(texts)), lengths)[ids >= self._first_added]).tolist()
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        ids_by_text = np.split(ids, np.cumsum(lengths)[:-1])
         for number, right in zip(affected, self._exact.tokenize_batch([texts[n] for n in affected]), strict=True):
-            parts[number] = np.array(right, ids.dtype)
-        return np.concatenate(parts), np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+            ids_by_text[number] = np.array(right, ids.dtype)
+        return np.concatenate(ids_by_text), np.fromiter(map(len, ids_by_text), dtype=np.int64, count=len(ids_by_text))
 
     def _encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         self._singly -= len(texts)

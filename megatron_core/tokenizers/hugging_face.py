@@ -102,11 +102,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     begin-of-text id. A special token in the text becomes its id, as in the `transformers` library.
 
     `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
-    a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
-    ends a turn. `turn_ends` are further ids that end a generated text: `declared_ends`, those in
-    `generation_config.json`, and special tokens with a usual name for the end of a turn. These files do not affect the
-    ids of a text: they are in `files`, but not in the fingerprint.
+    a list of usual names. `turn_ends` are further ids that end a generated text: `declared_ends`, those in
+    `generation_config.json`, and special tokens with a usual name for the end of a turn.
     """
+
+    # These files do not affect the ids of a text: they are in `files`, but not in the fingerprint.
 
     def __init__(self, path: str | Path) -> None:
         self._path = _find(Path(path))
@@ -127,6 +127,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.bos = vocabulary.get(named.get("bos_token", ""), first_id(BEGIN_OF_SEQUENCE, vocabulary))
         self.eos = vocabulary.get(named.get("eos_token", ""), usual_end)
         self.pad = vocabulary.get(named.get("pad_token", ""), first_id(PADDING, vocabulary))
+        # The usual names come first, because the `eos` of a chat model ends a turn, not a document.
         self.eod = self.eos if usual_end is None else usual_end
         special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named_ends = (special[name] for name in END_OF_TURN if name in special)
@@ -144,8 +145,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def _identity(self) -> Sequence[bytes]:
         # The values in the file; spacing and order of keys do not matter.
         content = orjson.loads(self._path.read_bytes())
-        kept = {key: value for key, value in content.items() if key not in IGNORED_KEYS}
-        return b"hugging face", canonical_json(kept)
+        content_ = {key: value for key, value in content.items() if key not in IGNORED_KEYS}
+        return b"hugging face", canonical_json(content_)
 
 
 class GPT2BPETokenizer(LibraryTokenizer):
@@ -202,7 +203,8 @@ def _load_gpt2(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
 
 def _missing(tokenizer: tokenizers.Tokenizer) -> bytes:
     """The bytes that the tokenizer drops, from its parts: serializing all of it would include the vocabulary."""
-    model, pre_tokenizer = tokenizer.model, tokenizer.pre_tokenizer
+    model = tokenizer.model
+    pre_tokenizer = tokenizer.pre_tokenizer
     if not isinstance(model, models.BPE) or pre_tokenizer is None:
         return b""
     settings = {"unk_token": model.unk_token, "byte_fallback": model.byte_fallback}
@@ -244,12 +246,13 @@ def _check_prefix(file: Path) -> None:
     """ConfigError for merges without the prefix of continued words; tokenizers 0.23 aborts the process on them."""
     model = read_object(file).get("model")
     model = model if isinstance(model, dict) else {}
-    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    prefix = model.get("continuing_subword_prefix")
+    merges = model.get("merges")
     if not prefix or not isinstance(prefix, str) or not isinstance(merges, list):
         return
     for merge in merges:
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(pair, list) and len(pair) == 2 and str(pair[1]).startswith(prefix)):
             raise ConfigError(
                 f"--tokenizer-model {file}: the merge {quoted(merge)} does not continue a word with "
                 f"continuing_subword_prefix={quoted(prefix)}; copy the file again"
@@ -267,28 +270,30 @@ def named_tokens(folder: Path) -> dict[str, str]:
     A value is the token's text, or an object whose `content` is the text.
     ConfigError: a file is not a JSON object, or bos_token, eos_token or pad_token has another value.
     """
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for path in (folder / name for name in NAME_FILES):
         content = read_object(path) if path.is_file() else {}
         for key, value in content.items():
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and key.endswith("_token"):
-                found[key] = token
+                tokens[key] = token
             elif key in _KEYS and value is not None:
                 raise ConfigError(f"{path}: {key} is {quoted(value)}, not the string of a token; {_REMEDY}")
-    return found
+    return tokens
 
 
 def generation_ends(folder: Path) -> list[int]:
     """The ids in ``generation_config.json`` that end a generated text; empty without the file."""
     path = folder / GENERATION_FILE
     ends = read_object(path).get("eos_token_id") if path.is_file() else None
-    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(end) is int and end >= 0 for end in found):
+    if ends is None:
+        return []
+    ids = ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int and end >= 0 for end in ids):
         raise ConfigError(
             f"{path}: eos_token_id is {quoted(ends)}, not an id or a list of ids; copy the file again, or correct it"
         )
-    return found
+    return ids
 
 
 def read_object(path: Path) -> dict:

@@ -43,9 +43,9 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
         """The token ids of one text, and the characters of each; a begin-of-sentence id has none."""
-        found = self._processor.encode(text, out_type="offset_mapping")
+        encoded = self._processor.encode(text, out_type="offset_mapping")
         bos = [self._processor.bos_id()] * self.add_bos
-        return bos + found["ids"], [(0, 0)] * len(bos) + found["offsets"]
+        return bos + encoded["ids"], [(0, 0)] * len(bos) + encoded["offsets"]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, in one thread: preprocessing uses several processes instead."""

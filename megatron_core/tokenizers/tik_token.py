@@ -50,13 +50,15 @@ class TikTokenizer(BaseTokenizer):
     """A file of byte-pair ranks, as Megatron's TikTokenizer reads it: rank r has the id `num_special_tokens` + r.
 
     The ids below `num_special_tokens` are `<unk> <s> </s> <mask> <pad> <cls> <sep> <SPECIAL_7> <SPECIAL_8>` ...; `</s>`
-    ends a document. A special token in the text is encoded as ordinary text. OpenAI's rank files are read too, but the
-    ids are not those of OpenAI's encodings, which have no special tokens first and split text by other patterns.
+    ends a document. A special token in the text is encoded as ordinary text.
 
     pattern: how text is split into words, v1 or v2 (the default). vocab_size: number of ids with special tokens; only
-    the lowest ranks are kept. Default: all, up to Megatron's 131,072. Nothing is downloaded.
+    the lowest ranks are kept. Default: all, up to Megatron's 131,072.
     ConfigError: the file is not a file of ranks, or a setting does not fit it.
     """
+
+    # OpenAI's rank files are read too, but the ids are not those of OpenAI's encodings, which have no special tokens
+    # first and split text by other patterns. Nothing is downloaded.
 
     def __init__(
         self,
@@ -176,18 +178,18 @@ def _json_entries(path: Path, data: bytes) -> Iterator[tuple[str, str | bytes, A
         raise ConfigError(f"--tokenizer-model {path} begins with [ but is not JSON ({error}); {_EXPECTED}") from error
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
-            found = ", ".join(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
-            raise ConfigError(f"--tokenizer-model {path}, entry {number} has {found or 'nothing'}; {_EXPECTED}")
+            content = ", ".join(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
+            raise ConfigError(f"--tokenizer-model {path}, entry {number} has {content or 'nothing'}; {_EXPECTED}")
         yield f"entry {number}", entry["token_bytes"], entry["rank"]
 
 
 def _line_entries(path: Path, data: bytes) -> Iterator[tuple[str, str | bytes, Any]]:
     for number, line in enumerate(data.splitlines(), start=1):
-        parts = line.split()
-        if parts and (len(parts) != 2 or not parts[1].isdigit()):
+        words = line.split()
+        if words and (len(words) != 2 or not words[1].isdigit()):
             raise ConfigError(f"--tokenizer-model {path}, line {number} is not `base64 rank`; {_EXPECTED}")
-        if parts:
-            yield f"line {number}", parts[0], int(parts[1])
+        if words:
+            yield f"line {number}", words[0], int(words[1])
 
 
 def _in_order(path: Path, entries: Iterable[tuple[str, str | bytes, Any]]) -> dict[bytes, int]:

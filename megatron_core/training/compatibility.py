@@ -1,25 +1,23 @@
 """Comparison of the settings stored in a checkpoint with the settings of a run."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import fields, replace
 from math import isclose
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
+from megatron_core.checkpoint import find_newest, open_newest
 from megatron_core.checkpoint.folder import complete_iterations
-from megatron_core.checkpoint.formats import CheckpointFormat, OtherReader, formats_in
+from megatron_core.checkpoint.formats import CheckpointFormat, formats_in
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
-from megatron_core.config.run import field_types, settings
+from megatron_core.config.run import field_types, section_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.values import convert
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
@@ -27,7 +25,7 @@ from megatron_core.feature import features
 from megatron_core.locations import in_storage, local_copy, location
 from megatron_core.parallel.texts import listed
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
-from megatron_core.training.new_indexers import has_new_indexers, without_indexers
+from megatron_core.training.parts import missing_in, weights_saved_alone
 
 CPU = torch.device("cpu")
 KINDS = field_types()
@@ -50,34 +48,31 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
 
     Floats are compared in float32 precision. Settings without effect both in this run and with the stored
     settings, and those named in ``--changed-model-settings``, may differ. ``only_weights``: the run starts with the
-    weights, to which it may add indexers, and does not resume the training.
+    weights, to which features may add others, and does not resume the training.
     """
-    if has_new_indexers(stored, config.model):
-        stored = without_indexers(stored, config, only_weights=only_weights)
+    for added in missing_in(stored, config):
+        stored = added.compared(stored, only_weights=only_weights)
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
-    kinds = Resume.FUNCTION, Resume.TENSORS
-    compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
-    different = [name for name in compared if name in stored and not _equal(stored[name], current[name])]
-    model = {**vars(config.model), **vars(config.tuning)}.keys() & stored.keys()
-    before = RunConfig.from_flat(current | {name: stored[name] for name in model})
+    # Also the settings of these sections that may differ: the effect of one setting may depend on another one.
+    sections = {kind: names_by_resume(kind, Resume.FUNCTION, Resume.TENSORS) for kind in section_types().values()}
+    compared = [name for names in sections.values() for name in names if name in stored]
+    different = [name for name in compared if not _equal(stored[name], current[name])]
+    of_model = {item.name for kind, names in sections.items() if names for item in fields(kind)} & stored.keys()
+    before = RunConfig.from_flat(current | {name: stored[name] for name in of_model})
     changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
-    own, other = config.model.sized_blocks, before.model.sized_blocks
-    if LAYERS_JSON in changed and own == other:  # other keys, or sizes that one of them leaves to the model
-        changed.remove(LAYERS_JSON)
-    if changed:
-        faults = [
-            f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
-            for name in changed
-            if name != LAYERS_JSON or not (own and other)
-        ]
-        if LAYERS_JSON in changed and own and other:  # the JSON of a large model is too long to be compared by eye
-            layers = [str(n) for n, (one, two) in enumerate(zip_longest(own, other)) if one != two]
-            faults.append(f"  - {LAYERS_JSON} has other sizes than the checkpoint in block_configs {listed(layers)}")
-        function = " ".join(name for name in changed if settings()[name].resume is Resume.FUNCTION)
+    faults = {}
+    for name in changed:
+        compare = settings()[name].difference
+        difference = None if compare is None else compare(config, before)
+        if difference is None:
+            faults[name] = f"{name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
+        elif difference[1]:
+            faults[name] = f"{name} has {difference[0]} {listed(difference[1])}"
+    if faults:
+        function = " ".join(name for name in faults if settings()[name].resume is Resume.FUNCTION)
         way_out = "; to use the weights with these settings, add --changed-model-settings " + function
         raise CheckpointError(
-            "this checkpoint is of another model:\n"
-            + "\n".join(faults)
+            "\n  - ".join(["this checkpoint is of another model:", *faults.values()])
             + f"\ngive the same settings{way_out if function else ''}"
         )
 
@@ -235,11 +230,11 @@ def refuse_other_formats(named: str, load: str | Path) -> None:
 
 def open_model(
     load: str, step: int | None = None, device: torch.device = CPU, name: str = "load"
-) -> tuple[CheckpointReader | OtherReader, RunConfig]:
+) -> tuple[StateReader, RunConfig]:
     """Open ``load``, a checkpoint of this or another program; return its reader and the configuration of its model.
 
     A collective call, with messages on ``device``. Errors: ``CheckpointError``, with the ``name`` of the setting, if
-    there is no checkpoint, or only adapters.
+    there is no checkpoint, or only the weights that a feature adds to a model.
     """
     for form in _other_formats(load):
         if form.is_openable:
@@ -253,10 +248,10 @@ def open_model(
             "Face"
         )
     config = stored_config(reader.folder)
-    if config.tuning.lora_rank is not None:
+    if (added := weights_saved_alone(config)) is not None:
         with reader:
             raise CheckpointError(
-                f"{name}={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
+                f"{name}={load!r} has {added.title} without the weights of the model; "
                 f"run tools/convert_checkpoint.py --from native --to hf --load {load} --save MERGED, and load MERGED"
             )
     return reader, config

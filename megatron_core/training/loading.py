@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
@@ -10,20 +10,18 @@ from pathlib import Path
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
-from megatron_core.checkpoint.formats import OtherReader
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
+from megatron_core.training.parts import AddedWeights, missing_in, outside_of
 from megatron_core.training.state import (
-    Reader,
     TrainState,
     compression_pieces,
     compression_rows,
@@ -37,7 +35,10 @@ from megatron_core.training.state import (
 
 
 def load_intact(
-    config: RunConfig, reader: Reader | None, device: torch.device, load: Callable[[Reader | None], TrainState]
+    config: RunConfig,
+    reader: StateReader | None,
+    device: torch.device,
+    load: Callable[[StateReader | None], TrainState],
 ) -> TrainState:
     """``load(reader)``; if the files that it reads are damaged, of an older checkpoint in the same folder.
 
@@ -74,23 +75,22 @@ def _open_older(
 
 def load_state(
     config: RunConfig,
-    reader: Reader,
+    reader: StateReader,
     data: DataParallel,
     optimizer: Optimizer | None,
-    further: Callable[[Reader], Iterable[TensorBox]] = lambda reader: (),
+    further: Callable[[StateReader], Iterable[TensorBox]] = lambda reader: (),
 ) -> TrainState:
     """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``).
 
     ``further(reader)``: other pieces to load if the optimizer continues.
     """
     settings = config.checkpoint
-    continues = isinstance(reader, HostCopy)
-    weights_only = not continues and (settings.finetune or reader.only_weights)
-    fresh = weights_only or (settings.no_load_optim and not continues)
-    lacks = lacks_indexers(reader, config.model)
+    weights_only = not reader.continues and (settings.finetune or reader.only_weights)
+    fresh = weights_only or (settings.no_load_optim and not reader.continues)
+    missing = missing_in(reader.state.get("config", {}), config)
     with reader:
-        if not isinstance(reader, HostCopy):
-            _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
+        if not reader.continues:
+            _check_names(reader, data, None if fresh else optimizer, missing)
         others = () if fresh else tuple(further(reader))
         if isinstance(reader, CopiesReader):
             reader.fetch(chain(held_pieces(data, optimizer), others))
@@ -99,14 +99,14 @@ def load_state(
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
         if not fresh:
             pieces += _pieces_of_compression(reader, data)
-        pieces = list(outside_of_indexers([*pieces, *others], lacks))
-        fill_together(reader, pieces, data.device)
+        pieces = list(outside_of(missing, [*pieces, *others]))
+        reader.fill_together(pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
         return TrainState() if weights_only else counters(reader)
 
 
-def counters(reader: Reader) -> TrainState:
+def counters(reader: StateReader) -> TrainState:
     """The counters that are stored in a checkpoint."""
     known = {each.name for each in fields(TrainState)}
     return TrainState(**{name: value for name, value in reader.state.items() if name in known})
@@ -123,13 +123,13 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
 
 
 def _check_names(
-    reader: CheckpointReader | OtherReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
+    reader: StateReader, data: DataParallel, optimizer: Optimizer | None, missing: Sequence[AddedWeights]
 ) -> None:
-    """Compare the tensors needed by all ranks with the stored tensors, which ``lacks`` indexers."""
+    """Compare the tensors needed by all ranks with the stored tensors; a checkpoint lacks ``missing``."""
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
     pieces += saved_pieces(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
-    needed = shapes_of_all(outside_of_indexers(pieces, lacks), data.device)
+    needed = shapes_of_all(outside_of(missing, pieces), data.device)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
     absent = [kind for kind in kinds if kind not in reader.kinds]
     if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
@@ -139,7 +139,7 @@ def _check_names(
         reader.check_names({name: shape for name, shape in needed.items() if name.startswith("model.")})
         name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
         remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
-        if isinstance(reader, OtherReader) and reader.fault_of_state:
+        if reader.fault_of_state:
             remedy = f"; {reader.fault_of_state}"
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
@@ -148,7 +148,7 @@ def _check_names(
     reader.check_names(needed)
 
 
-def _changed_optimizer(reader: CheckpointReader | OtherReader, config: OptimizerConfig) -> list[str]:
+def _changed_optimizer(reader: StateReader, config: OptimizerConfig) -> list[str]:
     """Stored settings of the same optimizer that differ, as "NAME is VALUE"; empty for another optimizer."""
     stored = reader.state.get("config", {})
     if stored.get("optimizer") != config.optimizer:
@@ -157,20 +157,11 @@ def _changed_optimizer(reader: CheckpointReader | OtherReader, config: Optimizer
     return [f"{name} is {stored[name]}" for name, value in own.items() if stored.get(name, value) != value]
 
 
-def fill_together(reader: Reader, pieces: Iterable[TensorBox], device: torch.device) -> None:
-    """Fill ``pieces`` on all ranks; of a checkpoint of this framework each byte is read by one rank."""
-    if isinstance(reader, CheckpointReader):
-        reader.fill_together(pieces, device)
-    else:
-        reader.fill(pieces)
+def _lacks_average(reader: StateReader, optimizer: Optimizer) -> bool:
+    return optimizer.config.ema_decay is not None and not reader.continues and AVERAGE.name not in reader.kinds
 
 
-def _lacks_average(reader: Reader, optimizer: Optimizer) -> bool:
-    is_stored = isinstance(reader, CheckpointReader | OtherReader) and AVERAGE.name not in reader.kinds
-    return optimizer.config.ema_decay is not None and is_stored
-
-
-def _pieces_of_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> Iterator[TensorBox]:
+def _pieces_of_optimizer(reader: StateReader, optimizer: Optimizer, *, fresh: bool) -> Iterator[TensorBox]:
     """The pieces of ``optimizer`` to load; ``fresh``: only the main weights."""
     optimizer.forget_local_changes()
     lacks_average = _lacks_average(reader, optimizer)
@@ -180,7 +171,7 @@ def _pieces_of_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -
             yield piece
 
 
-def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> None:
+def _finish_optimizer(reader: StateReader, optimizer: Optimizer, *, fresh: bool) -> None:
     """Set the counters of ``optimizer`` and missing averages after its pieces have been filled."""
     if fresh:
         optimizer.start_averages()
@@ -192,7 +183,7 @@ def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> N
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _pieces_of_compression(reader: Reader, data: DataParallel) -> list[TensorBox]:
+def _pieces_of_compression(reader: StateReader, data: DataParallel) -> list[TensorBox]:
     """The state of gradient compression, as far as it can be loaded.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
 from megatron_core.feature import load_hook, used_features
+from megatron_core.models import GPTModel
 from megatron_core.tokenizers import Tokenizer
 
 
@@ -30,6 +32,10 @@ class RunPart:
     def notes(self) -> Iterator[str]:
         """Yield sentences that the first rank prints before training starts."""
         yield from ()
+
+    def is_alone(self) -> bool:
+        """Whether this rank's outer group takes the next step without reports from the other groups."""
+        return False
 
     def before_step(self) -> None:
         """Called before the forward of each step."""
@@ -104,6 +110,62 @@ class Evaluation:
         Called on all ranks whenever the validation data is evaluated.
         """
         yield from ()
+
+
+class AddedWeights:
+    """Base class of ``Feature.added_weights``: parameters that a feature adds to a model trained without them."""
+
+    saved_alone = False
+    """Whether checkpoints of the run contain only these parameters. All others are frozen: whenever the run starts, it
+    loads them from --pretrained-checkpoint or --load-hf, or draws them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @property
+    def title(self) -> str:
+        """Their name in messages, a plural."""
+        raise NotImplementedError
+
+    def contain(self, name: str) -> bool:
+        """Whether a parameter, or a piece of a checkpoint, is one of them, by its name."""
+        raise NotImplementedError
+
+    def are_missing(self, stored: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with the settings ``stored`` is of the same model without them."""
+        return False
+
+    def compared(self, stored: Mapping[str, Any], *, only_weights: bool) -> Mapping[str, Any]:
+        """Return the settings of a checkpoint without them that the settings of this run must equal.
+
+        ``only_weights``: the run starts with the stored weights, and does not resume the training. Errors:
+        ``CheckpointError`` if the run cannot add the parameters.
+        """
+        return stored
+
+    def set_initial(self, data: DataParallel, stages: Sequence[GPTModel]) -> None:
+        """Set initial values that depend on other weights or on files, when these are loaded; not in a resumed run."""
+
+
+def added_weights(config: RunConfig) -> list[AddedWeights]:
+    """Construct the added weights of the features that a run uses."""
+    hooks = [feature.added_weights for feature in used_features(config) if feature.added_weights is not None]
+    return [load_hook(hook)(config) for hook in hooks]
+
+
+def weights_saved_alone(config: RunConfig) -> AddedWeights | None:
+    """The only weights in the checkpoints of a run; None if its checkpoints contain the whole model."""
+    return next((added for added in added_weights(config) if added.saved_alone), None)
+
+
+def missing_in(stored: Mapping[str, Any], config: RunConfig) -> list[AddedWeights]:
+    """The weights of this run that a checkpoint with the settings ``stored`` lacks."""
+    return [added for added in added_weights(config) if added.are_missing(stored)]
+
+
+def outside_of(missing: Sequence[AddedWeights], pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
+    """The pieces of a checkpoint that lacks ``missing``, among the pieces of this run."""
+    return (piece for piece in pieces if not any(added.contain(piece.name) for added in missing))
 
 
 def build_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Evaluation, ...]:

@@ -37,7 +37,7 @@ class StepSize:
 
         Each outer group evaluates the whole batch."""
         batch = config.training.evaluation_batch_size(data_parallel_size)
-        micro = batch * config.outer.num_groups // (config.training.micro_batch_size * data_parallel_size)
+        micro = batch * config.num_groups // (config.training.micro_batch_size * data_parallel_size)
         return cls(0, batch, micro, config.data.seq_length)
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
@@ -36,16 +36,15 @@ from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.attempts import Attempts
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
+from megatron_core.training.initial_weights import InitialWeights
 from megatron_core.training.loading import counters, load_intact, load_state
-from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.objective import Objective, build_objective
 from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import Reader, TrainState, open_checkpoint
-from megatron_core.training.tuning import drawing, open_base, prepare_weights
+from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 Part = TypeVar("Part", bound=RunPart)
@@ -110,7 +109,7 @@ class Run(Trainable):
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
-    def begin(self, checkpoint: Reader | None) -> None:
+    def begin(self, checkpoint: StateReader | None) -> None:
         """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
         config = self.config
         self.loaded = checkpoint is not None
@@ -124,7 +123,7 @@ class Run(Trainable):
         if (decoupled := config.optimizer.decoupled()) is not None:
             self.decoupled_schedule = learning_rate_schedule(config, decoupled, self.total_iterations)
 
-    def load(self, config: RunConfig, reader: Reader | None) -> TrainState:
+    def load(self, config: RunConfig, reader: StateReader | None) -> TrainState:
         """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
         if reader is None:
             return TrainState()
@@ -139,7 +138,7 @@ class Run(Trainable):
         for part in self.parts:
             part.after_gradients()
 
-    def _further_pieces(self, reader: Reader) -> Iterator[TensorBox]:
+    def _further_pieces(self, reader: StateReader) -> Iterator[TensorBox]:
         """The pieces of features to load together with model and optimizer."""
         for part in self.parts:
             yield from part.pieces_to_load(reader)
@@ -295,7 +294,7 @@ def set_up(
     world: World,
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
-    copy: HostCopy | None = None,
+    copy: StateReader | None = None,
 ) -> Run:
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
@@ -311,28 +310,28 @@ def set_up(
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.outer.num_groups)
+    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
     splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
-    frozen = open_base(config, world.device, resumes=checkpoint is not None)
-    deferred, base = parallel.dp_zero_stage == 3, frozen or checkpoint
+    initial = InitialWeights(config, checkpoint, world.device)
+    deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,
         groups,
         vocab_size,
         world.device,
         stage_to_rank=plans.stage_to_rank,
-        initialise=base is None,
+        initialise=initial.are_drawn,
         deferred=deferred,
         layer_specs=layer_specs,
     )
     _freeze_or_convert(config, stages, world)
-    draw_indexers(base, stages.values(), config)
-    data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
-    prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
+    initial.draw_missing(stages.values())
+    data_parallel = data_parallel_of(config, stages, groups, world.device, initial.draw if deferred else None)
+    initial.load(data_parallel, stages)
     p2p = PipelineP2P(groups)
     p2p.warm_up(world.device, plans.stage_to_rank)
     run = Run(

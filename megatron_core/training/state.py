@@ -11,10 +11,10 @@ import torch
 
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, open_newest, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
-from megatron_core.checkpoint.formats import OtherReader, formats_of_settings
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
@@ -34,9 +34,9 @@ from megatron_core.training.compatibility import (
     takes_settings,
     with_settings_of,
 )
+from megatron_core.training.parts import weights_saved_alone
 
 CPU = torch.device("cpu")
-Reader = CheckpointReader | OtherReader | HostCopy
 
 
 @dataclass
@@ -147,7 +147,7 @@ def open_checkpoint(
     *,
     hash_later: bool = False,
     damaged: Mapping[Path, str] = MappingProxyType({}),
-) -> tuple[Reader | None, RunConfig]:
+) -> tuple[StateReader | None, RunConfig]:
     """Open the checkpoint to load (None if there is none); return its reader and ``config``.
 
     A damaged checkpoint is refused; if ``load`` is the folder of all checkpoints, the newest intact one is used
@@ -158,7 +158,7 @@ def open_checkpoint(
     """
     # Find the checkpoint, or initial weights of another program.
     settings = config.checkpoint
-    reader: CheckpointReader | OtherReader | None = None
+    reader: StateReader | None = None
     if settings.load is not None:
         hash_later = hash_later and not takes_settings(settings)
         refuse_other_formats(f"load={settings.load!r}", settings.load)
@@ -172,7 +172,7 @@ def open_checkpoint(
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None:
-        return (open_initial_weights(config) if config.tuning.lora_rank is None else None), config
+        return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
@@ -202,7 +202,7 @@ def open_checkpoint(
     return reader, config
 
 
-def open_initial_weights(config: RunConfig) -> OtherReader | None:
+def open_initial_weights(config: RunConfig) -> StateReader | None:
     """Open the weights of another program from which a new run starts, such as --load-hf; None without them."""
     for form, folder in formats_of_settings(config):
         if form.is_openable:

@@ -39,7 +39,7 @@ from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import mtp_loss_names
-from megatron_core.transformer.moe import update_expert_biases
+from megatron_core.transformer.moe import TopKRouter, update_expert_biases
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     )
     decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
     rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
-    alone = run.groups.outer.size() > 1 and not run.config.groups_report(state.iteration + 1)
+    alone = any(part.is_alone() for part in run.parts)
     for part in run.parts:
         part.before_step()
 
@@ -101,8 +101,11 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     # Take the step; then update the experts' biases and the counters.
     attempt = run.attempts.take(compute)
     outcome = attempt.outcome
-    if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
-        update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
+    if not outcome.skipped:
+        # Frozen routers keep their biases: the other weights of the model are those that the biases balance.
+        modules = (module for stage in run.stages.values() for module in stage.modules())
+        routers = [module for module in modules if isinstance(module, TopKRouter) and module.weight.requires_grad]
+        update_expert_biases(routers, {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters

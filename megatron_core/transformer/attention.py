@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megatron_core.config.attention import BIAS_CHANNELS
@@ -14,7 +13,6 @@ from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.linear_bias import bias_slopes, with_bias_channels
-from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -133,20 +131,9 @@ class SelfAttention(nn.Module):
             attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
             attended = attend(query, key, value, context, *self._sinks(query))
         else:
-            attended = self._attend_with_cache(query[:, 0], key[:, 0], value[:, 0], context.cache)[:, None]
+            heads = query[:, 0], key[:, 0], value[:, 0], *self._sinks(query)
+            attended = context.cache.attend(self, *heads)[:, None]
         return attended * gate.flatten(2).sigmoid() if self.gated else attended
-
-    def _attend_with_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueStore) -> Tensor:
-        """Store the keys and values of a step's tokens ``[tokens, heads, d]``; return their attention."""
-        keys, values = cache.write(self.layer_number, key, value)
-        step, core, parts = cache.step, self.core_attention, []
-        assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
-        if step.cached:
-            parts.append(core.attend_cached(query[: step.cached], keys, values, step, *self._sinks(query)))
-        if step.fresh:
-            fresh_query, fresh_key, fresh_value = (each[step.cached :] for each in (query, key, value))
-            parts.append(core.attend_fresh(fresh_query, fresh_key, fresh_value, step, *self._sinks(query)))
-        return torch.cat(parts)
 
     def _sinks(self, query: Tensor) -> tuple[Tensor, ...]:
         """The argument ``sinks`` of the core attention, if there are sinks."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError, LayoutError
@@ -20,7 +20,6 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
-from megatron_core.transformer.paged_attention import KeyValueStore
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,28 @@ class LayerContext:
     def dropout(self, p: float, name: str) -> KeyedDropout:
         """Construct the dropout for a named point of the model."""
         return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
+
+
+class KeyValueStore(Protocol):
+    """Keys and values, and states, of the texts of a step, for generation (``inference.kv_cache``)."""
+
+    step: Any
+    """The tokens of the current step."""
+
+    def attend(self, layer: nn.Module, *tensors: Any) -> Tensor:
+        """Store the tensors of the step's tokens for an attention layer, and return its attention."""
+        ...
+
+    def write(self, layer: int, *values: Tensor) -> tuple[Tensor, ...]:
+        """Store ``values``, each ``[tokens, heads, channels]``, of the step's tokens.
+
+        Returns the memory of the layer for each, ``[blocks, positions of a block, heads, channels]``.
+        """
+        ...
+
+    def states(self, layer: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
+        """Return the memory of a layer's states, ``[texts, ...]`` for each of the given shapes."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.errors import ConfigError
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
-from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext, chunk_lengths
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
 from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
-from megatron_core.transformer.paged_attention import PagedStep, gathered
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,20 @@ class CoreAttention(nn.Module):
             return causal_attention(query, key, value)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
-            out = self._unfused(query, key, value, context, sinks=sinks)
+            out = self.by_reference(query, key, value, context, sinks=sinks)
         elif context.attention_mask is None and not self.dropout.active and self._is_flex(query, key, value, documents):
             out = flex_attention(query, key, value, window=self.window, softcap=self.softcap, documents=documents)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         else:
-            causal: Attend = partial(_causal_attention, window=self.window)
+            causal: Attend = partial(causal_products, window=self.window)
             attend = partial(self._by_blocks, context=context, sinks=sinks) if by_formula else causal
             if documents is None:
                 out = attend(query, key, value, TokenSpan())
             elif not by_formula and takes_variable_lengths(query, key, value):
                 out = variable_length_attention(query, key, value, documents, self.window)
             else:
-                out = _attention_by_documents(query, key, value, documents.lengths, attend)
+                out = attention_by_documents(query, key, value, documents.lengths, attend)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _is_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None) -> bool:
@@ -115,67 +113,7 @@ class CoreAttention(nn.Module):
         is_varlen = documents is not None and not self.by_formula and takes_variable_lengths(query, key, value)
         return reason is None and (self.flex == "always" or not is_varlen)
 
-    def attend_cached(
-        self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Compute attention of the ``step.cached`` first tokens of a step, ``[tokens, heads, d]``.
-
-        ``keys`` and ``values`` are the memory of the layer. Returns ``[tokens, heads * e]``.
-        """
-        parts, singles, by_formula = [], len(step.lengths), self.by_formula or sinks is not None
-        in_chunks = self.chunk is not None and step.longest > self.chunk
-        if singles and not (by_formula or in_chunks) and has_native_paged_attention(query, self.backend):
-            out = native_paged_attention(query[:singles], keys, values, step.tables, step.lengths, window=self.window)
-            parts.append(out.flatten(1))
-        elif singles:
-            key, value = (gathered(each, step.tables, step.longest).transpose(1, 2) for each in (keys, values))
-            alone = query[:singles, :, None]
-            if by_formula:
-                out = self._unfused(alone, key, value, SequenceContext(), step.masked(self.window, self.chunk), sinks)
-            else:
-                out = _fused(alone, key, value, step.bias(self.window, query.dtype, self.chunk))
-            parts.append(out.flatten(1))
-        for chunk in step.chunks:
-            own = query[chunk.row : chunk.row + chunk.count].transpose(0, 1)[None]
-            key, value = (gathered(each, chunk.table, chunk.length).transpose(0, 1)[None] for each in (keys, values))
-            out = self._in_chunks(own, key, value, sinks)
-            parts.append(out[0].transpose(0, 1).flatten(1))
-        return torch.cat(parts)
-
-    def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """``_causal`` of the last tokens of a document for each chunk of ``attention_chunk_size`` tokens."""
-        if self.chunk is None:
-            return self._causal(query, key, value, TokenSpan(), sinks)
-        length, at = key.shape[2], key.shape[2] - query.shape[2]
-        outputs, first = [], at
-        while at < length:
-            start = at // self.chunk * self.chunk
-            stop = min(start + self.chunk, length)
-            keys = slice(start, stop)
-            own = query[:, :, at - first : stop - first]
-            outputs.append(self._causal(own, key[:, :, keys], value[:, :, keys], TokenSpan(), sinks))
-            at = stop
-        return torch.cat(outputs, dim=2)
-
-    def attend_fresh(
-        self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Compute attention of the last tokens of a step, in chunks from position 0 on, ``[tokens, heads, d]``.
-
-        Returns ``[tokens, heads * e]``.
-        """
-        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        causal = partial(self._causal, sinks=sinks)
-        lengths = step.fresh if self.chunk is None else chunk_lengths(step.fresh, self.chunk)
-        return _attention_by_documents(query, key, value, [lengths], causal)[0].transpose(0, 1).flatten(1)
-
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, sinks: Tensor | None = None) -> Tensor:
-        """Compute causal attention of one document without dropout; the last query attends to the last key."""
-        if self.by_formula or sinks is not None:
-            return self._unfused(query, key, value, SequenceContext(), sinks=sinks)
-        return _causal_attention(query, key, value, at, window=self.window)
-
-    def _unfused(
+    def by_reference(
         self,
         query: Tensor,
         key: Tensor,
@@ -274,7 +212,9 @@ def _positions(context: SequenceContext, start: int, stop: int, device: torch.de
     return torch.arange(start, stop, device=device) if start else None
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
     """Call torch's attention; ``mask`` broadcasts to ``[b, heads, s, t]``.
 
     A bool mask is True where a query attends to a key; a floating-point mask is added to the scores.
@@ -282,7 +222,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     grouped, channels = query.shape[1] != key.shape[1], value.shape[-1]
     if grouped and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over the keys per group
         queries = query.flatten(1, 2).unflatten(1, (key.shape[1], -1))
-        return _fused(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
+        return fused_attention(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
     if query.is_cpu and channels < query.shape[-1]:  # the CPU kernel without full scores needs equal widths
         value = nn.functional.pad(value, (0, query.shape[-1] - channels))
     out = nn.functional.scaled_dot_product_attention(
@@ -291,18 +231,18 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     return out[..., :channels]
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, *, window: int | None) -> Tensor:
+def causal_products(query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, *, window: int | None) -> Tensor:
     """Compute causal attention; the last query attends to all keys, or to the last ``window`` keys."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
         first = 0 if window is None else max(keys - window, 0)
-        return _fused(query, key[:, :, first:], value[:, :, first:])
+        return fused_attention(query, key[:, :, first:], value[:, :, first:])
     if queries == keys:
         if window is None or window >= keys:
-            return _fused(query, key, value, causal=True)
+            return fused_attention(query, key, value, causal=True)
         if keys > 2 * window:
             return _attention_by_blocks(query, key, value, window)
-    return _fused(query, key, value, _visible(queries, keys, window, query.device))
+    return fused_attention(query, key, value, _visible(queries, keys, window, query.device))
 
 
 def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
@@ -310,7 +250,7 @@ def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int)
 
     Memory and work are O(s * window) instead of O(s^2).
     """
-    first = _fused(*(x[:, :, :window] for x in (query, key, value)), causal=True)
+    first = fused_attention(*(x[:, :, :window] for x in (query, key, value)), causal=True)
     batch, _, length, _ = query.shape
 
     def blocks(x: Tensor) -> Tensor:  # [b, heads, s, d] -> [b, blocks, heads, window, d], the last one padded
@@ -320,11 +260,11 @@ def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int)
     query, key, value = (blocks(x) for x in (query, key, value))
     key, value = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (key, value))
     visible = _visible(window, 2 * window, window, query.device)
-    rest = _fused(query[:, 1:].flatten(0, 1), key, value, visible).unflatten(0, (batch, -1))
+    rest = fused_attention(query[:, 1:].flatten(0, 1), key, value, visible).unflatten(0, (batch, -1))
     return torch.cat([first, rest.transpose(1, 2).flatten(2, 3)[:, :, : length - window]], dim=2)
 
 
-def _attention_by_documents(
+def attention_by_documents(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[Sequence[int]], attend: Attend
 ) -> Tensor:
     """Apply ``attend`` to each document of each sequence: memory is O(s), work O(sum of squared document lengths).
@@ -348,7 +288,7 @@ def _masked_attention(query: Tensor, key: Tensor, value: Tensor, masked: Tensor 
     visible = ~masked
     if window is not None:
         visible = visible & _visible(query.shape[2], key.shape[2], window, query.device)
-    return _fused(query, key, value, visible)
+    return fused_attention(query, key, value, visible)
 
 
 def _masked(context: SequenceContext) -> Tensor | None:

@@ -13,7 +13,6 @@ from megatron_core.ops.rotary import rope
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.paged_attention import PagedStep
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
 
@@ -117,10 +116,10 @@ class LatentAttention(nn.Module):
         if context.cache is not None:
             query = self._query(query_latent, rotate)
             inputs = self._core_inputs(hidden, query_latent)
-            return self.linear_proj(self._attend_with_cache(query, latent, shared_key, context, *inputs))
+            return self.linear_proj(context.cache.attend(self, query, latent, shared_key, context, *inputs))
 
         def project_up() -> tuple[Tensor, Tensor, Tensor]:
-            return self._query(query_latent, rotate), *self._key_and_value(latent, shared_key)
+            return self._query(query_latent, rotate), *self.key_and_value(latent, shared_key)
 
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
         heads = project_up()
@@ -150,41 +149,14 @@ class LatentAttention(nn.Module):
         shared_key = gather(shared_key, self.tp_group, sequence_parallel=self.sequence_parallel)
         return self.kv_layernorm(latent), rotate(shared_key)
 
-    def _key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+    def key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[s, b, heads, d + r]`` and values ``[s, b, heads, v]``."""
         up, _ = self.linear_kv_up_proj(latent)
         plain, value = up.unflatten(-1, (self.heads, -1)).split([self.plain, self.value], dim=-1)
         shared = self.arithmetic.repeat_for_heads(shared_key, self.heads, self.tp_group)
         return torch.cat([plain, shared], dim=-1), value
 
-    def _attend_with_cache(
-        self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext, *inputs: Tensor
-    ) -> Tensor:
-        """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
-        cache = context.cache
-        assert cache is not None, "only in generation"
-        (memory,) = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1))
-        step, core, parts = cache.step, self.core_attention, []
-        assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
-        if step.cached:
-            parts.append(self._attend_to_latents(core, query[: step.cached, 0], memory, step))
-        if step.fresh:
-            key, value = self._key_and_value(latent[step.cached :], shared_key[step.cached :])
-            parts.append(core.attend_fresh(query[step.cached :, 0], key[:, 0], value[:, 0], step))
-        return torch.cat(parts)[:, None]
-
-    def _attend_to_latents(self, core: CoreAttention, query: Tensor, memory: Tensor, step: PagedStep) -> Tensor:
-        """Compute the same attention without expanding the cached latents to keys and values.
-
-        q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
-        appendix C.
-        """
-        query, up_value = self._of_latents(query)
-        query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
-        out = core.attend_cached(query, memory, memory[..., : self.rank], step)
-        return torch.einsum("sac,avc->sav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(1)
-
-    def _of_latents(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def of_latents(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Queries W_uk^T q of latents and shared keys, ``[tokens, heads, rank + r]``, and W_uv ``[heads, v, rank]``."""
         own, adapter = self.linear_kv_up_proj.weight, self.linear_kv_up_proj.adapter
         assert own is not None, "the layer owns its weight"

@@ -65,8 +65,8 @@ class BitsReport:
     @property
     def summary(self) -> str:
         """One line with the number of layouts that have the bits of one process."""
-        held = sum(row.holds for row in self.rows)
-        return f"{held} of {len(self.rows)} layouts have the bits of one process in {self.dtype} over {self.backend}"
+        equal = sum(row.holds for row in self.rows)
+        return f"{equal} of {len(self.rows)} layouts have the bits of one process in {self.dtype} over {self.backend}"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as a dict for JSON."""
@@ -107,7 +107,8 @@ def check_bits(
     rows: list[BitsRow] = []
     baselines: list[tuple[HashedExperiment, list[HashRecord]]] = []
     for layout in wanted:
-        began, difference = time.perf_counter(), None
+        began = time.perf_counter()
+        difference = None
         reference = reference_of(experiment, layout)
         baseline = next((records for known, records in baselines if known == reference), None)
         if baseline is None:
@@ -115,12 +116,12 @@ def check_bits(
             _losses(baseline)
             baselines.append((reference, baseline))
         try:
-            found, faults = results(experiment, layout)
+            computed, faults = results(experiment, layout)
         except RankFailure as failure:
             faults = [f"fails: {str(failure).strip().splitlines()[-1]}"]
         else:
-            difference = first_difference(baseline, found)
-            ours, theirs = ([record.iteration for record in each] for each in (found, baseline))
+            difference = first_difference(baseline, computed)
+            ours, theirs = ([record.iteration for record in records] for records in (computed, baseline))
             if ours != theirs:
                 faults.append(f"has records of the iterations {listed(ours)} instead of {listed(theirs)}")
         rows.append(BitsRow(str(layout), layout.world_size, time.perf_counter() - began, difference, tuple(faults)))
@@ -137,10 +138,11 @@ def _losses(records: Sequence[HashRecord]) -> list[float]:
     return losses
 
 
-def _joined(found: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list[str]]:
+def _joined(by_rank: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list[str]]:
     """The records of all ranks -> those of rank 0, and inconsistencies between ranks."""
-    first, faults = found[0], []
-    for rank, records in enumerate(found):
+    first = by_rank[0]
+    faults = []
+    for rank, records in enumerate(by_rank):
         if (differs := first_difference(first, records)) is not None:
             faults.append(f"rank {rank} and rank 0 report different results ({differs})")
     for record in first:

@@ -28,32 +28,32 @@ Errors = Mapping[str, float]
 """Relative errors by quantity: ``loss0``, ``norm0``, ``grad0.NAME``, ..., ``weight.NAME``."""
 
 
-def relative_errors(found: Trace, baseline: Trace) -> dict[str, float]:
+def relative_errors(trace: Trace, baseline: Trace) -> dict[str, float]:
     """Largest deviation of each quantity, relative to its largest element in ``baseline``; inf if it is missing.
 
     Deviations of a tensor whose elements are below ``NEGLIGIBLE`` of the largest gradient of the step, or weight, are
     relative to this share of it.
     """
-    result = {f"loss{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.losses, baseline.losses, strict=True))}
-    result |= {f"norm{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.norms, baseline.norms, strict=True))}
+    result = {f"loss{i}": _relative(a, b) for i, (a, b) in enumerate(zip(trace.losses, baseline.losses, strict=True))}
+    result |= {f"norm{i}": _relative(a, b) for i, (a, b) in enumerate(zip(trace.norms, baseline.norms, strict=True))}
     largest: dict[str, float] = {}
     for name, expected in baseline.tensors.items():
-        kind = name.partition(".")[0]
-        largest[kind] = max(largest.get(kind, 0.0), float(np.max(np.abs(expected), initial=0.0)))
+        quantity = name.partition(".")[0]
+        largest[quantity] = max(largest.get(quantity, 0.0), float(np.max(np.abs(expected), initial=0.0)))
     for name, expected in baseline.tensors.items():
-        values = found.tensors.get(name)
+        values = trace.tensors.get(name)
         fits = values is not None and values.shape == expected.shape
         result[name] = (
             np.inf
             if values is None or not fits
             else _relative(values, expected, NEGLIGIBLE * largest[name.partition(".")[0]])
         )
-    return result | {name: np.inf for name in found.tensors if name not in baseline.tensors}
+    return result | {name: np.inf for name in trace.tensors if name not in baseline.tensors}
 
 
-def _relative(found: np.ndarray | float, expected: np.ndarray | float, least: float = 0.0) -> float:
+def _relative(actual: np.ndarray | float, expected: np.ndarray | float, least: float = 0.0) -> float:
     """``least``: the smallest magnitude to which the difference is compared."""
-    difference = float(np.max(np.abs(np.subtract(found, expected)), initial=0.0))
+    difference = float(np.max(np.abs(np.subtract(actual, expected)), initial=0.0))
     scale = float(np.max(np.abs(expected), initial=0.0))
     error = difference / max(scale, least) if scale else difference
     return error if np.isfinite(error) else np.inf
@@ -67,7 +67,8 @@ class Bounds:
     """
 
     def __init__(self, dtype: str, noise: Errors | None = None) -> None:
-        self._noise, self._floor = noise, EPSILON[dtype] / 2
+        self._noise = noise
+        self._floor = EPSILON[dtype] / 2
 
     def of(self, name: str) -> float:
         """The largest permitted error of ``name``."""

@@ -26,7 +26,8 @@ from megatron_core.transformer.joined import JoinedParts
 from megatron_core.verify.bounds import FLOAT64_BOUND, Errors
 from megatron_core.verify.trace import RankTrace, assemble
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 MOST_SAMPLES = 256
 """Number of samples of the step that are compared; they bound the memory."""
 MOST_ROWS = 256
@@ -51,7 +52,7 @@ class Reference:
     def order(self) -> list[tuple[str, str]]:
         """Directions and modules in the order of the program: all forwards, then all backwards."""
         first = dict.fromkeys((key.direction, key.module) for key in self.values)
-        return sorted(first, key=lambda each: each[0] == BACKWARD)  # stable
+        return sorted(first, key=lambda entry: entry[0] == BACKWARD)  # stable
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ class _Watch:
     def __init__(self, run: Run) -> None:
         self._now = threading.local()  # a pair of functions runs in two threads
         self._seen: set[Key] = set()
-        self._width, self._first = run.config.model.hidden_size, run.state.consumed_samples
+        self._width = run.config.model.hidden_size
+        self._first = run.state.consumed_samples
         for stage in run.stages.values():
             joined = (getattr(module, "joined", None) for module in stage.modules())
-            partial = {module for each in joined if isinstance(each, JoinedParts) for module in each.partial}
+            partial = {module for joint in joined if isinstance(joint, JoinedParts) for module in joint.partial}
             for name, module in stage.named_modules():
                 module.register_forward_pre_hook(lambda _, args: self._enter(args))
                 # The layers of a block depend on the stage.
@@ -101,9 +103,9 @@ class _Watch:
         raise NotImplementedError
 
     def _enter(self, args: Sequence[Any]) -> None:
-        for each in args:
-            if isinstance(each, SequenceContext):
-                self._now.context = each
+        for argument in args:
+            if isinstance(argument, SequenceContext):
+                self._now.context = argument
 
     def _leave(self, name: str, output: Any) -> None:
         context = getattr(self._now, "context", None)
@@ -129,8 +131,8 @@ class Recorder(_Watch):
     """Stores the tensors of one process."""
 
     def __init__(self, run: Run, group: str = "") -> None:
-        whole = assemble([_weights(run, group)]).tensors
-        self.reference = Reference({name.removeprefix("weight."): values for name, values in whole.items()})
+        weights = assemble([_weights(run, group)]).tensors
+        self.reference = Reference({name.removeprefix("weight."): values for name, values in weights.items()})
         super().__init__(run)
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
@@ -142,30 +144,32 @@ class Comparer(_Watch):
     """Compares a rank's tensors with those of one process; keeps the first wrong tensor of each module."""
 
     def __init__(self, run: Run, reference: Reference, bound: float = FLOAT64_BOUND, *, group: str = "") -> None:
-        self._reference, self._bound = reference, bound
+        self._reference = reference
+        self._bound = bound
         self._rank = f"rank {run.world.rank} {run.groups.prefix}"
         self.found = Found()
         for label, _, box, values in _weights(run, group).parts:
             name = label.removeprefix("weight.")
-            whole = reference.weights.get(name)
-            error = np.inf if whole is None else _error(values, whole[box])
+            expected = reference.weights.get(name)
+            error = np.inf if expected is None else _error(values, expected[box])
             if not error <= bound and name not in self.found.weights:
-                pattern = "" if whole is None else pattern_of(values, whole[box], bound)
+                pattern = "" if expected is None else pattern_of(values, expected[box], bound)
                 self.found.weights[name] = Difference(FORWARD, name, self._rank, error, pattern=pattern)
         super().__init__(run)
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
         """Compare the rows of a tensor."""
         self.found.samples.add(key.sample)
-        whole = self._reference.values.get(key)
-        if whole is None or (key.direction, key.module) in self.found.tensors:
+        reference = self._reference.values.get(key)
+        if reference is None or (key.direction, key.module) in self.found.tensors:
             return
-        found, expected = values.double().cpu().numpy(), whole[positions.cpu().numpy()]
-        error = _error(found, expected, whole)
+        actual = values.double().cpu().numpy()
+        expected = reference[positions.cpu().numpy()]
+        error = _error(actual, expected, reference)
         if not error <= self._bound:
             calls = RECORDER.content()["calls"]
             latest = f"{calls[-1]['what']} over {_ranks(calls[-1]['ranks'])}" if calls else ""
-            pattern = pattern_of(found, expected, self._bound, whole)
+            pattern = pattern_of(actual, expected, self._bound, reference)
             self.found.tensors[key.direction, key.module] = Difference(
                 key.direction, key.module, self._rank, error, latest, pattern
             )
@@ -178,84 +182,88 @@ def _weights(run: Run, group: str) -> RankTrace:
     return trace
 
 
-def _error(found: np.ndarray, expected: np.ndarray, whole: np.ndarray | None = None) -> float:
-    """Largest error, relative to the largest element of ``whole``, by default of ``expected``."""
-    if found.shape != expected.shape:
+def _error(actual: np.ndarray, expected: np.ndarray, reference: np.ndarray | None = None) -> float:
+    """Largest error, relative to the largest element of ``reference``, by default of ``expected``."""
+    if actual.shape != expected.shape:
         return np.inf
-    scale = max(float(np.abs(expected if whole is None else whole).max(initial=0.0)), 1e-12)
-    error = float(np.abs(found - expected).max(initial=0.0)) / scale
+    scale = max(float(np.abs(expected if reference is None else reference).max(initial=0.0)), 1e-12)
+    error = float(np.abs(actual - expected).max(initial=0.0)) / scale
     return error if np.isfinite(error) else np.inf
 
 
-def pattern_of(found: np.ndarray, expected: np.ndarray, bound: float, whole: np.ndarray | None = None) -> str:
-    """How ``found`` differs from ``expected``, and the errors that usually cause it; empty if nothing is remarkable.
+def pattern_of(result: np.ndarray, expected: np.ndarray, bound: float, reference: np.ndarray | None = None) -> str:
+    """How ``result`` differs from ``expected``, and the errors that usually cause it; empty if nothing is remarkable.
 
-    ``whole``, by default ``expected``, has all rows of one process.
+    ``reference``, by default ``expected``, has all rows of one process.
     """
-    if found.shape != expected.shape or not np.isfinite(found).all():
-        return "its shape differs" if found.shape != expected.shape else "it is not finite"
+    if result.shape != expected.shape or not np.isfinite(result).all():
+        return "its shape differs" if result.shape != expected.shape else "it is not finite"
     square = float((expected * expected).sum())
-    factor = float((found * expected).sum()) / square if square else 1.0
-    if square and not found.any():
+    factor = float((result * expected).sum()) / square if square else 1.0
+    if square and not result.any():
         return "it is 0: nothing arrived, or a mask hides all of it"
-    if abs(factor - 1) > bound and _error(found, factor * expected) <= bound:
+    if abs(factor - 1) > bound and _error(result, factor * expected) <= bound:
         return f"it is {factor:.6g} times the right one: a sum or a mean over ranks is missing or repeated"
-    if found.ndim < 2:
+    if result.ndim < 2:
         return ""
-    rows = np.abs(found - expected).max(axis=tuple(range(1, found.ndim)))
+    rows = np.abs(result - expected).max(axis=tuple(range(1, result.ndim)))
     wrong = np.flatnonzero(rows > bound * max(float(np.abs(expected).max()), 1e-12))
-    others = (expected if whole is None else whole).reshape(-1, found[0].size)
-    flat = found.reshape(len(found), -1)[wrong[:MOST_ROWS]]
-    nearest = np.abs(flat[:, None] - others[None, :MOST_ROWS]).max(axis=-1).min(axis=-1, initial=np.inf)
-    if len(others) > 1 and (nearest <= bound * max(float(np.abs(others).max()), 1e-12)).all():
+    candidates = (expected if reference is None else reference).reshape(-1, result[0].size)
+    flat = result.reshape(len(result), -1)[wrong[:MOST_ROWS]]
+    nearest = np.abs(flat[:, None] - candidates[None, :MOST_ROWS]).max(axis=-1).min(axis=-1, initial=np.inf)
+    if len(candidates) > 1 and (nearest <= bound * max(float(np.abs(candidates).max()), 1e-12)).all():
         return "its rows are right, but in other places: an order, a split or positions are wrong"
-    if len(wrong) < len(found):
-        return f"{len(wrong)} of {len(found)} rows differ, from row {wrong[0]} on: a mask or the end of a part is wrong"
+    if len(wrong) < len(result):
+        rows = f"{len(wrong)} of {len(result)} rows differ, from row {wrong[0]} on"
+        return f"{rows}: a mask or the end of a part is wrong"
     return ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{', ...' * (len(ranks) > 8)}"
+    listed = ", ".join(map(str, ranks[:8]))
+    return f"ranks {listed}{', ...' * (len(ranks) > 8)}"
 
 
 def first_step(errors: Errors) -> int:
     """The step, from 0, of the earliest wrong quantity; 0 if only final weights are wrong."""
     steps = (re.match(r"(?:loss|norm|grad|report)(\d+)", name) for name in errors)
-    return min((int(found[1]) for found in steps if found), default=0)
+    return min((int(match[1]) for match in steps if match), default=0)
 
 
-def describe(reference: Reference, found: Sequence[Found], errors: Errors) -> str:
+def describe(reference: Reference, findings: Sequence[Found], errors: Errors) -> str:
     """One sentence about the first wrong tensor; ``errors`` are those of the quantities beyond their bounds.
 
-    ``reference`` and ``found`` are those of the step ``first_step(errors)``.
+    ``reference`` and ``findings`` are those of the step ``first_step(errors)``.
     """
     step = first_step(errors)
-    text = _first_wrong(reference, found, errors, step)
+    text = _first_wrong(reference, findings, errors, step)
     return f"first wrong: {text}" + (f"; in step {step + 1}, all steps before it are right" if step else "")
 
 
-def _first_wrong(reference: Reference, found: Sequence[Found], errors: Errors, step: int) -> str:
+def _first_wrong(reference: Reference, findings: Sequence[Found], errors: Errors, step: int) -> str:
     """The sentence without its beginning, and without the step."""
     order = reference.order()
-    modules = {direction: [module for each, module in order if each == direction] for direction in (FORWARD, BACKWARD)}
-    weights = _by_place(each.weights for each in found)
+    modules = {
+        direction_: [module for direction, module in order if direction == direction_]
+        for direction_ in (FORWARD, BACKWARD)
+    }
+    weights = _by_place(finding.weights for finding in findings)
     if weights:
         names = _in_order(weights, modules[FORWARD])
         first = weights[names[0]]
         what = "updated weight" if step else "initial weight"
         cause = "; losses, gradients and norm are right, so that the optimizer or a gather of weights is wrong"
         return f"{what} {_first(names)}, {_where(first)}{cause if step else ''}"
-    computed = set().union(*(each.samples for each in found))
+    computed = set().union(*(finding.samples for finding in findings))
     left_out = sorted({key.sample for key in reference.values} - computed)
-    if left_out and found:
+    if left_out and findings:
         return f"the samples of the step: no rank computes {listed(left_out)}; the data or the micro-batches are wrong"
-    tensors = _by_place(each.tensors for each in found)
-    for number, place in enumerate(order):
-        if place in tensors:
-            before = next((each for each in reversed(order[:number]) if each[0] == place[0]), None)
-            also = "; the loss is wrong before it" if place[0] == BACKWARD and f"loss{step}" in errors else ""
-            return _of_tensor(place, tensors[place], before) + also
+    tensors = _by_place(finding.tensors for finding in findings)
+    for number, position in enumerate(order):
+        if position in tensors:
+            before = next((finding for finding in reversed(order[:number]) if finding[0] == position[0]), None)
+            also = "; the loss is wrong before it" if position[0] == BACKWARD and f"loss{step}" in errors else ""
+            return _of_tensor(position, tensors[position], before) + also
     return _of_quantity(errors, modules, step)
 
 
@@ -263,10 +271,10 @@ def _of_quantity(errors: Errors, modules: Mapping[str, Sequence[str]], step: int
     """The first wrong quantity of a step whose outputs, and their gradients, are right."""
     gradients = _in_order(_parameters(errors, f"grad{step}."), modules[BACKWARD])
     if gradients:
-        kept = ", or gradients of the step before are kept" if step else ""
+        stale = ", or gradients of the step before are kept" if step else ""
         return (
             f"gradient of the parameter {_first(gradients)}; outputs of modules and their gradients are right, so that "
-            f"its own product or a sum of parameter gradients over ranks is wrong{kept}"
+            f"its own product or a sum of parameter gradients over ranks is wrong{stale}"
         )
     if f"loss{step}" in errors:
         return "the loss that is reported; outputs of modules and all gradients are right"
@@ -284,12 +292,12 @@ def _of_quantity(errors: Errors, modules: Mapping[str, Sequence[str]], step: int
     return "copies of a value differ between ranks; all else is right"
 
 
-def _by_place(found: Iterable[Mapping[Any, Difference]]) -> dict[Any, list[Difference]]:
+def _by_place(differences: Iterable[Mapping[Any, Difference]]) -> dict[Any, list[Difference]]:
     """The differences of all ranks by module or weight."""
     wrong: dict[Any, list[Difference]] = {}
-    for of_rank in found:
-        for place, difference in of_rank.items():
-            wrong.setdefault(place, []).append(difference)
+    for of_rank in differences:
+        for position, difference in of_rank.items():
+            wrong.setdefault(position, []).append(difference)
     return wrong
 
 
@@ -297,19 +305,19 @@ def _first(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
-def _where(there: Sequence[Difference]) -> str:
+def _where(differences: Sequence[Difference]) -> str:
     """Rank, error and pattern."""
-    first = there[0]
-    others = f" and {len(there) - 1} more rank{'s' * (len(there) > 2)}" if len(there) > 1 else ""
-    return f"on {first.rank}{others} (off by {first.error:.1e}{'; ' * bool(first.pattern)}{first.pattern})"
+    first = differences[0]
+    more = f" and {len(differences) - 1} more rank{'s' * (len(differences) > 2)}" if len(differences) > 1 else ""
+    return f"on {first.rank}{more} (off by {first.error:.1e}{'; ' * bool(first.pattern)}{first.pattern})"
 
 
-def _of_tensor(place: tuple[str, str], there: Sequence[Difference], before: tuple[str, str] | None) -> str:
-    direction, module = place
+def _of_tensor(position: tuple[str, str], differences: Sequence[Difference], before: tuple[str, str] | None) -> str:
+    direction, module = position
     what = f"output of {module}" if direction == FORWARD else f"gradient of the output of {module}"
     right = f"; right before it: {before[1]}" if before is not None else ""
-    after = f", after {there[0].collective}" if there[0].collective else ""
-    return f"{what}, in {direction}, {_where(there)}{after}{right}"
+    after = f", after {differences[0].collective}" if differences[0].collective else ""
+    return f"{what}, in {direction}, {_where(differences)}{after}{right}"
 
 
 def _parameters(errors: Errors, label: str) -> list[str]:
@@ -321,8 +329,8 @@ def _in_order(names: Iterable[str], modules: Sequence[str]) -> list[str]:
     places = {module: number for number, module in enumerate(modules)}
 
     def place(name: str) -> int:
-        parts = name.split(".")
-        owners = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        labels = name.split(".")
+        owners = (".".join(labels[:n]) for n in range(len(labels) - 1, 0, -1))
         return next((places[owner] for owner in owners if owner in places), len(places))
 
     return sorted(names, key=place)

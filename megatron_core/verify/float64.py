@@ -23,7 +23,8 @@ class WithoutFloat32(TorchFunctionMode):
         if func is torch.Tensor.backward and named.get("gradient") is None and not named.get("inputs"):
             # torch suspends modes while it handles this call; activations that are recomputed in it need this one.
             with self:
-                retain, create = bool(named.get("retain_graph")), bool(named.get("create_graph"))
+                retain = bool(named.get("retain_graph"))
+                create = bool(named.get("create_graph"))
                 run_backward = torch.autograd.Variable._execution_engine.run_backward
                 return run_backward(
                     args, (torch.ones_like(args[0]),), retain, create, (), allow_unreachable=True, accumulate_grad=True

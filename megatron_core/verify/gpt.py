@@ -62,7 +62,8 @@ class GPTExperiment:
         sequences that are computed together affect each other, the same sequences together.
         """
         training = self._configured(layout, "float64").training
-        alone, few = self.config.flat(), self.few_micro_batches
+        alone = self.config.flat()
+        few = self.few_micro_batches
         if training.step_batch_size_schedule is None:
             alone["global_batch_size"] = training.final_batch_size(layout.dp)
         if scopes := set(shared_micro_batches(self.config).values()):
@@ -74,8 +75,8 @@ class GPTExperiment:
     def _configured(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
-            each = config.training.final_batch_size(layout.dp) // layout.dp
-            size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
+            samples = config.training.final_batch_size(layout.dp) // layout.dp
+            size = next((size for size in range(min(samples // 2, 64), 0, -1) if samples % size == 0), 1)
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
         return config
 
@@ -83,7 +84,8 @@ class GPTExperiment:
 def prepared(config: RunConfig) -> Run:
     """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches."""
     run = set_up(config, this_world())
-    packing, data = packing_of(config.data, run.tokenizer), config.data
+    packing = packing_of(config.data, run.tokenizer)
+    data = config.data
     eod = run.tokenizer.eod if run.tokenizer is not None and (packing or data.eod_mask_loss) else None
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, data.seq_length, eod, masks_eod=data.eod_mask_loss))
     return run
@@ -98,24 +100,24 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
         result = train_step(run, hooks=hooks)
-        own = (result.loss, result.grad_norm, _reports(result))
+        result_of_group = (result.loss, result.grad_norm, _reports(result))
         reports = run.groups.outer_reports
         if result.groups or reports.size() == 1:
-            _add_step(trace, run.state.iteration - 1, [own])
+            _add_step(trace, run.state.iteration - 1, [result_of_group])
         else:  # the groups have not heard from one another
-            texts = gather_strings(json.dumps(own), reports, run.world.device)
+            texts = gather_strings(json.dumps(result_of_group), reports, run.world.device)
             _add_step(trace, run.state.iteration - 1, [json.loads(text) for text in texts])
     trace.add_weights(run.data_parallel, run.stages.values())
     groups = run.part(OuterSteps)
     if group_of(run) and groups is not None:
-        parts = (each for fragment in groups.outer.fragments for each in fragment.parts(fragment.weights))
-        trace.add_global((part.name, part.parameter, part.start, part.stop, values) for part, values in parts)
+        pieces = (piece for fragment in groups.outer.fragments for piece in fragment.parts(fragment.weights))
+        trace.add_global((piece.name, piece.parameter, piece.start, piece.stop, values) for piece, values in pieces)
     return trace
 
 
 def in_one_process(config: RunConfig) -> bool:
     """Whether this rank is alone and computes all outer groups of ``config``, one after the other."""
-    return config.outer.num_groups > 1 and this_world().size == 1
+    return config.num_groups > 1 and this_world().size == 1
 
 
 def group_of(run: Run) -> str:
@@ -125,7 +127,8 @@ def group_of(run: Run) -> str:
 
 def trace_groups(config: RunConfig, steps: int) -> RankTrace:
     """As ``train_traced``, of all groups in one process."""
-    groups, trace = GroupsInOneProcess(config, prepared), RankTrace()
+    groups = GroupsInOneProcess(config, prepared)
+    trace = RankTrace()
 
     def hooks(group: int) -> StepHooks:
         def add() -> None:
@@ -136,7 +139,7 @@ def trace_groups(config: RunConfig, steps: int) -> RankTrace:
 
     for step in range(steps):
         results = groups.step(hooks)
-        _add_step(trace, step, [(each.loss, each.grad_norm, _reports(each)) for each in results])
+        _add_step(trace, step, [(result.loss, result.grad_norm, _reports(result)) for result in results])
     for number, run in enumerate(groups.runs):
         trace.owner = f"group {number}"
         trace.add_weights(run.data_parallel, run.stages.values())
@@ -174,11 +177,11 @@ def record_step_of_groups(config: RunConfig, step: int) -> Reference:
         groups.step(lambda group: StepHooks())
     recorders = [Recorder(run, f"group {group}") for group, run in enumerate(groups.runs)]
     groups.step(lambda group: StepHooks())
-    found = Reference()
+    joint = Reference()
     for recorder in recorders:
-        found.weights |= recorder.reference.weights
-        found.values |= recorder.reference.values
-    return found
+        joint.weights |= recorder.reference.weights
+        joint.values |= recorder.reference.values
+    return joint
 
 
 def compare_step(config: RunConfig, reference: Reference, step: int) -> Found:
@@ -205,10 +208,10 @@ def _add_step(
     trace.losses.append(sum(losses) / len(results))
     trace.norms.append(sum(norms) / len(results))
     for name in reports[0]:
-        total = np.sum([each[name] for each in reports], axis=0)
+        total = np.sum([report[name] for report in reports], axis=0)
         trace.add_reports(step, {name: total if name.startswith("load of layer") else total / len(results)})
     if len(results) > 1:
-        each_group = [number for each in zip(losses, norms, strict=True) for number in each]
+        each_group = [number for pair in zip(losses, norms, strict=True) for number in pair]
         trace.add_reports(step, {"loss and norm of each group": each_group})
 
 
@@ -216,7 +219,7 @@ def _reports(result: StepResult) -> dict[str, Sequence[float]]:
     """The auxiliary losses of layers, and the load of their experts."""
     added: dict[str, Sequence[float]] = {name: [value] for name, value in result.auxiliary_losses.items()}
     if result.groups:
-        added["loss and norm of each group"] = [number for each in result.groups for number in each]
+        added["loss and norm of each group"] = [number for pair in result.groups for number in pair]
     return added | {f"load of layer {layer}": load for layer, load in result.expert_load.items()}
 
 
@@ -237,7 +240,10 @@ class RaggedDataset:
     def __init__(
         self, vocab_size: int, sequence_length: int, eod: int | None = None, *, masks_eod: bool = False
     ) -> None:
-        self.vocab_size, self.sequence_length, self.eod, self.masks_eod = vocab_size, sequence_length, eod, masks_eod
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.eod = eod
+        self.masks_eod = masks_eod
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.config.outer import OuterConfig
 from megatron_core.datasets.loader import Batch, BatchLoader
 from megatron_core.errors import ConfigError
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
@@ -31,8 +31,8 @@ class LoaderOfGroup(BatchLoader):
 
     def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:
         """See ``BatchLoader.step``; ``consumed_samples`` are those of this group."""
-        own = num_microbatches * self.micro_batch_size
-        return super().step(consumed_samples * self.groups + self.group * own, num_microbatches, length)
+        local_samples = num_microbatches * self.micro_batch_size
+        return super().step(consumed_samples * self.groups + self.group * local_samples, num_microbatches, length)
 
     def prefetch(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> None:
         """Read nothing ahead."""
@@ -42,7 +42,8 @@ class GroupsInOneProcess:
     """The runs of all groups of ``config`` and the global weights; ``prepare`` sets up a run without groups."""
 
     def __init__(self, config: RunConfig, prepare: Callable[[RunConfig], Run]) -> None:
-        training, groups = config.training, config.outer.outer_groups
+        training = config.training
+        groups = config.section(OuterConfig).outer_groups
         if training.rampup_batch_size is not None or training.global_batch_size is None:
             raise ConfigError(
                 f"outer_groups={groups} is compared with one process for a constant global_batch_size; give "
@@ -51,15 +52,18 @@ class GroupsInOneProcess:
         batch = training.global_batch_size // groups
         size = gcd(training.micro_batch_size, batch)
         alone = replace(training, global_batch_size=batch, micro_batch_size=size, eval_global_batch_size=None)
-        self.config = config.outer
-        self.runs = [prepare(replace(config, training=alone, outer=OuterConfig())) for _ in range(groups)]
+        self.config = config.section(OuterConfig)
+        without_groups = replace(config, training=alone).with_section(OuterConfig())
+        self.runs = [prepare(without_groups) for _ in range(groups)]
         for number, run in enumerate(self.runs):
-            own = run.train_loader
+            base = run.train_loader
             run.train_loader = LoaderOfGroup(
-                own.dataset, size, 0, 1, own.vocab_size, own.packing, num_workers=0, pin_memory=own.pin_memory
+                base.dataset, size, 0, 1, base.vocab_size, base.packing, num_workers=0, pin_memory=base.pin_memory
             )
-            run.train_loader.group, run.train_loader.groups = number, groups
-        self._layers, self._steps = config.model.num_layers, 0
+            run.train_loader.group = number
+            run.train_loader.groups = groups
+        self._layers = config.model.num_layers
+        self._steps = 0
         self.weights = {name: main.clone() for name, main in self._mains(self.runs[0])}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         self._in_flight: dict[str, tuple[int, list[Tensor]]] = {}
@@ -76,7 +80,8 @@ class GroupsInOneProcess:
     @torch.no_grad()
     def _exchange(self, name: str) -> None:
         """Exchange a parameter, if it is due after this step."""
-        outer, mains = self.config, [dict(self._mains(run))[name] for run in self.runs]
+        outer = self.config
+        mains = [dict(self._mains(run))[name] for run in self.runs]
         offset = self._fragment(name) * outer.outer_steps // outer.outer_fragments
         if (self._steps - offset) % outer.outer_steps == 0:
             sent = [self._rounded(self.weights[name] - main) for main in mains]
@@ -108,12 +113,13 @@ class GroupsInOneProcess:
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         """The gradient as it arrives: the nearest of all numbers that can be sent."""
-        kind, largest = self.config.outer_exchange, gradient.abs().max()
-        if kind == "full" or not largest:
+        exchange = self.config.outer_exchange
+        largest = gradient.abs().max()
+        if exchange == "full" or not largest:
             return gradient
-        if kind == "bf16":
+        if exchange == "bf16":
             return gradient.bfloat16().to(gradient.dtype)
-        if kind == "fp8":
+        if exchange == "fp8":
             return (gradient / largest * 448).to(torch.float8_e4m3fn).to(gradient.dtype) / 448 * largest
         sizes = torch.tensor([0.0, *(2.0**-power for power in range(7))], dtype=gradient.dtype)
         nearest = (gradient.abs().view(-1, 1) / largest - sizes).abs().argmin(1)
@@ -122,5 +128,5 @@ class GroupsInOneProcess:
     def _mains(self, run: Run) -> Iterator[tuple[str, Tensor]]:
         """The main weights of a run by name."""
         for shard in run.optimizer.shards:
-            for name, parameter, _, _, at in shard.bucket.pieces():
-                yield name, shard.main[at : at + parameter.numel()]
+            for name, parameter, _, _, offset in shard.bucket.pieces():
+                yield name, shard.main[offset : offset + parameter.numel()]

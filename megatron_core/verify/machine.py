@@ -79,7 +79,8 @@ def measure_rank(quick: bool) -> Found:
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     rounds = 3 if quick else 8
-    large, small = (8192, 1024) if gpu else (512, 64) if quick else (1024, 64)
+    large, small = (512, 64) if quick else (1024, 64)
+    large, small = (8192, 1024) if gpu else (large, small)
     products = {name: product_rate(large, dtype, device, rounds) for name, dtype in DTYPES.items()}
     # A product of n x n x n runs at 1 / (1 + e / n)^3 of the rate of large ones.
     ratio = (products["float32"] / product_rate(small, torch.float32, device, 20 * rounds)) ** (1 / 3)
@@ -136,36 +137,40 @@ def copy_rate(rounds: int) -> float:
 
 def link_rate(device: torch.device, rounds: int) -> float:
     """Bytes per second from pinned host memory to the device."""
-    host, here = torch.zeros(2**26, pin_memory=True), torch.zeros(2**26, device=device)
-    return 4 * host.numel() / best_time(lambda: here.copy_(host, non_blocking=True), device, rounds)
+    host = torch.zeros(2**26, pin_memory=True)
+    on_device = torch.zeros(2**26, device=device)
+    return 4 * host.numel() / best_time(lambda: on_device.copy_(host, non_blocking=True), device, rounds)
 
 
 def collective_times(device: torch.device, rounds: int) -> dict[int, dict[int, tuple[float, float]]]:
     """Seconds of collectives among 2, 4, ... and all ranks, on the slowest rank."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     sizes = sorted({n for n in (2, 4, 8, 16, world) if 1 < n <= world})
-    found: dict[int, dict[int, tuple[float, float]]] = {}
+    times: dict[int, dict[int, tuple[float, float]]] = {}
     for size in sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
-            found[size] = {bytes_: _both(bytes_ // 4, group, device, rounds) for bytes_ in MESSAGES}
+            times[size] = {bytes_: _both(bytes_ // 4, group, device, rounds) for bytes_ in MESSAGES}
         dist.barrier()
-    return found
+    return times
 
 
 def _both(numel: int, group: dist.ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
-    shard, full = torch.zeros(numel, device=device), torch.zeros(numel * group.size(), device=device)
+    shard = torch.zeros(numel, device=device)
+    full = torch.zeros(numel * group.size(), device=device)
     gather = best_time(lambda: all_gather_flat_(full, shard, group), device, 2 * rounds)
     return gather, best_time(lambda: all_reduce_(shard, group), device, 2 * rounds)
 
 
-def link_of(found: Found) -> Link:
+def link_of(rates: Found) -> Link:
     """Fit latency and bandwidth of the largest group, t = latency x steps + bytes sent / bandwidth, to the times of a
     small and a large message."""
-    if not found.collectives:
-        return Link(bandwidth=found.bandwidth, latency=1e-6)
-    size, times = max(found.collectives.items())
-    few, many = times[MESSAGES[0]][0], times[MESSAGES[-1]][0]
+    if not rates.collectives:
+        return Link(bandwidth=rates.bandwidth, latency=1e-6)
+    size, times = max(rates.collectives.items())
+    few = times[MESSAGES[0]][0]
+    many = times[MESSAGES[-1]][0]
     sent = (size - 1) * (MESSAGES[-1] - MESSAGES[0])
     steps = max((size - 1).bit_length(), 1)
     return Link(bandwidth=sent / max(many - few, 1e-9), latency=few / steps)
@@ -218,7 +223,7 @@ def measured_machine(
     device = "cuda" if gpus else "cpu"
     every: list[Found] = run_ranks(ranks, measure_rank, quick, timeout=300.0, device=device)
     mean = every[0]
-    products = {name: statistics.mean(found.products[name] for found in every) for name in DTYPES}
+    products = {name: statistics.mean(rates.products[name] for rates in every) for name in DTYPES}
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() / ranks
     link = link_of(mean)
     disk = disk_rates(folder, 2**24 if quick else 2**27)
@@ -231,7 +236,7 @@ def measured_machine(
         product_flops=products | {"float64": products["float32"] / 2},
         product_edge=mean.edge,
         attention_efficiency=min(mean.attention, 1.0),
-        memory_bandwidth=statistics.mean(found.bandwidth for found in every),
+        memory_bandwidth=statistics.mean(rates.bandwidth for rates in every),
         launch_seconds=1e-6,
         intra=link,
         inter=link,
@@ -242,8 +247,8 @@ def measured_machine(
         disk_bandwidth=min(disk),
     )
     steps = [
-        statistics.mean(run_ranks(ranks, own_step, each, timeout=300.0, device=device))
-        for each in ((SMALL_STEP,) if gpus else (SMALL_STEP, LARGE_STEP))
+        statistics.mean(run_ranks(ranks, own_step, config, timeout=300.0, device=device))
+        for config in ((SMALL_STEP,) if gpus else (SMALL_STEP, LARGE_STEP))
     ]
     return calibrated(hardware, *steps), mean, disk
 
@@ -255,7 +260,7 @@ def calibrated(hardware: Hardware, small: float, large: float | None = None) -> 
     def predicted(settings: dict[str, object], machine: Hardware) -> float:
         return step_cost(RunConfig.from_flat(settings), 1, machine, int(str(settings["vocab_size"]))).seconds
 
-    none, many = (predicted(SMALL_STEP, replace(hardware, launch_seconds=each)) for each in (0.0, 1e-3))
+    none, many = (predicted(SMALL_STEP, replace(hardware, launch_seconds=seconds)) for seconds in (0.0, 1e-3))
     launch = max((small - none) / (many - none) * 1e-3, 1e-7)
     hardware = replace(hardware, launch_seconds=launch)
     if large is None:
@@ -270,16 +275,16 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def report(hardware: Hardware, found: Found, disk: tuple[float, float]) -> str:
+def report(hardware: Hardware, rates: Found, disk: tuple[float, float]) -> str:
     """Describe the measurements as text."""
     lines = [f"{hardware.devices_per_node} ranks, each with {readable_bytes(hardware.memory_bytes)} of memory"]
-    for name, rate in found.products.items():
+    for name, rate in rates.products.items():
         lines.append(f"products in {name}: {rate / 1e9:.3g} GFLOP/s; at 1/2 of that with sides of ")
         lines[-1] += f"{hardware.product_edge / (2 ** (1 / 3) - 1):.3g}"
-    lines.append(f"attention: {found.attention:.3g} of the rate of products")
+    lines.append(f"attention: {rates.attention:.3g} of the rate of products")
     lines.append(f"elementwise operations: {readable_bytes(hardware.memory_bandwidth)}/s")
     lines.append(f"fixed cost of an operation: {readable_seconds(hardware.launch_seconds)}")
-    for size, times in found.collectives.items():
+    for size, times in rates.collectives.items():
         for bytes_, (gather, reduce) in times.items():
             lines.append(
                 f"{size} ranks, {readable_bytes(bytes_)} each: all-gather {readable_seconds(gather)}, "

@@ -99,10 +99,12 @@ class _Training:
     """One rank's training."""
 
     def __init__(self, experiment: ModuleExperiment, layout: Layout, dtype: str) -> None:
-        self.experiment, self.model = experiment, experiment.model
+        self.experiment = experiment
+        self.model = experiment.model
         world = this_world()
         config = RunConfig.from_flat(layout.settings()).parallel
-        self.device, self.dtype = world.device, getattr(torch, dtype)
+        self.device = world.device
+        self.dtype = getattr(torch, dtype)
         self.num_microbatches = self._num_microbatches(layout)
         self.plan = _plan(layout, self.num_microbatches)
         stage_to_rank = self.plan.stage_to_rank
@@ -152,12 +154,13 @@ class _Training:
         if self.plan.num_stages == 1:
             return ()
         samples = self.model.samples(0, self.experiment.micro_batch_size)
-        length, *rest = self.model.message_shape(self.model.local(samples, split))
-        return (split.residual_length(length), *rest)
+        length, *features = self.model.message_shape(self.model.local(samples, split))
+        return (split.residual_length(length), *features)
 
     def run(self) -> RankTrace:
         """Run all steps and return the trace."""
-        trace, data = RankTrace(), self.trainable.data_parallel
+        trace = RankTrace()
+        data = self.trainable.data_parallel
         for step in range(self.experiment.steps):
             outcome = self._step(step, partial(trace.add_gradients, data, step))
             trace.losses.append(outcome.loss)
@@ -177,17 +180,19 @@ class _Training:
         return records
 
     def _step(self, step: int, before_update: Callable[[], None]) -> StepOutcome:
-        batches, hooks = self._batches(step), StepHooks(before_update=before_update)
+        batches = self._batches(step)
+        hooks = StepHooks(before_update=before_update)
         terms = torch.tensor(sum(map(self.model.count, batches)), dtype=torch.float64, device=self.device)
         work = StepWork(self.plan, partial(self._forward, batches), terms)
         return take_step(self.trainable, work, StepRates(OPTIMIZER.lr), hooks=hooks)
 
     def _batches(self, step: int) -> list[Batch]:
-        size, groups = self.experiment.micro_batch_size, self.trainable.groups
+        size = self.experiment.micro_batch_size
+        groups = self.trainable.groups
         first = step * self.experiment.global_batch_size + groups.index("dp") * size
         firsts = [first + micro * size * groups.size("dp") for micro in range(self.num_microbatches)]
         split = self.trainable.split
-        batches = [self.model.local(self.model.samples(each, size), split) for each in firsts]
+        batches = [self.model.local(self.model.samples(start, size), split) for start in firsts]
         return [{name: self._moved(tensor) for name, tensor in batch.items()} for batch in batches]
 
     def _moved(self, tensor: Tensor) -> Tensor:

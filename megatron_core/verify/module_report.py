@@ -85,24 +85,25 @@ def verify_module(
             raise LayoutError(f"batches: {_count(batch)} samples cannot be split over dp={parsed.dp}; change the batch")
     baseline = _train_alone(make_model, batches, loss)
     try:
-        found = run_ranks(world_size, _train, make_model, batches, parsed, plan, heads, loss, timeout=timeout)
+        results = run_ranks(world_size, _train, make_model, batches, parsed, plan, heads, loss, timeout=timeout)
     except RankFailure as error:
         return ModuleReport(str(parsed), {}, [f"the split module fails: {str(error).strip().splitlines()[-1]}"])
-    trace = assemble([each for each, _ in found])
+    trace = assemble([trace_of_rank for trace_of_rank, _ in results])
     errors = relative_errors(trace, baseline)
     faults = list(trace.faults)
     for sentence in beyond(errors, Bounds("float64")):
-        faults.append(sentence + _reason(sentence.split(" ")[0], trace, baseline, [c for _, c in found], parsed.tp))
+        faults.append(sentence + _reason(sentence.split(" ")[0], trace, baseline, [c for _, c in results], parsed.tp))
     return ModuleReport(str(parsed), errors, faults)
 
 
-def _reason(name: str, found: Trace, baseline: Trace, copies: Sequence[Copies], size: int) -> str:
+def _reason(name: str, trace: Trace, baseline: Trace, copies: Sequence[Copies], size: int) -> str:
     """The likely reason for a wrong gradient, or an empty text."""
-    if not name.startswith("grad") or name not in found.tensors or not baseline.tensors[name].any():
+    if not name.startswith("grad") or name not in trace.tensors or not baseline.tensors[name].any():
         return ""
-    expected, values = baseline.tensors[name], found.tensors[name]
-    parts = [each[name] for each in copies if name in each]
-    if len(parts) == size and _equal(np.sum(parts, axis=0), expected):
+    expected = baseline.tensors[name]
+    values = trace.tensors[name]
+    copies_of_name = [gradients[name] for gradients in copies if name in gradients]
+    if len(copies_of_name) == size and _equal(np.sum(copies_of_name, axis=0), expected):
         return f": {PARTIAL}"
     factor = float(np.vdot(expected, values) / np.vdot(expected, expected))
     if values.shape != expected.shape or not _equal(values, factor * expected):
@@ -140,8 +141,10 @@ def _train(
     config |= {"micro_batch_size": size // layout.dp}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine = megatron_core.initialize(model, config, optimizer).engine
-    trace, copies = RankTrace(), Copies()
-    index, first = engine.groups.index("dp"), engine.groups.index("dp") == 0 and not layout.zero_stage
+    trace = RankTrace()
+    copies = Copies()
+    index = engine.groups.index("dp")
+    first = engine.groups.index("dp") == 0 and not layout.zero_stage
     for step, batch in enumerate(batches):
 
         def add(step: int = step) -> None:
@@ -150,8 +153,8 @@ def _train(
                 copies.update(_whole_gradients(engine))
 
         engine.before_update = add
-        own = _rows(batch, index, layout.dp)
-        engine.backward(_loss(engine, own, loss))
+        local_batch = _rows(batch, index, layout.dp)
+        engine.backward(_loss(engine, local_batch, loss))
         report = engine.step()
         assert report is not None, "a batch is one micro-batch on each rank"
         trace.losses.append(report.loss)
@@ -162,7 +165,7 @@ def _train(
 
 def _whole_gradients(engine: Engine) -> Copies:
     named: list[tuple[str, Any]] = list(engine.module.named_parameters())
-    named = [(name, each) for name, each in named if each.requires_grad and not spec_of(each).splits]
+    named = [(name, p) for name, p in named if p.requires_grad and not spec_of(p).splits]
     return {f"grad0.{name}": _array(parameter.main_grad) for name, parameter in named}
 
 
@@ -203,8 +206,8 @@ def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return tuple(map(function, batch)) if isinstance(batch, tuple | list) else function(batch)
 
 
-def _rows(batch: Any, index: int, parts: int) -> Any:
-    return _each(batch, lambda tensor: tensor.chunk(parts)[index])
+def _rows(batch: Any, index: int, number: int) -> Any:
+    return _each(batch, lambda tensor: tensor.chunk(number)[index])
 
 
 def _count(batch: Any) -> int:

@@ -29,16 +29,18 @@ class ReorderedSums(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
         if name in _FIRST_FACTOR and not kwargs:
-            at = _FIRST_FACTOR[name]
-            left, right = args[at : at + 2]
+            position = _FIRST_FACTOR[name]
+            left, right = args[position : position + 2]
             one, other = self._halves(left, -1)
-            total = func(*args[:at], left.index_select(-1, one), right.index_select(-2, one))
+            total = func(*args[:position], left.index_select(-1, one), right.index_select(-2, one))
             return total.add_(left.index_select(-1, other).matmul(right.index_select(-2, other)))
         if func == torch.ops.aten.sum.dim_IntList and len(args[1]) == 1 and args[0].is_floating_point():
-            x, dims, *rest = args
-            one, other = (func(x.index_select(dims[0], half), dims, *rest, **kwargs) for half in self._halves(x, *dims))
+            x, dims, *options = args
+            halves = self._halves(x, *dims)
+            one, other = (func(x.index_select(dims[0], half), dims, *options, **kwargs) for half in halves)
             return one.add_(other)
         return func(*args, **kwargs)
 
@@ -55,11 +57,11 @@ def rounding_noise(
     The additional runs are reordered. ``args`` select the dtype to compare with ``baseline``.
     """
     plain = run_ranks(1, experiment, *args, device=device, timeout=timeout)
-    others = (
+    reordered = (
         run_ranks(1, _reordered, seed, experiment, *args, device=device, timeout=timeout)
         for seed in range(REORDERED_RUNS)
     )
-    errors, *more = (relative_errors(assemble(traces), baseline) for traces in (plain, *others))
+    errors, *more = (relative_errors(assemble(traces), baseline) for traces in (plain, *reordered))
     return errors, {name: max(error, *(run[name] for run in more)) for name, error in errors.items()}
 
 

@@ -10,11 +10,12 @@ def pairwise(combined: Sequence[Mapping[str, str]], seed: str) -> set[int]:
     pairs: list[set[object]] = [
         set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined
     ]
-    order, kept = list(range(len(combined))), set[int]()
+    order = list(range(len(combined)))
+    subset = set[int]()
     missing = set[object]().union(*pairs)
     Random(seed).shuffle(order)
     while missing:
         best = max(order, key=lambda i: len(pairs[i] & missing))
         missing -= pairs[best]
-        kept.add(best)
-    return kept
+        subset.add(best)
+    return subset

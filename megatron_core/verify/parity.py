@@ -153,7 +153,8 @@ def check_parity(
         report.rows.append(row)
         on_row(row)
 
-    runner, baselines = _Runner(device, backend, timeout), list[_Baseline]()
+    runner = _Runner(device, backend, timeout)
+    baselines = list[_Baseline]()
     for layout in wanted:
         reference = reference_of(experiment, layout)
         baseline = next((known for known in baselines if known.experiment == reference), None)
@@ -200,8 +201,8 @@ class _Runner:
     def trace(self, experiment: Experiment, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
         """Run an experiment under a layout and return its trace, and of a simulated world what it took."""
         if self.device == "simulated" and layout.world_size > 1:
-            found = run_simulated(layout.world_size, experiment, layout, dtype, finish=assemble, layout=layout)
-            return found.result, {"processor_seconds": found.processor_seconds, "memory": found.bytes / 1e9}
+            run = run_simulated(layout.world_size, experiment, layout, dtype, finish=assemble, layout=layout)
+            return run.result, {"processor_seconds": run.processor_seconds, "memory": run.bytes / 1e9}
         traces = run_ranks(
             layout.world_size,
             experiment,
@@ -217,12 +218,13 @@ class _Runner:
         """Run a layout and compare it with the baseline."""
         began = time.perf_counter()
         try:
-            found, used = self.trace(experiment, layout, dtype)
+            trace, resources = self.trace(experiment, layout, dtype)
         except RankFailure as failure:
             lines = str(failure).strip().splitlines()
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
-        errors, bounds = relative_errors(found, baseline.trace), baseline.bounds
-        row = replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
+        errors = relative_errors(trace, baseline.trace)
+        bounds = baseline.bounds
+        row = replace(_row(layout, began, errors, (*trace.faults, *beyond(errors, bounds))), **resources)
         if row.holds or dtype != "float64" or not isinstance(experiment, Locating):
             return row
         wrong = {name: error for name, error in errors.items() if not error <= bounds.of(name)}
@@ -233,10 +235,10 @@ class _Runner:
         try:
             step = first_step(wrong)
             (reference,) = self._results(Layout(), alone.record, step)
-            found = self._results(layout, experiment.compare, layout, reference, step)
+            findings = self._results(layout, experiment.compare, layout, reference, step)
         except RankFailure as failure:
             return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"
-        return describe(reference, found, wrong)
+        return describe(reference, findings, wrong)
 
     def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on the ranks of a layout."""
@@ -281,8 +283,8 @@ def _row(layout: Layout, began: float, errors: Errors, faults: tuple[str, ...]) 
     )
 
 
-def _worst(errors: Errors, kind: str) -> Worst | None:
-    ours = {name: error for name, error in errors.items() if name.startswith(kind)}
+def _worst(errors: Errors, prefix: str) -> Worst | None:
+    ours = {name: error for name, error in errors.items() if name.startswith(prefix)}
     if not ours:
         return None
     where = max(ours, key=lambda name: ours[name])

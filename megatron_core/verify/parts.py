@@ -26,39 +26,41 @@ class Block(NamedTuple):
 
 
 def parts_of(
-    whole: np.ndarray, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None = None
+    array: np.ndarray, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield the parts of ``whole`` with ``shape`` that a rank may hold; none if there are none.
+    """Yield the parts of ``array`` with ``shape`` that a rank may hold; none if there are none.
 
     Each dimension that is shorter is split over some of the axes, in blocks of equal size; over one axis also with
     joined matrices, or in the order of causal context parallelism (blocks i and 2 n - 1 - i of 2 n on rank i of n).
     """
-    if whole.ndim != len(shape) or any(a < b or a % max(b, 1) for a, b in zip(whole.shape, shape, strict=True)):
+    if array.ndim != len(shape) or any(a < b or a % max(b, 1) for a, b in zip(array.shape, shape, strict=True)):
         return
-    split = [dim for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
-    choices = [list(_indices(whole.shape[dim], shape[dim], axes, block, dim)) for dim in split]
+    split = [dim for dim, (a, b) in enumerate(zip(array.shape, shape, strict=True)) if a != b]
+    choices = [list(_indices(array.shape[dim], shape[dim], axes, block, dim)) for dim in split]
     for indices in product(*choices):
-        part = whole
+        piece = array
         for dim, index in zip(split, indices, strict=True):
-            part = part.take(index, axis=dim)
-        yield part
+            piece = piece.take(index, axis=dim)
+        yield piece
 
 
-def _indices(whole: int, own: int, axes: Mapping[str, Axis], block: Block | None, dim: int) -> Iterator[np.ndarray]:
-    """Yield the index arrays of a dimension of ``whole`` elements, of which this rank has ``own``."""
+def _indices(total: int, local: int, axes: Mapping[str, Axis], block: Block | None, dim: int) -> Iterator[np.ndarray]:
+    """Yield the index arrays of a dimension of ``total`` elements, of which this rank has ``local``."""
     names = list(axes)
     for chosen in _subsets(names):
-        ranks, index = 1, 0
+        ranks = 1
+        index = 0
         for name in chosen:
-            index, ranks = index * axes[name][1] + axes[name][0], ranks * axes[name][1]
-        if ranks * own != whole:
+            index = index * axes[name][1] + axes[name][0]
+            ranks = ranks * axes[name][1]
+        if ranks * local != total:
             continue
         strides = (block.stride,) if block is not None and block.dim == dim else STRIDES
         for stride in strides:
-            if own % stride == 0:
-                yield np.arange(whole).reshape(stride, ranks, -1)[:, index].reshape(-1)
-        if own % 2 == 0:
-            halves = np.arange(whole).reshape(2 * ranks, -1)
+            if local % stride == 0:
+                yield np.arange(total).reshape(stride, ranks, -1)[:, index].reshape(-1)
+        if local % 2 == 0:
+            halves = np.arange(total).reshape(2 * ranks, -1)
             yield halves[[index, 2 * ranks - 1 - index]].reshape(-1)
 
 
@@ -68,16 +70,16 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield from ((a, b) for a in names for b in names if a != b)
 
 
-def sliced(whole: Tensor, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None) -> Tensor:
+def sliced(parameter: Tensor, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None) -> Tensor:
     """This rank's part of a parameter, split over ``tp`` as ``block`` says; rows that pad it at the end are 0."""
-    for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)):
+    for dim, (a, b) in enumerate(zip(parameter.shape, shape, strict=True)):
         if a == b:
             continue
         index, ranks = axes.get("tp", (0, 1))
         stride = block.stride if block is not None and block.dim == dim else 1
         if b * ranks > a and stride == 1:  # a padded vocabulary
-            padding = whole.new_zeros(*whole.shape[:dim], b * ranks - a, *whole.shape[dim + 1 :])
-            whole = torch.cat([whole, padding], dim)
-        parts = whole.unflatten(dim, (stride, ranks, b // stride)).select(dim + 1, index)
-        whole = parts.flatten(dim, dim + 1)
-    return whole
+            padding = parameter.new_zeros(*parameter.shape[:dim], b * ranks - a, *parameter.shape[dim + 1 :])
+            parameter = torch.cat([parameter, padding], dim)
+        pieces = parameter.unflatten(dim, (stride, ranks, b // stride)).select(dim + 1, index)
+        parameter = pieces.flatten(dim, dim + 1)
+    return parameter

@@ -30,7 +30,10 @@ from megatron_core.parallel.texts import gather_from_all_ranks, listed, raising_
 from megatron_core.verify.parts import Axis, Block, parts_of, sliced
 from megatron_core.verify.whole_names import modules_of, parameters_of
 
-FORWARD, BACKWARD, GRADIENT, VALUE = "forward", "backward", "gradient", "value"
+FORWARD = "forward"
+BACKWARD = "backward"
+GRADIENT = "gradient"
+VALUE = "value"
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest error, relative to the largest element of the whole tensor, by the dtype of the compared run."""
 WEIGHTS = "weights.npz"
@@ -111,16 +114,21 @@ class Comparison:
         copy_weights: bool,
         averaged: int,
     ) -> None:
-        self._models, self._folder, self._skip, self._bound = models, folder, skip, bound
+        self._models = models
+        self._folder = folder
+        self._skip = skip
+        self._bound = bound
         self._averaged = averaged
         self._axes = {name: axis for name, axis in axes.items() if axis[1] > 1}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.records = not dist.is_initialized() or dist.get_world_size() == 1
         """Whether this is the run on one rank."""
-        self._micro_batch, self._calls = 0, dict[tuple[str, str], int]()
+        self._micro_batch = 0
+        self._calls = dict[tuple[str, str], int]()
         self._values: dict[str, np.ndarray] = {}
         self._order: dict[str, int] = {}
-        self._compared, self._unknown = set[str](), dict[Place, None]()
+        self._compared = set[str]()
+        self._unknown = dict[Place, None]()
         self.found: list[Difference] = []
         """The differences of this rank, in the order of its program."""
         if self.records:
@@ -166,9 +174,9 @@ class Comparison:
         if self.records:
             _store(self._folder / "tensors.npz", self._values)
             return []
-        own = [f"{self._order[_key(each.place)]}\t{each}" for each in self.found]
-        found = [line.split("\t", 1) for line in self._gather_lines(own)]
-        return [text for _, text in sorted(found, key=lambda line: int(line[0]))] + self._one_sided()
+        local_lines = [f"{self._order[_key(difference.place)]}\t{difference}" for difference in self.found]
+        lines = [line.split("\t", 1) for line in self._gather_lines(local_lines)]
+        return [text for _, text in sorted(lines, key=lambda line: int(line[0]))] + self._one_sided()
 
     def _one_sided(self) -> list[str]:
         """Sentences about gradients and values that only one of the two runs has; a collective call."""
@@ -177,7 +185,7 @@ class Comparison:
         for text in self._gather_lines([f"{bits:x}"]):
             compared |= int(text, 16)
         missing = [_place(key) for key, number in self._order.items() if not compared >> number & 1]
-        unknown = [_place(key) for key in dict.fromkeys(self._gather_lines([_key(place) for place in self._unknown]))]
+        unknown = [_place(key) for key in dict.fromkeys(self._gather_lines([_key(point) for point in self._unknown]))]
         if not compared:
             raise DataError(
                 f"{self._folder}: no tensor of this run is in the record, so that nothing was compared. The record has "
@@ -186,8 +194,8 @@ class Comparison:
             )
         lines = []
         for places, reason in ((missing, "no rank compared"), (unknown, "the record does not have")):
-            results = [place for place in places if place.direction in (GRADIENT, VALUE)]
-            outputs = [place for place in places if place.direction in (FORWARD, BACKWARD)]
+            results = [point for point in places if point.direction in (GRADIENT, VALUE)]
+            outputs = [point for point in places if point.direction in (FORWARD, BACKWARD)]
             if results:
                 lines.append(f"{reason}: {_named(results)}")
             if outputs and self._rank == 0:
@@ -211,24 +219,24 @@ class Comparison:
             for name, parameter in parameters_of(self._models):
                 if name not in weights:
                     raise DataError(f"{self._folder}: the record has no parameter {name}; compare the same model")
-                whole = torch.from_numpy(weights[name])
-                fits = (
-                    whole.shape == parameter.shape if isinstance(parameter, DTensor) else whole.ndim == parameter.ndim
-                )
+                recorded = torch.from_numpy(weights[name])
+                fits = recorded.ndim == parameter.ndim
+                if isinstance(parameter, DTensor):
+                    fits = recorded.shape == parameter.shape
                 if not fits:
-                    shapes = f"{list(whole.shape)} in the record and {list(parameter.shape)} in this run"
+                    shapes = f"{list(recorded.shape)} in the record and {list(parameter.shape)} in this run"
                     raise DataError(
                         f"{self._folder}: the parameter {name} has the shape {shapes}; compare the same model, or set "
                         "copy_weights=False if both runs begin with the same weights"
                     )
                 if isinstance(parameter, DTensor):
-                    split.append((parameter, whole))
+                    split.append((parameter, recorded))
                 else:
-                    parameter.copy_(sliced(whole, parameter.shape, self._axes, _block_of(parameter)))
+                    parameter.copy_(sliced(recorded, parameter.shape, self._axes, _block_of(parameter)))
         with torch.no_grad():
             for target, values in split:
-                own = values.to(target.device, target.dtype)
-                target.copy_(distribute_tensor(own, target.device_mesh, target.placements))
+                local_values = values.to(target.device, target.dtype)
+                target.copy_(distribute_tensor(local_values, target.device_mesh, target.placements))
 
     @torch.compiler.disable
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -240,12 +248,13 @@ class Comparison:
             micro = self._micro_batch
             self._take(Place(FORWARD, label, micro, call), x)
             if x.requires_grad:
-                place = Place(BACKWARD, label, micro, call)
-                x.register_hook(lambda grad, place=place: self._take(place, grad / self._averaged))
+                point = Place(BACKWARD, label, micro, call)
+                x.register_hook(lambda grad, point=point: self._take(point, grad / self._averaged))
 
-    def _take(self, place: Place, x: Tensor, block: Block | None = None) -> None:
+    def _take(self, point: Place, x: Tensor, block: Block | None = None) -> None:
         """Store or compare a tensor."""
-        x, key = _whole(x.detach()), _key(place)
+        x = _whole(x.detach())
+        key = _key(point)
         if not x.is_floating_point():
             return
         if self.records:
@@ -253,23 +262,23 @@ class Comparison:
             return
         expected = self._values.get(key)
         if expected is None:
-            self._unknown[place] = None
+            self._unknown[point] = None
             return
         self._compared.add(key)
         error, reason = self._error(_numbers(x), expected, block)
         bound = BOUNDS.get(x.dtype, 0.1) if self._bound is None else self._bound
-        if not error <= bound and place not in [each.place for each in self.found]:
-            self.found.append(Difference(place, self._rank, error, reason))
+        if not error <= bound and point not in [difference.place for difference in self.found]:
+            self.found.append(Difference(point, self._rank, error, reason))
 
     def _error(self, x: np.ndarray, expected: np.ndarray, block: Block | None) -> tuple[float, str]:
         """The smallest error over the parts that ``x`` may be, and the likely reason for it."""
         scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
-        parts = list(parts_of(expected, x.shape, self._axes, block))
-        if not parts:
+        pieces = list(parts_of(expected, x.shape, self._axes, block))
+        if not pieces:
             return np.inf, f": its shape {list(x.shape)} does not divide {list(expected.shape)}"
-        errors = [float(np.abs(x - part).max(initial=0.0)) / scale for part in parts]
+        errors = [float(np.abs(x - piece).max(initial=0.0)) / scale for piece in pieces]
         best = int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        return errors[best], _factor(x, parts[best])
+        return errors[best], _factor(x, pieces[best])
 
 
 def _block_of(parameter: nn.Parameter) -> Block | None:
@@ -284,8 +293,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         if not isinstance(output, nn.Parameter):  # such as a bias that is added later, whose gradient may be a part
             yield output
     elif isinstance(output, tuple | list):
-        for each in output:
-            yield from _tensors(each)
+        for inner in output:
+            yield from _tensors(inner)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -296,13 +305,13 @@ def _numbers(x: Tensor) -> np.ndarray:
     return x.detach().to("cpu", torch.float64).numpy()
 
 
-def _key(place: Place) -> str:
-    return _SEPARATOR.join(map(str, place))
+def _key(point: Place) -> str:
+    return _SEPARATOR.join(map(str, point))
 
 
 def _place(key: str) -> Place:
-    direction, rest = key.split(_SEPARATOR, 1)
-    name, micro_batch, call = rest.rsplit(_SEPARATOR, 2)
+    direction, tail = key.split(_SEPARATOR, 1)
+    name, micro_batch, call = tail.rsplit(_SEPARATOR, 2)
     return Place(direction, name, int(micro_batch), int(call))
 
 

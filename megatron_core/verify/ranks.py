@@ -118,12 +118,12 @@ def run_simulated(
     Errors: ``RankFailure`` with the first rank that fails, or with what each rank waits for if all do.
     """
     processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if world_size >= DIVIDED else 1
-    parts = (whole_copies(layout, processes) if layout else None) or consecutive(world_size, processes)
+    ranks_of_process = (whole_copies(layout, processes) if layout else None) or consecutive(world_size, processes)
     try:
-        found = run_divided(parts, partial(function, *args), timeout)
+        divided = run_divided(ranks_of_process, partial(function, *args), timeout)
     except MegatronError as error:
         raise RankFailure(str(error)) from None
-    return Simulated(finish(found.results), found.processor_seconds, found.bytes)
+    return Simulated(finish(divided.results), divided.processor_seconds, divided.bytes)
 
 
 def whole_copies(layout: Layout, processes: int) -> list[list[int]] | None:
@@ -132,10 +132,10 @@ def whole_copies(layout: Layout, processes: int) -> list[list[int]] | None:
     Copies exchange little, so that all processes compute at the same time.
     """
     grid = Grid(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
-    part = {rank: grid.coordinates(rank)["dp"] * processes // layout.dp for rank in grid.ranks()}
-    if layout.dp < processes or any(len({part[rank] for rank in ranks}) > 1 for ranks in grid.groups("etp-ep")):
+    process_of = {rank: grid.coordinates(rank)["dp"] * processes // layout.dp for rank in grid.ranks()}
+    if layout.dp < processes or any(len({process_of[rank] for rank in ranks}) > 1 for ranks in grid.groups("etp-ep")):
         return None
-    return [[rank for rank in grid.ranks() if part[rank] == each] for each in range(processes)]
+    return [[rank for rank in grid.ranks() if process_of[rank] == process] for process in range(processes)]
 
 
 def this_world() -> World:

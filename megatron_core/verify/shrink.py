@@ -12,6 +12,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.validate import problems
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.verify.together import shared_micro_batches
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
@@ -296,7 +297,7 @@ def _training(config: RunConfig, layouts: Sequence[Layout]) -> dict[str, Any]:
 
 def _outer(config: RunConfig) -> dict[str, Any]:
     """Exchanges of groups of replicas that begin and end within three steps."""
-    outer = config.outer
+    outer = config.section(OuterConfig)
     steps = {"outer_steps": min(outer.outer_steps, 2), "outer_delay": min(outer.outer_delay, 1)}
     return steps | {"outer_fragments": min(outer.outer_fragments, 2)}
 
@@ -309,10 +310,10 @@ def short_schedules(config: RunConfig, batch: int, length: int) -> Iterator[dict
     """
     training = config.training
     # GroupsInOneProcess, with which outer groups are compared, has a constant batch.
-    if config.outer.num_groups == 1 and training.step_batch_size_schedule is not None:
+    if config.num_groups == 1 and training.step_batch_size_schedule is not None:
         steps = (f"0:{batch}", f"{batch * length}:{2 * batch}")
         yield {"global_batch_size": None, "step_batch_size_schedule": steps}
-    elif config.outer.num_groups == 1 and training.rampup_batch_size is not None:
+    elif config.num_groups == 1 and training.rampup_batch_size is not None:
         yield {"global_batch_size": 2 * batch, "rampup_batch_size": (batch, batch, batch)}
     if config.data.seq_length_warmup is not None:
         yield {"seq_length": 2 * length, "seq_length_warmup": (length, length, batch)}
@@ -358,6 +359,6 @@ def small_run() -> dict[str, Any]:
 def at_full_size(config: RunConfig, vocab_size: int) -> RunConfig:
     """Return ``config`` with its own sizes, batches and learning rate, for few steps on synthetic data."""
     full = config.flat() | small_run() | {"vocab_size": vocab_size} | short_rates(config, config.optimizer.lr)
-    if config.outer.num_groups == 1:  # groups are compared with one process for a constant batch
+    if config.num_groups == 1:  # groups are compared with one process for a constant batch
         full |= {name: config.flat()[name] for name in ("rampup_batch_size", "step_batch_size_schedule")}
     return RunConfig.from_flat(full | {"seq_length_warmup": config.data.seq_length_warmup})

@@ -60,8 +60,9 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     if worst is None:
         return "-"
     epsilons = worst.error / epsilon
-    shown = f"{epsilons:.1f}" if epsilons < 10 else f"{epsilons:.0f}" if epsilons < 1e5 else f"{epsilons:.0e}"
-    return f"{worst.error:.1e} ({shown} ε)"
+    digits = ".0f" if epsilons < 1e5 else ".0e"
+    digits = ".1f" if epsilons < 10 else digits
+    return f"{worst.error:.1e} ({epsilons:{digits}} ε)"
 
 
 def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> Iterator[str]:
@@ -88,8 +89,8 @@ def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> It
 def summary(report: ParityReport) -> str:
     """One line with the number of layouts that pass."""
     layouts = [row for row in report.rows if row.ranks > 1]
-    held = sum(row.holds for row in layouts)
-    return f"{held} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"
+    passing = sum(row.holds for row in layouts)
+    return f"{passing} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"
 
 
 def verdict_line(text: str, left_out: Sequence[str]) -> str:
@@ -113,5 +114,5 @@ def bits_page(
     if refused:
         yield from ("## Refused", "", f"{len(refused)} layouts are refused with these settings:", "")
     for reason in dict.fromkeys(refused.values()):
-        names = ", ".join(f"`{name}`" for name, each in refused.items() if each == reason)
+        names = ", ".join(f"`{name}`" for name, refusal in refused.items() if refusal == reason)
         yield f"- {names}: {reason}"

@@ -33,7 +33,7 @@ def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
 
 def replicas(config: RunConfig, layout: Layout) -> int:
     """Replicas that train together on each micro-batch."""
-    return layout.dp // config.outer.num_groups
+    return layout.dp // config.num_groups
 
 
 def incomparable(config: RunConfig, layout: Layout) -> str | None:

@@ -63,14 +63,14 @@ class RankTrace:
             values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
             name = piece.name.removeprefix("model.") if label == "weight" else piece.name  # that of parameter_pieces
             name = f"{label}.{name}" + (f" [{self.owner}]" if self.owner else "")
-            known = _COPIES.setdefault((name, tuple((each.start, each.stop) for each in box)), values)
+            known = _COPIES.setdefault((name, tuple((span.start, span.stop) for span in box)), values)
             same = np.array_equal(known, values, equal_nan=True)
             self.parts.append((name, piece.global_shape, box, known if same else values))
 
 
 def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:
-    for name, parameter, start, stop, at in bucket.pieces():
-        flat = bucket.grad_shard[at : at + stop - start]
+    for name, parameter, start, stop, offset in bucket.pieces():
+        flat = bucket.grad_shard[offset : offset + stop - start]
         yield from pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat)
 
 
@@ -106,7 +106,8 @@ def assemble(traces: Sequence[RankTrace]) -> Trace:
             seen = known.setdefault(name, np.zeros(shape, dtype=bool))
             if not np.array_equal(full[box][seen[box]], values[seen[box]], equal_nan=True):
                 differing[name] = None
-            full[box], seen[box] = values, True
+            full[box] = values
+            seen[box] = True
     if differing:
         faults.append(f"ranks hold different copies of {', '.join(sorted(differing))}")
     incomplete = [name for name, seen in known.items() if not seen.all()]

@@ -18,7 +18,8 @@ def modules_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     A wrapper's output is that of its module, also where the wrapper compiles or recomputes the module.
     """
     for model in models:
-        names, seen = _Names(model), set()
+        names = _Names(model)
+        seen = set()
         for local, module in model.named_modules():
             name = names.whole(local) or "model"
             if name not in seen:
@@ -41,30 +42,31 @@ class _Names:
         self._wrapped = {name for name in modules if _is_wrapped(name, modules)}
         self._layers: dict[str, str] = {}  # with Megatron's numbers, by their names in this model
         for local, module in modules.items():
-            name, number = self._without_wrappers(local), getattr(module, "layer_number", None)
-            head, _, last = name.rpartition(".")
-            if isinstance(number, int) and last.isdigit():
+            name = self._without_wrappers(local)
+            number = getattr(module, "layer_number", None)
+            head, _, final = name.rpartition(".")
+            if isinstance(number, int) and final.isdigit():
                 self._layers[name] = f"{head}.{number - 1}"
 
     def whole(self, local: str) -> str:
         name = self._without_wrappers(local)
-        for layer, whole in self._layers.items():
+        for layer, full_name in self._layers.items():
             if name == layer or name.startswith(f"{layer}."):
-                return whole + name[len(layer) :]
+                return full_name + name[len(layer) :]
         return name
 
     def _without_wrappers(self, local: str) -> str:
-        parts = local.split(".")
-        heads = (".".join(parts[: number + 1]) for number in range(len(parts)))
-        return ".".join(part for part, head in zip(parts, heads, strict=True) if head not in self._wrapped)
+        labels = local.split(".")
+        heads = (".".join(labels[: number + 1]) for number in range(len(labels)))
+        return ".".join(label for label, head in zip(labels, heads, strict=True) if head not in self._wrapped)
 
 
 def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a wrapper holds the module ``name``."""
-    outer, _, last = name.rpartition(".")
-    if last in WRAPPED:
+    outer, _, final = name.rpartition(".")
+    if final in WRAPPED:
         return True
-    if last != MODULE:
+    if final != MODULE:
         return False
     alone = len(list(modules[outer].children())) == 1 and not list(modules[outer].parameters(recurse=False))
     return not outer or alone

@@ -64,15 +64,20 @@ DEFECTS = {
         "config.weight_decay",
         {},
     ),
-    "weights of the root are freed after the first unit": (SYNC + "UnitSync.__init__", "rest + reads", "reads", ZERO3),
+    "weights of the root are freed after the first unit": (
+        SYNC + "UnitSync.__init__",
+        "outer_buckets + reads",
+        "reads",
+        ZERO3,
+    ),
     "sums of several micro-batches replace one another": (
         *("data_parallel.buffer:Bucket.finish_reduce", "self.sum_shard.add_(total)", "self.sum_shard.copy_(total)"),
         ZERO2,
     ),
     "tied weights are gathered by one unit only": (
         "data_parallel.fill:buckets_of_unit",
-        "dict.fromkeys(own + read)",
-        "own",
+        "dict.fromkeys(own_buckets + buckets_read)",
+        "own_buckets",
         ZERO3,
     ),
     "outputs other than tuples are not watched": (

@@ -24,7 +24,7 @@ DEFECTS: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
         *(2, PP2),
     ),
     "a copy of a tied weight is counted in the norm": (
-        *("any_model.stages:mark_tied", "is_copy=stage_to_rank[min(place.stages)] !=", "is_copy=-1 =="),
+        *("any_model.stages:mark_tied", "is_copy=stage_to_rank[min(holder.stages)] !=", "is_copy=-1 =="),
         *(2, PP2),
     ),
     "a layer runs on both of two stages": (
@@ -50,7 +50,7 @@ DEFECTS: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
         *(2, PP2),
     ),
     "a function uses a tied weight that is not gathered": (
-        *(LAYERS + "PipelineModule.place", "else _Use(own, forward_fn)", "else partial(forward_fn, own)"),
+        *(LAYERS + "PipelineModule.place", "_Use(layer, spec.forward_fn)", "partial(spec.forward_fn, layer)"),
         *(4, ZERO3),
     ),
     "the learning rate is that of the step before": (
@@ -76,10 +76,10 @@ CUT_DEFECTS: dict[str, tuple[str, str, str]] = {
     "the layer before a stage passes NaN on": (CUT + "pass_on", "passage.layers.start - 1", "passage.layers.start"),
     "a tied weight belongs to the first stage alone": (
         CUT + "_find_places",
-        "(parameter, set()).update(own)",
-        "(parameter, own)",
+        "(parameter, set()).update(using)",
+        "(parameter, using)",
     ),
-    "the head belongs to the first stage": (CUT + "_find_places", "last if is_head else 0", "0"),
+    "the head belongs to the first stage": (CUT + "_find_places", "final if is_head else 0", "0"),
     "parameters of another stage are used": (CUT + "_active", "if stage in self._users[module] else nothing", ""),
 }
 

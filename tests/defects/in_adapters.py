@@ -7,7 +7,7 @@ from tests.defects.defect import Defect
 IN_ADAPTERS = (
     Defect(
         "adapters of joined parts are added on every rank",
-        "transformer.adapters:add_adapters",
+        "features.lora.adapters:add_to_stage",
         "separate_parts(layers.values())",
         "pass",
         "lora, one norm of attention and MLP, tp2",
@@ -15,7 +15,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "gradients of A are not summed over a split sequence",
-        "tensor_parallel.lora:LoRA.__init__",
+        "features.lora.layer:LoRA.__init__",
         "partial = sequence_parallel or self.is_expert",
         "partial = self.is_expert",
         "lora, tp2 sp",
@@ -24,7 +24,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "gradients of experts' A are not summed over the ranks that split an expert",
-        "tensor_parallel.lora:LoRA.__init__",
+        "features.lora.layer:LoRA.__init__",
         "partial = sequence_parallel or self.is_expert",
         "partial = sequence_parallel",
         "lora of experts, tp2 etp2",
@@ -33,7 +33,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "A x of split inputs is not summed over ranks",
-        "tensor_parallel.lora:LoRA._exchanged",
+        "features.lora.layer:LoRA._exchanged",
         "else reduce_from_region",
         "else (lambda x, group: x)",
         "lora, tp2",
@@ -42,7 +42,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "the gradient of A x is one rank's part",
-        "tensor_parallel.lora:LoRA._exchanged",
+        "features.lora.layer:LoRA._exchanged",
         "else copy_to_region)",
         "else (lambda x, group: x))",
         "lora, tp2",
@@ -51,7 +51,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "norms of DoRA's rows are those of a rank's inputs",
-        "tensor_parallel.lora:LoRA._norms",
+        "features.lora.layer:LoRA._norms",
         "self.group.size() > 1",
         "self.group.size() > 9",
         "dora, modern, parts, 2 groups, tp2 sp",
@@ -60,7 +60,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "dropout of split inputs numbers each rank's features from 0",
-        "transformer.adapters:InputDropout.forward",
+        "features.lora.adapters:InputDropout.forward",
         "torch.arange(*self.features, device=x.device)",
         "torch.arange(x.shape[-1], device=x.device)",
         "lora, tp2",
@@ -69,7 +69,7 @@ IN_ADAPTERS = (
     ),
     Defect(
         "rows of a part are placed from the rank's first row",
-        "tensor_parallel.lora:_local_rows",
+        "features.lora.layer:_local_rows",
         "found += range(at + low - first, at + high - first)",
         "found += range(low - first, high - first)",
         "dora, modern, parts, 1 group, tp2",

@@ -363,7 +363,7 @@ IN_LAYERS = (
     # Documents that share a sequence.
     Defect(  # C45
         "attention sees the documents before, without dropout",
-        "transformer.core_attention:_attention_by_documents",
+        "transformer.core_attention:attention_by_documents",
         "value.split(1), lengths, strict",
         "value.split(1), [(sum(own),) for own in lengths], strict",
         "packed, modern, 2 groups, tp2 sp",
@@ -372,7 +372,7 @@ IN_LAYERS = (
     ),
     Defect(  # C45
         "attention sees the documents before, with dropout",
-        "transformer.core_attention:_attention_by_documents",
+        "transformer.core_attention:attention_by_documents",
         "value.split(1), lengths, strict",
         "value.split(1), [[sum(own)] for own in lengths], strict",
         "packed, tp2 sp",

@@ -47,7 +47,7 @@ IN_OUTER = (
     ),
     Defect(
         "the delay of an exchange is ignored",
-        "config.outer:OuterConfig.applied_at",
+        "features.outer_steps.settings:OuterConfig.applied_at",
         "step - self.outer_delay",
         "step",
         "streams, 2 groups",
@@ -55,7 +55,7 @@ IN_OUTER = (
     ),
     Defect(
         "all fragments are exchanged at the same step",
-        "config.outer:OuterConfig._offset",
+        "features.outer_steps.settings:OuterConfig._offset",
         "fragment * self.outer_steps // self.outer_fragments",
         "0",
         "streams, 2 groups",

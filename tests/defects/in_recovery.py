@@ -14,7 +14,7 @@ from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
 from tests.features.outer_steps import test_optimizer as test_outer
-from tests.parallel.recovery import test_rendezvous
+from tests.resilience.processes import test_rendezvous
 
 
 def same_end(case: str, *faults: Planned) -> None:
@@ -82,8 +82,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "second moments are not restored",
         LOADING,
-        "fill_together(reader, pieces,",
-        "fill_together(reader, [piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
+        "reader.fill_together(pieces,",
+        "reader.fill_together([piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
         IN_PLACE,
     ),
     RecoveryDefect(
@@ -117,42 +117,42 @@ IN_RECOVERY = (
     # The copies.
     RecoveryDefect(
         "parts of other ranks are read from the beginning of their copies",
-        "checkpoint.host_copy:_Stored.span",
+        "resilience.host_copy:_Stored.span",
         "return self.at,",
         "return 0,",
         FEWER,
     ),
     RecoveryDefect(
         "only the first copy has tensors",
-        "checkpoint.host_copy:CopyWriter.write",
+        "resilience.host_copy:CopyWriter.write",
         "torch._foreach_copy_(targets,",
         "self._memory.copies() or torch._foreach_copy_(targets,",
         IN_PLACE,
     ),
     RecoveryDefect(
         "a copy is complete before its tensors are",
-        "parallel.recovery.memory:HostMemory.begin",
+        "resilience.processes.memory:HostMemory.begin",
         "self._set(self._slot, _VALID, 0)",
         "pass",
         test_host_copy.test_a_copy_that_was_not_completed_leaves_the_other_intact,
     ),
     RecoveryDefect(
         "the newest copy is replaced instead of the older one",
-        "parallel.recovery.memory:HostMemory.begin",
+        "resilience.processes.memory:HostMemory.begin",
         "self._slot = min(",
         "self._slot = max(",
         test_host_copy.test_the_chosen_copy_is_not_the_next_one_to_be_replaced,
     ),
     RecoveryDefect(
         "copies of discarded steps remain",
-        "parallel.recovery.memory:HostMemory.choose",
+        "resilience.processes.memory:HostMemory.choose",
         "self._set(1 - self._slot_of(copy), _VALID, 0)",
         "self._slot_of(copy)",
         test_host_copy.test_another_process_reads_the_two_newest_copies,
     ),
     RecoveryDefect(
         "a rollback does not replace the copies before it",
-        "parallel.recovery.memory:Copy.stamp",
+        "resilience.processes.memory:Copy.stamp",
         "(self.rollbacks << 32)",
         "0",
         test_host_copy.test_copies_after_a_rollback_are_newer,
@@ -160,56 +160,56 @@ IN_RECOVERY = (
     # The rendezvous.
     RecoveryDefect(
         "copies of wrong values count",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "iteration >= first for",
         "iteration > first for",
         test_rendezvous.test_copies_of_wrong_values_do_not_count,
     ),
     RecoveryDefect(
         "copies before a rollback count",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "copy.rollbacks, copy.iteration",
         "0, copy.iteration",
         test_rendezvous.test_copies_after_a_rollback_count,
     ),
     RecoveryDefect(
         "the newest copy of any rank counts, not the newest common one",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "copy.iteration), {})",
         "max(each[1] for each in copies)), {})",
         IN_COPY,
     ),
     RecoveryDefect(
         "a rank is left out of the meeting",
-        "parallel.recovery.rendezvous:Rendezvous.absent",
+        "resilience.processes.rendezvous:Rendezvous.absent",
         "range(self.size)",
         "range(self.size - 1)",
         test_rendezvous.test_members_are_decided_once_with_the_newest_common_iteration,
     ),
     RecoveryDefect(
         "copies of two layouts are mixed",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):",
         "if chosen and writers is not None:",
         test_rendezvous.test_copies_of_two_layouts_are_not_mixed,
     ),
     RecoveryDefect(
         "lost state is a new start",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "LOST_STATE if has_trained else NO_STATE",
         "NO_STATE",
         test_rendezvous.test_state_without_a_copy_is_not_replaced_by_a_new_start,
     ),
     RecoveryDefect(
         "the memory of a dead rank is forgotten",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         'f"held/{rank}" if lost else',
         '"" if lost else',
         test_rendezvous.test_a_lost_rank_is_not_awaited_and_its_memory_is_used,
     ),
     RecoveryDefect(
         "a rank that has joined is still lost",
-        "parallel.recovery.rendezvous:Rendezvous.take_in",
+        "resilience.processes.rendezvous:Rendezvous.take_in",
         ', f"lost/{rank}"',
         "",
         test_rendezvous.test_a_rank_that_joins_is_expected_at_the_next_meeting,
@@ -223,7 +223,7 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "mirrors are not used",
-        "parallel.recovery.rendezvous:Rendezvous._count",
+        "resilience.processes.rendezvous:Rendezvous._count",
         "map(Copy._make, copies)",
         "map(Copy._make, [each for each in copies if each[0] == rank])",
         WITHOUT_HOST,
@@ -253,8 +253,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "the other groups wait for the lost one",
         "resilience.recovery_choice:with_groups",
-        "count * config.outer.num_groups // size",
-        "config.outer.num_groups",
+        "count * config.num_groups // size",
+        "config.num_groups",
         without_the_lost_group,
     ),
     RecoveryDefect(

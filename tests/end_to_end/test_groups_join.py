@@ -14,7 +14,7 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
-from megatron_core.config.outer import OuterConfig
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
@@ -36,8 +36,8 @@ class Reference(GroupsInOneProcess):
     """Groups of which some are lost, and others join."""
 
     def __init__(self, config: RunConfig, groups: int) -> None:
-        self._job = replace(config, outer=replace(config.outer, outer_groups=groups))
-        samples = start(replace(config, outer=OuterConfig()).flat()).train_loader.dataset
+        self._job = config.with_section(replace(config.section(OuterConfig), outer_groups=groups))
+        samples = start(config.with_section(OuterConfig()).flat()).train_loader.dataset
 
         def prepare(alone: RunConfig) -> Run:
             run = start(alone.flat())

@@ -14,7 +14,7 @@ import torch
 
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
-from megatron_core.parallel.recovery import supervisor
+from megatron_core.resilience.processes import supervisor
 from tests.checkpoint.runs import SMALL, edit, stored
 from tests.end_to_end.recovery_chaos import training_process
 from tests.end_to_end.test_failures import ranks_without_launcher

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.predict_loss import Curve, Settings, Size
-from megatron_core.config.depth import settings_of_depth
 from megatron_core.errors import ConfigError
+from megatron_core.features.presets.depth import settings_of_depth
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
+from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext

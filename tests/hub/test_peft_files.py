@@ -181,7 +181,7 @@ def test_a_selection_of_layers_is_kept_by_an_export(tmp_path: Path) -> None:
     """`peft` finds all adapters of the exported file, and no others."""
     _adapter("llama", {"target_modules": r"model\.layers\.[02]\.self_attn\.q_proj"}, tmp_path)
     config = _config(tmp_path, save=str(tmp_path / "run"))
-    assert config.tuning.lora_target_modules == ("*.layers.0.*.q_proj", "*.layers.2.*.q_proj")
+    assert config.value("lora_target_modules") == ("*.layers.0.*.q_proj", "*.layers.2.*.q_proj")
     run_ranks(1, _stored, config)
     export_adapter(tmp_path / "run", tmp_path / "exported")
     stored = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "exported")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.tuning import LAYERS, NAMES
 from megatron_core.errors import CheckpointError
+from megatron_core.features.lora.settings import LAYERS, NAMES
 from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 from megatron_core.hub.hugging_face.peft import PeftNames, target_of
 from megatron_core.hub.hugging_face.tensors import TensorSource

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from megatron_core.features.equal_bits import fixed_products
 from megatron_core.features.equal_bits.attention import InvariantAttention
-from megatron_core.inference import Engine, Generator, Request
+from megatron_core.inference import Engine, Generator, Request, paged_attention
 from megatron_core.inference import engine as engine_module
 from megatron_core.inference.sampling import log_probabilities
 from megatron_core.inference.settings import InferenceConfig
 from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.training.setup import Run
-from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -152,10 +151,10 @@ def _in_larger_chunks(self: InvariantAttention, *args: Tensor, original: Callabl
 DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "none": nullcontext,
     "single tokens attend by another kernel": lambda: patch.object(
-        InvariantAttention, "attend_cached", CoreAttention.attend_cached
+        InvariantAttention, "attend_cached", paged_attention.attend_cached
     ),
     "whole prompts attend by another kernel": lambda: patch.object(
-        InvariantAttention, "attend_fresh", CoreAttention.attend_fresh
+        InvariantAttention, "attend_fresh", paged_attention.attend_fresh
     ),
     "chunks of another size": lambda: patch.object(
         InvariantAttention,

@@ -117,18 +117,18 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
     ),
     "the hash of a block ignores the blocks before it": (
         "inference.scheduler:Scheduler._key",
-        'text.keys[at - 1] if at else b""',
+        'text.keys[block - 1] if block else b""',
         'b""',
     ),
     "the hash of a block ignores its last token": (
         "inference.scheduler:Scheduler._key",
-        "(at + 1) * self.block_size]",
-        "max((at + 1) * self.block_size - 1, 1)]",
+        "(block + 1) * self.block_size]",
+        "max((block + 1) * self.block_size - 1, 1)]",
     ),
     "a chunk is written to the shared blocks before it": (
         "inference.kv_cache:KVCache.begin",
-        "[own // size]",
-        "[(own - span.first) // size]",
+        "[positions_of_span // size]",
+        "[(positions_of_span - span.first) // size]",
     ),
     "positions after a shared prefix are one too large": (
         "inference.kv_cache:KVCache.begin",
@@ -142,8 +142,8 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
     ),
     "a preempted text counts as computed": (
         "inference.scheduler:Scheduler._admit",
-        "text.computed, text.group = len(shared) * self.block_size, slot",
-        "text.computed, text.group = (len(text.tokens) - 1 if text.written else len(shared) * self.block_size), slot",
+        "text.computed = len(shared) * self.block_size",
+        "text.computed = len(text.tokens) - 1 if text.written else len(shared) * self.block_size",
     ),
     "a text keeps its block when it adopts another one": (
         "inference.scheduler:Scheduler._adopt",

@@ -62,7 +62,7 @@ def _layers_alone(name: str, **settings: Any) -> float:
     layers, _, _, pp, chunks, _ = MODELS[name]
     plan = make_plan("interleaved" if chunks > 1 else "1f1b", pp, chunks, 4 * pp)
     each = layers // (pp * chunks)
-    size = stage_activations(_config(name, **settings), range(each), first=False, last=False, padded_vocab_size=0)
+    size = stage_activations(_config(name, **settings), range(each), first=False, has_head=False, padded_vocab_size=0)
     return peak_activations(plan, stage_sizes=[size] * plan.num_stages)[0]
 
 
@@ -125,7 +125,7 @@ def test_layer_of_a_llama_by_hand() -> None:
 def test_a_float32_stream_by_hand() -> None:
     """Inputs of the three norms and of a recomputed layer have 4 bytes instead of 2; so have offloaded ones."""
     sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "micro_batch_size": 3}
-    ends = {"first": True, "last": True, "padded_vocab_size": 128}
+    ends = {"first": True, "has_head": True, "padded_vocab_size": 128}
 
     def wider(**more: Any) -> float:
         narrow, wide = (
@@ -232,5 +232,5 @@ def test_formula_is_what_backward_keeps(settings: dict[str, Any], dtype: dict[st
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, labels=ids, sequences=SequenceDetails(sample_index=torch.arange(2)))
     found = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights)
-    formula = stage_activations(config, range(3), first=True, last=True, padded_vocab_size=512)
+    formula = stage_activations(config, range(3), first=True, has_head=True, padded_vocab_size=512)
     assert formula == pytest.approx(found, rel=0.1)

@@ -161,7 +161,7 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         held = sum(unit.total + unit.frozen + unit.frozen_experts for unit in units[own])
         assert held == found.parameters
         model = found.config.model
-        frozen = found.config.tuning.lora_rank is not None or model.dsa_indexer_warmup
+        frozen = found.config.value("lora_rank") is not None or model.dsa_indexer_warmup
         frozen = frozen or model.has_sparse_attention > model.trains_indexers
         assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
@@ -188,7 +188,7 @@ def test_published_sizes() -> None:
     """Models with published sizes."""
     from megatron_core.config import RunConfig
     from megatron_core.config.partition import layers_by_stage
-    from megatron_core.config.presets import preset
+    from megatron_core.features.presets.published import preset
 
     sizes = {"llama3-8b": 8_030_261_248, "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "gpt2": 124_439_808}
     sizes["deepseek-v2-lite"] = 15_706_484_224

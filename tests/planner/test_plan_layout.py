@@ -14,9 +14,9 @@ import pytest
 from megatron_core.commands.plan_layout import main, stopped_early
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_command_line
-from megatron_core.config.presets import preset
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.presets.published import preset
 from megatron_core.planner.cost import LayerTimes, Pipeline, step_cost
 from megatron_core.planner.explain import command_line, flag_of, objection, parse_words, whole_training
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware

@@ -15,10 +15,10 @@ import torch
 from megatron_core.config.resilience import LINK_DAMAGES
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.parallel.links.faults import LinkFault
-from megatron_core.parallel.links.recorder import LINKS
 from megatron_core.resilience.faults import Faults
 from megatron_core.resilience.link_checks import LinkChecks
+from megatron_core.resilience.links.faults import LinkFault
+from megatron_core.resilience.links.recorder import LINKS
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.loop import train
 from megatron_core.training.parts import build_parts

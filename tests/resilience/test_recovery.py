@@ -18,11 +18,11 @@ import torch.distributed as dist
 from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
 from megatron_core.parallel.exit_status import RESTART
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
-from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.parallel.world import World
 from megatron_core.resilience import recovery
 from megatron_core.resilience.faults import Faults
+from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
+from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery import MOST, Recovery
 from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.pretrain import Job

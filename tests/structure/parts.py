@@ -13,35 +13,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_core"
 
 SATELLITES = (
-    *(
-        "planner",
-        "verify",
-        "inference",
-        "preprocess",
-        "commands",
-        "drop_in",
-        "any_model",
-        "shell",
-        "storage",
-    ),
-    *("hub", "parallel.links", "parallel.recovery"),
-    *("cpu_ranks", "resilience", "reports"),
+    *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "any_model", "shell", "storage"),
+    *("hub", "cpu_ranks", "resilience", "reports"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
 even the command line, which may not import ``parallel``."""
 
 WAITING = {
-    "lora": ("tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning"),
     "fp8": "config.fp8",
-    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
-    "sparse_attention": ("training.new_indexers config.sparse_attention"),
+    "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
-    "generation": "transformer.paged_attention",
-    "hub": "config.megatron_model",
-    "presets": "config.presets config.depth",
-    "resilience": "checkpoint.copies checkpoint.host_copy config.resilience",
+    "resilience": "checkpoint.copies config.resilience",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 

@@ -195,10 +195,10 @@ def test_selective_recompute_runs_attention_again(monkeypatch: pytest.MonkeyPatc
         run = tiny_run(attention_backend="unfused", **settings)
         core = run.stages[0].decoder.layers["0"].self_attention.core_attention
         seen: list[int] = []
-        attend = core._unfused
+        attend = core.by_reference
         monkeypatch.setattr(
             core,
-            "_unfused",
+            "by_reference",
             lambda *given, seen=seen, attend=attend, **named: seen.append(1) or attend(*given, **named),
         )
         _output(run, _first_batch(run)).sum().backward()

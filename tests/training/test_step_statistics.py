@@ -54,8 +54,8 @@ SQUARES = "optimizer.clip:GradientNorm.squares_by_part"
 @pytest.mark.parametrize(
     ("layout", "target", "old", "new"),
     [
-        ("tp2", SQUARES, "for first, last in owned]", "for first, last in [(0, 10**9)]]"),
-        ("dp2 zero1", SQUARES, "(max(first, at), min(last, at + stop - start))", "(max(first, at), last)"),
+        ("tp2", SQUARES, "for first, end in owned]", "for first, end in [(0, 10**9)]]"),
+        ("dp2 zero1", SQUARES, "(max(first, offset), min(end, offset + stop - start))", "(max(first, offset), end)"),
         ("pp2", SQUARES, "part_of(name, num_layers)", "part_of(name.split('layers.')[-1], num_layers)"),
         ("pp2", "parallel.sharding:ShardSpec.parts", "not self.is_copy and all", "all"),
         (

@@ -241,7 +241,7 @@ def test_blocks_of_fewer_queries_than_keys_are_the_reference(
         ("CoreAttention._by_blocks", "samples[at.sample : at.sample + 1]", "samples[:1]", "documents"),
         ("CoreAttention._by_blocks", "value[:, :, first:stop]", "value[:, :, : stop - first]", "plain"),
         (
-            "_attention_by_documents",
+            "attention_by_documents",
             "value.split(1), lengths, strict",
             "value.split(1), [[10, 2, 12], [24]], strict",
             "documents",

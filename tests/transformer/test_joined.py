@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.parallel import Grid, ParallelGroups
 from megatron_core.parallel.meter import METER
+from megatron_core.planner.parameters import joins_parts
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.block import TransformerLayer
@@ -94,7 +95,7 @@ def test_outputs_that_are_needed_alone_are_not_joined(settings: dict[str, Any]) 
     for given, expected in ((settings, False), ({}, True)):
         assert run_ranks(2, _is_joined, given) == [expected] * 2
         flat = SIZES | MODELS["attention and MLP"] | given | {"tensor_model_parallel_size": 2}
-        assert RunConfig.from_flat(flat).joins_parts(0) is expected
+        assert joins_parts(RunConfig.from_flat(flat), 0) is expected
 
 
 def _is_joined(settings: dict[str, Any]) -> bool:

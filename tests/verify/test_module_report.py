@@ -73,7 +73,7 @@ def test_wrong_style_is_a_fault() -> None:
         ("ParallelLinear.forward", "copy_to_region(x, self.group)", "x", "the gradient of input 0 is off by"),
         ("ParallelLinear.forward", "reduce_from_region(self", "(lambda y, _: y)(self", "output 0 is off by"),
         ("_Splitting._whole", "partial_grad=partial", "partial_grad=True", "the gradient of c_proj.bias is off by 1.0"),
-        ("_Splitting._split", "parts > 1:", "parts > 9:", "output 0 is off by"),
+        ("_Splitting._split", "matrices > 1:", "matrices > 9:", "output 0 is off by"),
     ],
 )
 def test_planted_defects_are_named(target: str, old: str, new: str, expected: str) -> None:
@@ -84,7 +84,7 @@ def test_planted_defects_are_named(target: str, old: str, new: str, expected: st
 
 def test_defects_outside_of_split_modules_are_named() -> None:
     """The embedding is split by the plan, but is outside of attention and feed-forward layers."""
-    with planted(TENSOR + "ParallelEmbedding.forward", "reduce_from_region(found, self.group)", "found"):
+    with planted(TENSOR + "ParallelEmbedding.forward", "reduce_from_region(rows, self.group)", "rows"):
         faults = _verify("qwen3").faults
     assert any("its inputs differ between the tensor-parallel ranks 0 and 1" in fault for fault in faults), faults
 

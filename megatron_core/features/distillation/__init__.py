@@ -14,7 +14,7 @@ DISTILLATION = Feature(
         "export_kd_cfg": Shorthand(
             "YAML file of NVIDIA ModelOpt with the loss of --kd-teacher: it sets --kd-weight and --kd-temperature, "
             "and flags override it (docs/fine_tune.md).",
-            distillation_settings,
+            lambda path, names: distillation_settings(path),
         )
     },
     objective="megatron_core.features.distillation.objective:Distillation",

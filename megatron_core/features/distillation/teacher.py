@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.distillation.settings import DistillationConfig
+from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.locations import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
@@ -122,5 +122,5 @@ def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> Run
     changed: dict[str, Any] = {each.name: each.default for each in fields(ParallelConfig) if each.name in reset}
     changed |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
     parallel = replace(config.parallel, **changed)
-    sections = tuple(DistillationConfig() if isinstance(each, DistillationConfig) else each for each in config.features)
-    return replace(config, model=model, parallel=parallel, tuning=TuningConfig(), features=sections)
+    config = replace(config, model=model, parallel=parallel)
+    return config.with_section(DistillationConfig()).with_section(TuningConfig())

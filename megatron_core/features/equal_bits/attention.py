@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from megatron_core.parallel.micro_batch import Range, zigzag
 from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.paged_attention import PagedStep, gathered
 
 
 @dataclass(frozen=True)
@@ -113,20 +113,20 @@ class InvariantAttention(CoreAttention):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def attend_cached(
-        self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, sinks: Tensor | None = None
+        self, query: Tensor, keys: Tensor, values: Tensor, step: Any, sinks: Tensor | None = None
     ) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``; each token takes the products of its whole chunk."""
         parts = []
         for row, (table, length) in enumerate(zip(step.tables, step.lengths.tolist(), strict=True)):
-            parts.append(self._attend_last(query[row : row + 1], *(gathered(x, table, length) for x in (keys, values))))
+            parts.append(
+                self._attend_last(query[row : row + 1], *(step.gathered(x, table, length) for x in (keys, values)))
+            )
         for chunk in step.chunks:
             own = query[chunk.row : chunk.row + chunk.count]
-            parts.append(self._attend_last(own, *(gathered(x, chunk.table, chunk.length) for x in (keys, values))))
+            parts.append(self._attend_last(own, *(step.gathered(x, chunk.table, chunk.length) for x in (keys, values))))
         return torch.cat(parts)
 
-    def attend_fresh(
-        self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: Any, sinks: Tensor | None = None) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``."""
         texts = zip(*(x.split(list(step.fresh)) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend_last(*text) for text in texts])

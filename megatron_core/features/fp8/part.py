@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import unavailable_reason
@@ -13,7 +14,6 @@ from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
-from megatron_core.training.state import Reader
 from megatron_core.training.step import StepResult
 
 
@@ -54,7 +54,7 @@ class FP8Part(RunPart):
         """Add the histories."""
         return chain(pieces, self.histories.pieces())
 
-    def pieces_to_load(self, reader: Reader) -> Iterable[TensorBox]:
+    def pieces_to_load(self, reader: StateReader) -> Iterable[TensorBox]:
         """The histories, as far as the checkpoint has them."""
         return self.histories.pieces_to_load(reader)
 

@@ -1,8 +1,104 @@
-"""Which runs have low-rank adapters; ``config.rules_tuning`` has the rules of their settings."""
+"""Rules for low-rank adapters."""
 
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron_core.config.linear_layers import LinearLayer, linear_layers, mlp_layers
+from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.rules_attention import model_problems
+from megatron_core.config.rules_hybrid import hybrid_problems
+from megatron_core.config.rules_moe import moe_problems
+from megatron_core.config.rules_recurrent import recurrent_problems
+from megatron_core.config.rules_single import exclusive, illegal_values, shown
 from megatron_core.config.run import RunConfig
+from megatron_core.features.lora.settings import NAMES, PARTS, WHOLE, TuningConfig
+
+OF_LAYERS = illegal_values, model_problems, recurrent_problems, hybrid_problems, moe_problems
+"""Rules for the settings that determine the layers of a model."""
+REFUSED = {
+    "layout_invariant": "sums of adapters depend on the layout; remove --layout-invariant",
+    "compile": "layers with adapters are not compiled; remove --compile",
+    "mtp_num_layers": "layers of multi-token prediction have no adapters; remove --mtp-num-layers",
+    "moe_latent_size": "the projections of latent experts have no adapters; remove --lora-rank",
+    "fp8_param_gather": "frozen weights are not gathered in FP8; remove --fp8-param-gather",
+    "use_mup": "its rates and factors are those of hidden matrices; remove --use-mup",
+}
+"""Settings that cannot be used with adapters, with the reason and the remedy."""
 
 
 def has_adapters(config: RunConfig) -> bool:
     """Whether linear layers have adapters."""
-    return config.tuning.lora_rank is not None
+    return config.section(TuningConfig).lora_rank is not None
+
+
+def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings that adapters do not support, and contradictory names of layers."""
+    tuning = config.section(TuningConfig)
+    model = config.model
+    # Other features also start from --pretrained-checkpoint, so that this rule does not depend on adapters.
+    if (folder := tuning.pretrained_checkpoint) is not None and config.checkpoint.load_hf is not None:
+        yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
+    if tuning.lora_rank is None:
+        return
+    flat = config.flat()
+    for name, reason in REFUSED.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
+    yield from _target_problems(config)
+    adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
+    if tuning.use_dora and adapts_experts:
+        yield (
+            "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
+            "such as linear_qkv and linear_proj"
+        )
+    if tuning.lora_dropout and adapts_experts:
+        yield (
+            f"lora_dropout={tuning.lora_dropout:g} cannot be used with adapters of experts, whose rows have no "
+            "positions; use 0, or name only other layers in --lora-target-modules"
+        )
+    if tuning.lora_dropout and model.recomputes("mla_up_proj"):
+        yield (
+            f"lora_dropout={tuning.lora_dropout:g} cannot be used with mla_up_proj in recompute_modules; remove "
+            "mla_up_proj"
+        )
+
+
+def _target_problems(config: RunConfig) -> Iterator[str]:
+    tuning = config.section(TuningConfig)
+    if not tuning.lora_target_modules:
+        yield "lora_target_modules=() leaves nothing to train; name layers, or all-linear"
+    unknown = [target for target in tuning.lora_target_modules if target.rpartition(".")[2] not in NAMES]
+    if unknown:
+        yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
+    # As in PEFT, some names may stand for no layer: lists are used for many models. If there are faults in the settings
+    # of layers, the layers are not known.
+    elif not any(fault for rule in OF_LAYERS for fault in rule(config)) and not _adapts(config, linear_layers):
+        yield (
+            f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
+        )
+    for module in dict.fromkeys(module for module, _ in PARTS):
+        named = {
+            part for target in tuning.lora_target_modules for layer, part in NAMES.get(target, ()) if layer == module
+        }
+        parts = dict.fromkeys(part for (layer, _), own in PARTS.items() if layer == module for part in own)
+        if WHOLE in named and len(named) > 1:
+            yield (
+                f"lora_target_modules={shown(tuning.lora_target_modules)} names {module} and some of its parts "
+                f"{', '.join(parts)}; name either the whole matrix or parts"
+            )
+        overlaps = [part for part in named & {"qkv", "z", "b", "a"} if {"qkvz", "ba"} & named and module == "in_proj"]
+        if overlaps:
+            yield (
+                f"lora_target_modules={shown(tuning.lora_target_modules)} names parts of in_proj that overlap; name "
+                "in_proj_qkvz in_proj_ba (Qwen3-Next), or in_proj_qkv in_proj_z in_proj_b in_proj_a (Qwen3.5)"
+            )
+
+
+def _adapts(config: RunConfig, layers: Callable[..., Iterable[LinearLayer]], *, experts: bool = False) -> bool:
+    """Whether a name stands for one of the linear ``layers`` of the model; ``experts``: for one in an expert."""
+    tuning = config.section(TuningConfig)
+    return any(
+        tuning.parts_of(f"decoder.layers.{number}.{layer.path}", fused=len(layer.pieces))
+        for number in range(config.model.num_layers)
+        for layer in layers(config.model, ParallelConfig(), number)
+        if layer.experts or not experts
+    )

@@ -81,14 +81,15 @@ class SOAP(MatrixAlgorithm):
 
     def _update_bases(self, grad: Tensor, number: int, state: dict[str, Tensor], rates: Rates) -> None:
         """Add the gradient of part ``number`` to its factors, and update its bases if it is due."""
-        is_due = rates.step == 1 or rates.step % self.config.soap_precondition_frequency == 0
+        iterations = 1 if rates.step % self.config.soap_precondition_frequency == 0 else 0
+        iterations = FIRST_ITERATIONS if rates.step == 1 else iterations
         for side, rows in zip(SIDES, (grad, grad.mT), strict=True):
             factor = state.get(_key(f"{side}_factor", number))
             if factor is None:
                 continue
             factor.lerp_(rows @ rows.mT, 1.0 - self.config.soap_shampoo_beta)
             basis = state[_key(f"{side}_basis", number)]
-            for _ in range(0 if not is_due else FIRST_ITERATIONS if rates.step == 1 else 1):
+            for _ in range(iterations):
                 basis.copy_(next_basis(factor, basis))
 
 

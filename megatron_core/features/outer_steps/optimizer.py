@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.outer import OuterConfig
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.features.outer_steps.messages import Message
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.clip import part_of
 from megatron_core.optimizer.lamb import reduce_over_tensors
 from megatron_core.optimizer.rule import write_copy

@@ -9,15 +9,25 @@ from itertools import chain
 from typing import Any
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.features.outer_steps import state
 from megatron_core.features.outer_steps.optimizer import OuterOptimizer
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
-from megatron_core.training.state import Reader
+
+
+def groups_report(config: RunConfig, step: int) -> bool:
+    """Whether outer groups hear from one another in ``step``, counted from 1, and act together after it.
+
+    They do before an exchange. A return to a checkpoint after bad steps, and copies for a recovery, need all groups at
+    the same step, so that they report in every step.
+    """
+    together = config.resilience.max_bad_steps > 0 or config.resilience.recover != "none"
+    return together or config.section(OuterConfig).meets_at(step)
 
 
 class OuterSteps(RunPart):
@@ -26,24 +36,28 @@ class OuterSteps(RunPart):
     def __init__(self, run: Run) -> None:
         self.run, config = run, run.config
         self.outer = OuterOptimizer(
-            config.outer,
+            config.section(OuterConfig),
             run.data_parallel,
             run.optimizer,
             run.groups,
             config.model.num_layers,
             partial(gather_weights, [run.data_parallel]),
             keeps_sent=config.resilience.recover != "none",
-            number=run.world.group_number(config.outer.num_groups),
+            number=run.world.group_number(config.num_groups),
         )
 
     def notes(self) -> Iterator[str]:
         """See ``RunPart.notes``."""
-        steps, total = self.run.config.outer.outer_steps, self.run.total_iterations
+        steps, total = self.run.config.section(OuterConfig).outer_steps, self.run.total_iterations
         if total % steps:
             yield (
                 f"outer_steps={steps} does not divide the {total} iterations: steps after the last exchange do not "
                 "reach the global weights"
             )
+
+    def is_alone(self) -> bool:
+        """Whether groups do not report in the next step."""
+        return self.run.groups.outer.size() > 1 and not groups_report(self.run.config, self.run.state.iteration + 1)
 
     def after_step(self) -> None:
         """Start and end the exchanges that are due."""
@@ -81,10 +95,10 @@ class OuterSteps(RunPart):
         sent = [fragment.number for fragment in self.outer.fragments if fragment.sent is not None]
         return self.stored_values() | {state.SENT: sent, state.GROUP: self.outer.number}
 
-    def load(self, config: RunConfig, reader: Reader) -> bool:
+    def load(self, config: RunConfig, reader: StateReader) -> bool:
         """Load the state of groups, if ``reader`` has it."""
         data, optimizer = self.run.data_parallel, self.run.optimizer
-        if isinstance(reader, HostCopy):
+        if reader.continues:
             state.load_copy(reader, data, optimizer, self.outer)
             return True
         if not isinstance(reader, CheckpointReader) or _starts(config) or state.IN_FLIGHT not in reader.state:
@@ -93,7 +107,7 @@ class OuterSteps(RunPart):
             state.load_groups(reader, data, optimizer, self.outer)
         return True
 
-    def after_load(self, config: RunConfig, reader: Reader) -> None:
+    def after_load(self, config: RunConfig, reader: StateReader) -> None:
         """Start all groups at the loaded weights, which are those of a run without groups."""
         self.outer.start()
         if isinstance(reader, CheckpointReader) and not _starts(config):

@@ -7,11 +7,12 @@ from typing import Any
 from megatron_core.config.rules_parallel import divisors, leaves_rest
 from megatron_core.config.rules_single import exclusive
 from megatron_core.config.run import RunConfig
+from megatron_core.features.outer_steps.settings import OuterConfig
 
 
 def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Groups that do not fit the ranks, impossible schedules of exchanges, and settings that groups exclude."""
-    outer, parallel = config.outer, config.parallel
+    outer, parallel = config.section(OuterConfig), config.parallel
     if outer.outer_steps < 1 or outer.outer_groups < 1:
         return
     copies = world_size // max(parallel.model_parallel_size, 1)
@@ -61,8 +62,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "layout_invariant=True"
     if config.model.moe_router_enable_expert_bias:
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
-    if config.tuning.lora_rank is not None:
-        yield f"lora_rank={config.tuning.lora_rank}"
+    if (rank := config.optional("lora_rank")) is not None:
+        yield f"lora_rank={rank}"
     if resilience.elastic:
         yield "elastic=True"
     if resilience.rerun_mode != "disabled":
@@ -80,7 +81,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
 def other_group_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint with the state of another number of groups. Without groups, any number can start from it."""
     steps, stored_groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
-    groups = config.outer.outer_groups if config.outer.outer_steps else 0
+    outer = config.section(OuterConfig)
+    groups = outer.outer_groups if outer.outer_steps else 0
     if steps and stored_groups != groups and not config.checkpoint.no_load_optim:
         setting = f"outer_groups={groups}" if groups else "outer_steps=0"
         yield (

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces, pieces_of
-from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.features.outer_steps.optimizer import Fragment, OuterOptimizer
@@ -95,7 +95,7 @@ def copied_pieces(
             yield from _pieces(fragment, "mean", "outer.mean")
 
 
-def load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+def load_copy(reader: StateReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
     """Load a copy in host memory, and send the outer gradients again that were in flight.
 
     If it is the copy of another group, this one starts with the global weights and the other's optimizer state. Its own
@@ -145,7 +145,7 @@ def load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimiz
     _restore_optimizer(reader, data, optimizer)
 
 
-def _restore_optimizer(reader: CheckpointReader | HostCopy, data: DataParallel, optimizer: Optimizer) -> None:
+def _restore_optimizer(reader: StateReader, data: DataParallel, optimizer: Optimizer) -> None:
     """Compute weights from loaded shards, and restore the counters of ``optimizer``."""
     optimizer.forget_local_changes()
     for shard in optimizer.shards:

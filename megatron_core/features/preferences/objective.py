@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_core.features.lora.adapters import without_adapters
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.features.preferences.settings import PreferenceConfig
 from megatron_core.models import GPTModel
@@ -20,11 +21,10 @@ from megatron_core.parallel.collectives import paired
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.training.driver import run_plan
+from megatron_core.training.initial_weights import open_base
 from megatron_core.training.objective import LossReport, Objective, StepLoss, log_probs
 from megatron_core.training.setup import Run
 from megatron_core.training.step import message_lengths, model_step
-from megatron_core.training.tuning import open_base
-from megatron_core.transformer.adapters import without_adapters
 
 Margins = Callable[[Tensor], None]
 """Receives the margins of a micro-batch's pairs."""
@@ -39,7 +39,7 @@ class Preferences(Objective):
         super().__init__(run)
         self.run: Run = run
         self.settings = run.config.section(PreferenceConfig)
-        self.frozen = _load_reference(run) if run.config.tuning.lora_rank is None else None
+        self.frozen = _load_reference(run) if run.config.optional("lora_rank") is None else None
         """The reference, if it is not the model without its adapters."""
 
     def count_terms(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -43,7 +43,7 @@ def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
     if (mode := config.resilience.rerun_mode) != "disabled":
         yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
-    if config.tuning.lora_rank is None:
+    if config.optional("lora_rank") is None:
         yield from _reference_problems(config)
 
 
@@ -58,7 +58,7 @@ def _reference_problems(config: RunConfig) -> Iterator[str]:
             "fp8_recipe=delayed cannot be used with dpo=True and lora_rank=None: the reference has no amax histories; "
             "use another --fp8-recipe"
         )
-    if config.checkpoint.load_hf is None and config.tuning.pretrained_checkpoint is None:
+    if config.checkpoint.load_hf is None and config.optional("pretrained_checkpoint") is None:
         yield (
             "load_hf=None and pretrained_checkpoint=None: dpo=True without adapters needs the weights of its "
             "reference, also when it resumes; give one of them"
@@ -72,7 +72,7 @@ def _reference_problems(config: RunConfig) -> Iterator[str]:
 
 def other_reference_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint of another training, whose initial weights are not those of the reference."""
-    if has_preferences(config) and config.tuning.lora_rank is None and not stored.get("dpo", False):
+    if has_preferences(config) and config.optional("lora_rank") is None and not stored.get("dpo", False):
         yield (
             f"dpo=True, but the checkpoint {folder} is of a run without it, so the reference would have "
             "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"

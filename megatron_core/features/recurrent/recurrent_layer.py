@@ -15,8 +15,7 @@ from megatron_core.features.recurrent.states import StateExchange
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, split, split_fused
 from megatron_core.tensor_parallel import ColumnParallelLinear
-from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.paged_attention import KeyValueStore
+from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
 from megatron_core.transformer.recompute import recomputed
 
 DECAYS = (1.0, 16.0)

@@ -13,5 +13,6 @@ SPARSE_ATTENTION = Feature(
     problems=sparse_attention_problems,
     resume_problems=other_stage_problems,
     change_stage="megatron_core.features.sparse_attention.warmup:freeze_but_indexers",
+    added_weights="megatron_core.features.sparse_attention.new_indexers:NewIndexers",
     layers={"sparse_latent": "megatron_core.features.sparse_attention.attention:SparseLatentAttention"},
 )

@@ -24,10 +24,9 @@ from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import zigzag
-from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
 from megatron_core.transformer.latent_attention import DownProjection, LatentAttention
 from megatron_core.transformer.norm import Norm
-from megatron_core.transformer.paged_attention import PagedStep, gathered
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -235,12 +234,16 @@ class SparseLatentAttention(LatentAttention):
     def _core_inputs(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, ...]:
         return hidden, query_latent
 
-    def _attend_with_cache(
-        self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext, *inputs: Tensor
+    def attend_in_generation(
+        self,
+        cache: KeyValueStore,
+        query: Tensor,
+        latent: Tensor,
+        shared_key: Tensor,
+        context: SequenceContext,
+        *inputs: Tensor,
     ) -> Tensor:
         """Store latents and index keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
-        cache = context.cache
-        assert cache is not None, "only in generation"
         index, step = self.core_attention.indexer(*inputs, context), cache.step
         latents, keys = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1), index.key)
         index = Index(index.query[:, 0], index.key[:, 0], index.weights[:, 0])
@@ -248,7 +251,7 @@ class SparseLatentAttention(LatentAttention):
         if step.lengths.numel():
             parts.append(self._single_tokens(query[: len(step.lengths), 0], index, latents, keys, step))
         for chunk in step.chunks:
-            old, old_keys = (gathered(memory, chunk.table, chunk.length)[:, 0] for memory in (latents, keys))
+            old, old_keys = (step.gathered(memory, chunk.table, chunk.length)[:, 0] for memory in (latents, keys))
             parts.append(self._chunk(query, index, old, old_keys, chunk.row, chunk.count))
         row, latent = step.cached, torch.cat([latent, shared_key], dim=-1)
         for count in step.fresh:
@@ -257,10 +260,10 @@ class SparseLatentAttention(LatentAttention):
             row += count
         return torch.cat(parts)[:, None]
 
-    def _single_tokens(self, query: Tensor, index: Index, latents: Tensor, keys: Tensor, step: PagedStep) -> Tensor:
+    def _single_tokens(self, query: Tensor, index: Index, latents: Tensor, keys: Tensor, step: Any) -> Tensor:
         """Attention of one token of each of several texts, ``[texts, heads, d]``; only selected latents are read."""
         core, count, size = self.core_attention, len(query), latents.shape[1]
-        stored = gathered(keys, step.tables, step.longest)[:, :, 0].transpose(0, 1)
+        stored = step.gathered(keys, step.tables, step.longest)[:, :, 0].transpose(0, 1)
         scores = index_scores(index.query[None, :count], stored, index.weights[None, :count])
         hidden = torch.arange(step.longest, device=query.device) >= step.lengths[:, None, None]
         chosen = select_keys(scores, hidden, core.topk)
@@ -268,7 +271,7 @@ class SparseLatentAttention(LatentAttention):
         chosen = chosen[:, 0]
         slots = step.tables.gather(1, chosen // size) * size + chosen % size
         memory = latents.flatten(0, 1)[slots, 0]
-        query, up_value = self._of_latents(query)
+        query, up_value = self.of_latents(query)
         products = torch.einsum("sac,skc->sak", query, memory) * (self.plain + self.turned) ** -0.5
         weights = products.masked_fill(hidden, -torch.inf).to(wide(query.dtype)).softmax(-1).to(query.dtype)
         out = torch.einsum("sak,skc->sac", weights, memory[..., : self.rank])
@@ -280,7 +283,7 @@ class SparseLatentAttention(LatentAttention):
         ``latents`` ``[t, rank + r]`` and ``keys`` ``[t, d]`` are those of the whole text.
         """
         core, outputs = self.core_attention, []
-        key, value = self._key_and_value(*latents[:, None].split([self.rank, self.turned], dim=-1))
+        key, value = self.key_and_value(*latents[:, None].split([self.rank, self.turned], dim=-1))
         positions = torch.arange(len(keys) - count, len(keys), device=query.device)
         for at, rows in zip(
             positions.split(QUERY_BLOCK),

@@ -54,10 +54,11 @@ def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[st
         for name, reason in REFUSED_IN_WARMUP.items():
             if flat[name]:
                 yield f"{name}={flat[name]} cannot be used with dsa_indexer_warmup=True: {reason}"
-    if model.trains_indexers and config.tuning.lora_rank is not None:
+    rank = config.optional("lora_rank")
+    if model.trains_indexers and rank is not None:
         yield (
             f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff:g} cannot be used with lora_rank="
-            f"{config.tuning.lora_rank}, which freezes the indexers; use 0"
+            f"{rank}, which freezes the indexers; use 0"
         )
 
 

@@ -70,7 +70,7 @@ class PeftFormat(CheckpointFormat):
         """Flat settings of a run that trains the stored model."""
         return adapter_settings(folder)
 
-    def read_adapters(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
+    def read_added(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
         """All adapters of the model of ``config``."""
         names, shapes = peft_names(config, vocab_size)
         return read_adapter(folder, names, shapes)

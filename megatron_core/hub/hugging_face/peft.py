@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_core.checkpoint.writer import write_safetensors
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.tuning import NAMES, TuningConfig
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.lora.adapters import is_adapter, rows_of_part
+from megatron_core.features.lora.settings import NAMES, TuningConfig
 from megatron_core.hub.hugging_face.architecture import Architecture, architecture_for
 from megatron_core.hub.hugging_face.files import TensorFiles
 from megatron_core.hub.hugging_face.tensors import TensorSource
@@ -34,7 +35,6 @@ from megatron_core.schema import (
     KeyType,
     read_object,
 )
-from megatron_core.transformer.adapters import is_adapter, rows_of
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -237,7 +237,7 @@ def peft_names(config: RunConfig, vocab_size: int) -> tuple[PeftNames, dict[str,
     shapes = {name: spec.global_shape for name, spec in specs.items()}
     architecture = architecture_for(config.model, config.checkpoint.hf_model_type)
     names = PeftNames(
-        architecture, config.model, shapes, lambda layer, part: rows_of(specs[f"{layer}.weight"], part, layer)
+        architecture, config.model, shapes, lambda layer, part: rows_of_part(specs[f"{layer}.weight"], part, layer)
     )
     return names, {name: shape for name, shape in shapes.items() if is_adapter(name)}
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.token_ids import token_ids_json
 from megatron_core.config.validate import problems, without_data
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> Settings:
         return text_settings(hf_config, files.names)
 
 
-class HuggingFaceReader(OtherReader):
+class HuggingFaceReader(StateReader):
     """An open folder of Hugging Face with the interface of ``CheckpointReader``; a context manager.
 
     It holds weights only: ``optimizer.main.NAME`` reads the weight, and no other optimizer state exists. ``config``

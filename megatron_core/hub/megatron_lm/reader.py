@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.formats import OtherReader
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
+from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig
 from megatron_core.config.run import field_types
 from megatron_core.errors import CheckpointError, quoted
@@ -37,7 +37,7 @@ VERSION = 3.0
 """Version of the checkpoints that are read; earlier ones have other orders of the rows of Q, K and V."""
 
 
-class MegatronReader(OtherReader):
+class MegatronReader(StateReader):
     """Weights and Adam state of one iteration of Megatron-LM; a context manager.
 
     Formats: ``torch``, ``torch_dist`` and ``fsdp_dtensor``.

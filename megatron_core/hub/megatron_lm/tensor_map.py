@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.megatron_model import unlike_delta_net
 from megatron_core.config.mixers import GatedDeltaNet, Mamba2, Recurrence
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.hub.rules import unlike_delta_net
 from megatron_core.parallel.boxes import Box
 
 FUSED = {

@@ -57,11 +57,10 @@ class GPTModel(nn.Module):
     """A decoder-only language model, or the stage of it with the given ``layers``.
 
     ``pre_process`` adds the embedding before the layers, ``post_process`` the final norm and the output layer after
-    them. Initial weights depend only on ``seed`` and the parameters' global names. ``tied_weight`` is the weight of the
-    word embedding, for a last stage on the same rank as the first. ``layer_specs(config, layer_number)`` chooses the
-    parts of each layer. ``groups`` defaults to the current layout; ``tp_group`` alone suffices for a model without
-    experts. With ``context_parallel`` each rank of its axis receives a part of every sequence
-    (``SequenceSplit.local``), without it whole sequences.
+    them. ``tied_weight`` is the weight of the word embedding, for a last stage on the same rank as the first.
+    ``layer_specs(config, layer_number)`` chooses the parts of each layer. ``groups`` defaults to the current layout;
+    ``tp_group`` alone suffices without experts. With ``context_parallel`` each rank of its axis receives a part of
+    every sequence (``SequenceSplit.local``).
     Source: Radford et al. 2019; Narayanan et al. 2021 for the split over stages.
     """
 
@@ -88,7 +87,8 @@ class GPTModel(nn.Module):
 
         # Settings and groups.
         parallel = parallel or ModelParallelConfig()
-        # Weights are initialized below by global name, so that layers need not initialize their own.
+        # Weights are initialized below by ``seed`` and global name, so that they are equal under every layout; layers
+        # need not initialize their own.
         self.parallel = replace(parallel, perform_initialization=False)
         if groups is None:
             groups = current() if tp_group is None else ParallelGroups.single()

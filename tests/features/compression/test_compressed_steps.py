@@ -72,7 +72,7 @@ def test_steps_equal_the_simulation(row: str, method: str) -> None:
 
 
 DEFECTS = {
-    "the error of messages is forgotten": ("SignSums._sum", "message.add_(own)", "pass", "onebit-adam"),
+    "the error of messages is forgotten": ("SignSums._sum", "message.add_(errors)", "pass", "onebit-adam"),
     "the error of shares is dropped": (
         "SignSums._sum",
         "total = share.clone()",

@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, and experts that are chosen in groups with a bias."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.presets import DEEPSEEK_V3_LAYERS
+from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (

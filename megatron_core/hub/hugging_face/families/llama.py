@@ -1,6 +1,6 @@
 """Llama 2 and 3, SmolLM and other models of the same shape."""
 
-from megatron_core.config.presets import LLAMA_LAYERS
+from megatron_core.features.presets.published import LLAMA_LAYERS
 from megatron_core.hub.hugging_face.architecture import Architecture, register
 from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE
 from megatron_core.hub.hugging_face.tensors import gate_and_up, separate_qkv

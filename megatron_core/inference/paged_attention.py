@@ -1,0 +1,154 @@
+"""Attention of a generation step to keys and values in blocks (Kwon et al. 2023, PagedAttention).
+
+A layer gives the cache the tensors of the step's tokens; these functions store them and compute its attention. A layer
+or a core attention of a feature has methods with the same names instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_core.inference.paged_step import PagedStep
+from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
+from megatron_core.transformer.attention import SelfAttention
+from megatron_core.transformer.context import KeyValueStore, SequenceContext, chunk_lengths
+from megatron_core.transformer.core_attention import (
+    CoreAttention,
+    TokenSpan,
+    attention_by_documents,
+    causal_products,
+    fused_attention,
+)
+from megatron_core.transformer.latent_attention import LatentAttention
+
+
+def attend_heads(
+    layer: SelfAttention, cache: KeyValueStore, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor
+) -> Tensor:
+    """Store the keys and values of a step's tokens ``[tokens, heads, d]``; return their attention."""
+    keys, values = cache.write(layer.layer_number, key, value)
+    step = cache.step
+    parts = []
+    if step.cached:
+        parts.append(_own(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
+    if step.fresh:
+        fresh = (tensor[step.cached :] for tensor in (query, key, value))
+        parts.append(_own(layer, attend_fresh)(*fresh, step, *sinks))
+    return torch.cat(parts)
+
+
+def attend_latents(
+    layer: LatentAttention,
+    cache: KeyValueStore,
+    query: Tensor,
+    latent: Tensor,
+    shared_key: Tensor,
+    context: SequenceContext,
+) -> Tensor:
+    """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
+    (memory,) = cache.write(layer.layer_number, torch.cat([latent, shared_key], dim=-1))
+    step = cache.step
+    parts = []
+    if step.cached:
+        parts.append(_attend_to_latents(layer, query[: step.cached, 0], memory, step))
+    if step.fresh:
+        key, value = layer.key_and_value(latent[step.cached :], shared_key[step.cached :])
+        parts.append(_own(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
+    return torch.cat(parts)[:, None]
+
+
+def _attend_to_latents(layer: LatentAttention, query: Tensor, memory: Tensor, step: PagedStep) -> Tensor:
+    """Compute the same attention without expanding the cached latents to keys and values.
+
+    q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
+    appendix C.
+    """
+    query, up_value = layer.of_latents(query)
+    query = query * math.sqrt((layer.rank + layer.turned) / (layer.plain + layer.turned))
+    out = _own(layer, attend_cached)(query, memory, memory[..., : layer.rank], step)
+    return torch.einsum("sac,avc->sav", out.unflatten(-1, (layer.heads, -1)), up_value).flatten(1)
+
+
+def _own(layer: SelfAttention | LatentAttention, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method of the layer's core attention with the name of ``default``, or ``default`` for the core attention."""
+    core = layer.core_attention
+    assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
+    method: Callable[..., Tensor] | None = getattr(core, default.__name__, None)
+    return partial(default, core) if method is None else method
+
+
+def attend_cached(
+    core: CoreAttention, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention of the ``step.cached`` first tokens of a step, ``[tokens, heads, d]``.
+
+    ``keys`` and ``values`` are the memory of the layer. Returns ``[tokens, heads * e]``.
+    """
+    singles = len(step.lengths)
+    by_formula = core.by_formula or sinks is not None
+    in_chunks = core.chunk is not None and step.longest > core.chunk
+    parts = []
+    if singles and not (by_formula or in_chunks) and has_native_paged_attention(query, core.backend):
+        out = native_paged_attention(query[:singles], keys, values, step.tables, step.lengths, window=core.window)
+        parts.append(out.flatten(1))
+    elif singles:
+        key, value = (step.gathered(memory, step.tables, step.longest).transpose(1, 2) for memory in (keys, values))
+        alone = query[:singles, :, None]
+        if by_formula:
+            hidden = step.masked(core.window, core.chunk)
+            out = core.by_reference(alone, key, value, SequenceContext(), hidden, sinks)
+        else:
+            out = fused_attention(alone, key, value, step.bias(core.window, query.dtype, core.chunk))
+        parts.append(out.flatten(1))
+    for chunk in step.chunks:
+        queries = query[chunk.row : chunk.row + chunk.count].transpose(0, 1)[None]
+        of_text = (step.gathered(memory, chunk.table, chunk.length) for memory in (keys, values))
+        key, value = (tensor.transpose(0, 1)[None] for tensor in of_text)
+        out = _in_chunks(core, queries, key, value, sinks)
+        parts.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(parts)
+
+
+def attend_fresh(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention of the last tokens of a step, in chunks from position 0 on, ``[tokens, heads, d]``.
+
+    Returns ``[tokens, heads * e]``.
+    """
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    lengths = step.fresh if core.chunk is None else chunk_lengths(step.fresh, core.chunk)
+    causal = partial(_causal, core, sinks=sinks)
+    return attention_by_documents(query, key, value, [lengths], causal)[0].transpose(0, 1).flatten(1)
+
+
+def _in_chunks(core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    """``_causal`` of the last tokens of a document for each chunk of ``attention_chunk_size`` tokens."""
+    if core.chunk is None:
+        return _causal(core, query, key, value, TokenSpan(), sinks)
+    length = key.shape[2]
+    first = length - query.shape[2]
+    position = first
+    outputs = []
+    while position < length:
+        start = position // core.chunk * core.chunk
+        stop = min(start + core.chunk, length)
+        keys = slice(start, stop)
+        queries = query[:, :, position - first : stop - first]
+        outputs.append(_causal(core, queries, key[:, :, keys], value[:, :, keys], TokenSpan(), sinks))
+        position = stop
+    return torch.cat(outputs, dim=2)
+
+
+def _causal(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, span: TokenSpan, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention of one document without dropout; the last query attends to the last key."""
+    if core.by_formula or sinks is not None:
+        return core.by_reference(query, key, value, SequenceContext(), sinks=sinks)
+    return causal_products(query, key, value, span, window=core.window)

@@ -1,0 +1,74 @@
+"""Runs with low-rank adapters: checkpoints with only adapters, frozen routers, sections of earlier versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.checkpoint import open_newest
+from megatron_core.config.file import read_config
+from megatron_core.features.lora.adapters import is_adapter
+from megatron_core.features.lora.settings import TuningConfig
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from tests.runs import tiny_run
+
+LORA: dict[str, Any] = {"lora_rank": 2, "use_dora": True, "fp64": True}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+}
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_global_parameters()}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_run_resumes_from_adapters_of_drawn_weights(zero_stage: int, tmp_path: Path) -> None:
+    settings = LORA | {"zero_stage": zero_stage, "save": str(tmp_path)}
+    run = tiny_run(**settings)
+    for _ in range(2):
+        train_step(run)
+    run.saver.save(run.state)
+    run.saver.close()
+    expected = [float(train_step(run).loss) for _ in range(2)]
+    stored = open_newest(str(tmp_path), None, device=torch.device("cpu"))
+    assert stored is not None
+    with stored:
+        names = [name for name in stored.manifest.tensors if name.startswith("model.")]
+    assert names and all(map(is_adapter, names))
+    resumed = tiny_run(**settings, load=str(tmp_path))
+    assert resumed.state.iteration == 2
+    assert [float(train_step(resumed).loss) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_only_trained_routers_change_their_biases(lora_rank: int | None) -> None:
+    run = tiny_run(**EXPERTS, lora_rank=lora_rank)
+    train_step(run)
+    biases = [value for name, value in weights(run).items() if name.endswith("expert_bias")]
+    assert biases
+    assert all(bool(bias.any()) == (lora_rank is None) for bias in biases)
+
+
+def test_frozen_weights_stay(tmp_path: Path) -> None:
+    run = tiny_run(**LORA)
+    before = weights(run)
+    train_step(run)
+    changed = {name for name, value in weights(run).items() if not torch.equal(value, before[name])}
+    assert changed and all(map(is_adapter, changed))
+
+
+@pytest.mark.parametrize("section", ["lora", "tuning"])
+def test_sections_of_files(section: str, tmp_path: Path) -> None:
+    """``tuning`` is the section in files of earlier versions."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{section}:\n  lora_rank: 8\n")
+    assert read_config(path).section(TuningConfig).lora_rank == 8
