@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.writer import Entry, save_tensors
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import check_empty, written_folder
-from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, latest_tag, read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
 from megatron_core.hub.hugging_face.reader import CONFIG
 from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.parallel.texts import listed
@@ -206,30 +205,3 @@ def _check_model(
     text = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
     if text:
         raise CheckpointError(f"{found.folder} does not have the tensors of {name} in {path}: {text}")
-
-
-def float32_weights(folder: Path, tag: str | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
-    """Return float32 weights, and buffers in their dtype, of a checkpoint of DeepSpeed or of an engine, by name.
-
-    ``folder`` and ``tag``: as for ``read_deepspeed_checkpoint``. ``frozen``: whether to return frozen parameters too.
-    Errors: ``CheckpointError``.
-    """
-    inner = latest_tag(folder) if tag is None else tag
-    own = find_checkpoint(str(folder if inner is None else folder / inner))
-    if own is None:
-        found = read_deepspeed_checkpoint(folder, tag)
-        kept = {n for n in found.shapes if frozen or found.shared.get(n, n) in found.trained or not found.trained}
-        return {**{n: t for n, t in found.weights().items() if n in kept}, **found.buffers}
-    with CheckpointReader(own) as reader:
-        tensors = reader.manifest.tensors
-        trained = {n.split(".", 2)[2] for n in tensors if n.startswith("optimizer.") and ".of." not in n}
-        weights: dict[str, Tensor] = {}
-        for name in tensors:
-            kind, _, rest = name.partition(".")
-            if kind == "buffers":
-                weights[rest] = reader.read(name)
-            elif kind == "model" and (frozen or rest in trained or not trained):
-                main = f"optimizer.main.{rest}"
-                weights[rest] = reader.read(main if main in tensors else name).float()
-        shared = reader.state.get("shared", {})
-        return weights | {further: weights[name] for further, name in shared.items() if name in weights}

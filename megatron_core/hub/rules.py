@@ -35,26 +35,21 @@ def format_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if path_of(checkpoint.save) is None:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
     if checkpoint.ckpt_format == "torch_dist":
-        yield from (f"{named} does not write {reason}" for reason in _unlike_megatron(config.model))
+        for reason in unlike_megatron(config.model):
+            yield f"{named} does not write {reason}; use torch_dcp, or remove --ckpt-format"
     if (rank := config.optional("lora_rank")) is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={rank}; remove --ckpt-format"
 
 
-def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
-    """The settings of a model whose training cannot continue in Megatron-LM, with the way out."""
+def unlike_megatron(model: ModelConfig) -> Iterator[str]:
+    """The settings of a model whose training cannot continue in Megatron-LM."""
     if model.experimental_attention_variant == "kimi_delta_attention":
-        yield (
-            f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
-            "--ckpt-format"
-        )
+        yield f"experimental_attention_variant={model.experimental_attention_variant}"
     for letter in (BOTH, CONVOLUTION):
         if letter in (model.hybrid_layer_pattern or ""):
-            yield (
-                f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks; use "
-                "torch_dcp, or remove --ckpt-format"
-            )
+            yield f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks"
     if settings := without_arguments(model):
-        yield f"{', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"
+        yield f"{', '.join(settings)}, which Megatron-LM has no settings for"
 
 
 def without_arguments(model: ModelConfig) -> list[str]:

@@ -174,5 +174,5 @@ def test_models_that_megatron_lm_cannot_train_are_refused(tmp_path: Path) -> Non
     run = start({"parallel_residual": True, "softmax_scale": 0.25, "save": str(tmp_path)})
     run.saver.save(run.state)
     run.saver.close()
-    with pytest.raises(CheckpointError, match=r"parallel_residual=True, softmax_scale=0\.25: Megatron-LM has no"):
+    with pytest.raises(CheckpointError, match=r"parallel_residual=True, softmax_scale=0\.25, which Megatron-LM has no"):
         convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))

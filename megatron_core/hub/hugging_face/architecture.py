@@ -320,6 +320,18 @@ def register(architecture: Architecture, **changes: Any) -> Architecture:
     return architecture
 
 
+def variant(parent: Architecture, **changes: Any) -> Architecture:
+    """Register an architecture like ``parent``; its settings and tensors are added to those of ``parent``.
+
+    These are ``keys``, ``fixed``, ``tensors`` and ``layer_tensors``, where None removes an entry of ``parent``; other
+    fields are replaced, as by ``register``.
+    """
+    for name in ("keys", "fixed", "tensors", "layer_tensors"):
+        entries = {**getattr(parent, name), **changes.get(name, {})}
+        changes[name] = {key: value for key, value in entries.items() if value is not None}
+    return register(parent, **changes)
+
+
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json.
 

@@ -252,6 +252,21 @@ WINDOW_OF_ALL_LAYERS = Rule(
 )
 """``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
 
+
+def windows_where(has_window: Callable[[Settings, int], bool], **types: KeyType) -> Rule:
+    """``WINDOWS`` of the layers, by number from 0, for which ``has_window`` is true if there are no ``layer_types``.
+
+    ``types``: types of the keys that ``has_window`` reads.
+    """
+
+    def read(hf_config: Settings) -> Settings:
+        layers = range(hf_config["num_hidden_layers"])
+        kinds = ["sliding_attention" if has_window(hf_config, layer) else "full_attention" for layer in layers]
+        return _window_settings({"layer_types": kinds, **hf_config})
+
+    return Rule(read, _window_json, {**WINDOWS.types, **types})
+
+
 ATTENTION_BIASES = Rule(
     read=lambda hf_config: dict.fromkeys(
         ("add_qkv_bias", "add_attention_output_bias"), hf_config.get("attention_bias", False)

@@ -38,6 +38,7 @@ OTHER = {
         "custom_pipelines",
     ),
     *("cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads", "tie_encoder_decoder", "prefix"),
+    "custom_pipelines",
     *("task_specific_params", "tf_legacy_loss", "tokenizer_class", "torchscript", "transformers.js_config"),
     *("use_bfloat16", "classifier_dropout", "classifier_bias", "num_labels", "keys_to_ignore_at_inference"),
     *("gradient_checkpointing", "use_flash_attn", "use_flash_attention", "flash_attn", "_flash_attn_2_enabled"),
@@ -50,17 +51,8 @@ OTHER = {
     *("embedding_dropout", "ffn_dropout", "dropout", "hidden_dropout", "attention_dropout", "router_jitter_noise"),
     # Of tokens and lengths.
     *("model_max_length", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "initial_context_length"),
-    *(
-        "org_vocab_size",
-        "qk_head_dim",
-        "pad_id",
-        "bos_id",
-        "eos_id",
-        "im_start_id",
-        "im_end_id",
-        "mask_init_id",
-        "sep_id",
-    ),
+    *("org_vocab_size", "qk_head_dim", "pad_id", "bos_id", "eos_id", "im_start_id", "im_end_id"),
+    *("mask_init_id", "sep_id"),
 }
 """Further keys on which the logits of a text do not depend, or which repeat others."""
 SIZES = {*names_by_resume(ModelConfig, Resume.SHAPE), "num_query_groups"}

@@ -34,7 +34,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm.arguments import common_state
 from megatron_core.hub.megatron_lm.reader import TRACKER
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN, LAYER, norm_offset, pieces_of_mixer, rows_of_ranks
-from megatron_core.hub.rules import without_arguments
+from megatron_core.hub.rules import unlike_megatron
 from megatron_core.parallel.boxes import Box
 
 Format = Literal["torch_dist", "torch_dcp"]
@@ -148,18 +148,8 @@ def write_checkpoint(
     ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
-    others = {*(model.hybrid_layer_pattern or "")} - {*"MG*-E"}
-    if form == "torch_dist" and (model.experimental_attention_variant == "kimi_delta_attention" or others):
-        raise CheckpointError(
-            f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
-            f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
-            "torch_dcp or hf"
-        )
-    if form == "torch_dist" and (settings := without_arguments(model)):
-        raise CheckpointError(
-            f"{', '.join(settings)}: Megatron-LM has no such settings of this model, and would train another one from "
-            "a torch_dist checkpoint; use torch_dcp or hf"
-        )
+    for reason in unlike_megatron(model) if form == "torch_dist" else ():
+        raise CheckpointError(f"the model cannot be written as torch_dist: {reason}; use torch_dcp or hf")
     iteration = int(reader.state["iteration"])
     final = iteration_folder(save, iteration)
     partial = final.with_name(f".{final.name}.incomplete")

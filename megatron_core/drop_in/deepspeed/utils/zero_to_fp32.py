@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.weights_file import write_weights
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.hub.deepspeed_conversion import float32_weights
+from megatron_core.hub.deepspeed import latest_tag, read_deepspeed_checkpoint
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),
@@ -35,7 +36,26 @@ def get_fp32_state_dict_from_zero_checkpoint(
     ``lazy_mode`` has no effect: the result has tensors, whose ``contiguous()`` programs call in that mode. Errors:
     ``CheckpointError``.
     """
-    return float32_weights(Path(checkpoint_dir), tag, frozen=not exclude_frozen_parameters)
+    folder, frozen = Path(checkpoint_dir), not exclude_frozen_parameters
+    inner = latest_tag(folder) if tag is None else tag
+    own = find_checkpoint(str(folder if inner is None else folder / inner))
+    if own is None:
+        found = read_deepspeed_checkpoint(folder, tag)
+        kept = {n for n in found.shapes if frozen or found.shared.get(n, n) in found.trained or not found.trained}
+        return {**{n: t for n, t in found.weights().items() if n in kept}, **found.buffers}
+    with CheckpointReader(own) as reader:
+        tensors = reader.manifest.tensors
+        trained = {n.split(".", 2)[2] for n in tensors if n.startswith("optimizer.") and ".of." not in n}
+        weights: dict[str, Tensor] = {}
+        for name in tensors:
+            kind, _, rest = name.partition(".")
+            if kind == "buffers":
+                weights[rest] = reader.read(name)
+            elif kind == "model" and (frozen or rest in trained or not trained):
+                main = f"optimizer.main.{rest}"
+                weights[rest] = reader.read(main if main in tensors else name).float()
+        shared = reader.state.get("shared", {})
+        return weights | {further: weights[name] for further, name in shared.items() if name in weights}
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:

@@ -1,24 +1,23 @@
 """Apertus: Llama with norms of queries and keys, and an MLP with xIELU instead of a gate."""
 
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, LLAMA3, LLAMA3_CONTEXT, ROPE_PARAMETERS
 from megatron_core.ops.reference import XIELU_BETA, XIELU_EPSILON
 
 POSITIONS = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, **LLAMA3}
 POSITIONS["original_max_position_embeddings"] = LLAMA3_CONTEXT
-APERTUS = register(
+APERTUS = variant(
     LLAMA,
     model_type="apertus",
     class_name="ApertusForCausalLM",
-    keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
-    fixed={**LLAMA.fixed, "swiglu": False, "xielu": True, "qk_layernorm": True},
+    keys={"head_dim": None},
+    fixed={"swiglu": False, "xielu": True, "qk_layernorm": True},
     defaults={"rope_parameters": POSITIONS},
     # Keys of published files that transformers does not read.
     required={"hidden_act": "xielu", "mlp_bias": False, "post_norm": False, "qk_norm": True},
     rules=(ROPE_PARAMETERS, ATTENTION_BIASES),
     layer_tensors={
-        **{name: stored for name, stored in LLAMA.layer_tensors.items() if "mlp" not in name},
         **QK_NORMS,
         "input_layernorm": "attention_layernorm",
         "pre_mlp_layernorm": "feedforward_layernorm",

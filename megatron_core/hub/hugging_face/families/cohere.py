@@ -2,23 +2,18 @@
 of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layers, and positions only in these."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
 from megatron_core.hub.hugging_face.tensors import of_each_head
 from megatron_core.schema import COUNT
 
-COHERE = register(
+COHERE = variant(
     LLAMA,
     model_type="cohere",
     class_name="CohereForCausalLM",
-    keys={
-        **{key: name for key, name in LLAMA.keys.items() if key not in ("head_dim", "rms_norm_eps")},
-        "layer_norm_eps": "norm_epsilon",
-        "logit_scale": "logit_multiplier",
-    },
+    keys={"head_dim": None, "rms_norm_eps": None, "layer_norm_eps": "norm_epsilon", "logit_scale": "logit_multiplier"},
     fixed={
-        **LLAMA.fixed,
         "normalization": "LayerNorm",
         "disable_bias_layernorm": True,
         "parallel_residual": True,
@@ -29,7 +24,7 @@ COHERE = register(
     required={"hidden_act": "silu"},
     rules=(ROPE, ATTENTION_BIASES, norms_of_each_head("use_qk_norm")),
     layer_tensors={
-        **{name: stored for name, stored in LLAMA.layer_tensors.items() if name != "pre_mlp_layernorm"},
+        "pre_mlp_layernorm": None,
         "self_attention.q_layernorm": of_each_head("self_attn.q_norm"),
         "self_attention.k_layernorm": of_each_head("self_attn.k_norm"),
     },
@@ -51,12 +46,12 @@ def _windows_json(config: ModelConfig) -> Settings:
     return {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)}
 
 
-COHERE2 = register(
+COHERE2 = variant(
     COHERE,
     model_type="cohere2",
     class_name="Cohere2ForCausalLM",
     unread=frozenset({"layer_switch", "use_embedding_sharing", "use_parallel_embedding"}),
-    keys={**COHERE.keys, "head_dim": "kv_channels"},
+    keys={"head_dim": "kv_channels"},
     defaults={**COHERE.defaults, "sliding_window": 4096, "rope_theta": 1e4},
     required={
         "hidden_act": "silu",
@@ -66,5 +61,5 @@ COHERE2 = register(
         "order_of_interleaved_layers": "local_attn_first",
     },
     rules=(ROPE, ATTENTION_BIASES, Rule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": COUNT})),
-    layer_tensors={name: stored for name, stored in COHERE.layer_tensors.items() if "k_layernorm" not in name},
+    layer_tensors={"self_attention.k_layernorm": None},
 )

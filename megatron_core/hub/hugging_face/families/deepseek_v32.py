@@ -2,7 +2,7 @@
 GLM-4.7-Flash: the layers of DeepSeek-V3 with another epsilon outside of the latents."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_POSITIONS
 from megatron_core.hub.hugging_face.rules import GROUPS_BY_TWO, ROPE, Rule, Settings, dense_first, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
@@ -49,32 +49,31 @@ INDEXER_MATRICES: dict[str, str | TensorSource] = {
     f"{INDEXER}.linear_weights_proj": "self_attn.indexer.weights_proj",
 }
 
-DEEPSEEK_V32 = register(
+DEEPSEEK_V32 = variant(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     class_name="DeepseekV32ForCausalLM",
     keys={
-        **DEEPSEEK_V3.keys,
         "index_n_heads": "dsa_indexer_n_heads",
         "index_head_dim": "dsa_indexer_head_dim",
         "index_topk": "dsa_indexer_topk",
     },
-    fixed={**DEEPSEEK_V3.fixed, "experimental_attention_variant": "dsa"},
+    fixed={"experimental_attention_variant": "dsa"},
     required={
         **{key: only for key, only in DEEPSEEK_V3.required.items() if key != "rope_interleave"},
         "mlp_bias": False,
     },
     rules=(ROPE, LATENT_POSITIONS, dense_first(dense=3, shared=1), LAYER_TYPES, GROUPS_BY_TWO),
-    layer_tensors={**DEEPSEEK_V3.layer_tensors, **INDEXER_MATRICES},
+    layer_tensors=INDEXER_MATRICES,
 )
-GLM_MOE_DSA = register(
+GLM_MOE_DSA = variant(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     class_name="GlmMoeDsaForCausalLM",
-    keys={**DEEPSEEK_V32.keys, "rms_norm_eps": "norm_epsilon"},
+    keys={"rms_norm_eps": "norm_epsilon"},
     defaults={**DEEPSEEK_V32.defaults, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
     fixed={
-        **{name: value for name, value in DEEPSEEK_V32.fixed.items() if name != "norm_epsilon"},
+        "norm_epsilon": None,
         "latent_norm_epsilon": 1e-6,
         "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_rope_interleaved": True,
@@ -98,15 +97,12 @@ def _expert_layers_json(config: ModelConfig) -> Settings:
 EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_layer_types": STRINGS})
 """``mlp_layer_types``, which takes precedence over ``first_k_dense_replace``."""
 
-GLM4_MOE_LITE = register(
+GLM4_MOE_LITE = variant(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     class_name="Glm4MoeLiteForCausalLM",
-    keys={**DEEPSEEK_V3.keys, "rms_norm_eps": "norm_epsilon"},
-    fixed={
-        **{name: value for name, value in DEEPSEEK_V3.fixed.items() if name != "norm_epsilon"},
-        "latent_norm_epsilon": 1e-6,
-    },
+    keys={"rms_norm_eps": "norm_epsilon"},
+    fixed={"norm_epsilon": None, "latent_norm_epsilon": 1e-6},
     aliases={"num_local_experts": "n_routed_experts"},
     defaults={"num_key_value_heads": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
     required={key: only for key, only in DEEPSEEK_V3.required.items() if key != "rms_norm_eps"},

@@ -1,18 +1,18 @@
 """ERNIE 4.5: Llama with rotary positions of adjacent channels; with experts that are chosen by a softmax and a bias."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, SHARED_MATRICES, Rule, Settings
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, KeyType
 
-ERNIE = register(
+ERNIE = variant(
     LLAMA,
     model_type="ernie4_5",
     class_name="Ernie4_5ForCausalLM",
-    keys={key: name for key, name in LLAMA.keys.items() if key != "attention_dropout"},
-    fixed={**LLAMA.fixed, "rotary_interleaved": True},
+    keys={"attention_dropout": None},
+    fixed={"rotary_interleaved": True},
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500000.0},
     required={"hidden_act": "silu", "use_bias": False},
     rules=(ROPE,),
@@ -52,18 +52,18 @@ LAYERS = Rule(
         "moe_num_shared_experts": COUNT_OR_ZERO,
     },
 )
-ERNIE_MOE = register(
+ERNIE_MOE = variant(
     ERNIE,
     model_type="ernie4_5_moe",
     class_name="Ernie4_5_MoeForCausalLM",
     keys={
-        **{key: name for key, name in ERNIE.keys.items() if key != "head_dim"},
+        "head_dim": None,
         "moe_num_experts": "num_experts",
         "moe_k": "moe_router_topk",
         "moe_intermediate_size": "moe_ffn_hidden_size",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
     },
-    fixed={**ERNIE.fixed, "moe_router_enable_expert_bias": True},
+    fixed={"moe_router_enable_expert_bias": True},
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     defaults={
         "tie_word_embeddings": True,
@@ -77,7 +77,6 @@ ERNIE_MOE = register(
     required={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
     rules=(ROPE, LAYERS),
     layer_tensors={
-        **LLAMA.layer_tensors,
         **EXPERT_MATRICES,
         **SHARED_MATRICES,
         "mlp.router.expert_bias": TensorSource(("mlp.moe_statics.e_score_correction_bias",), ones=(1, 0)),

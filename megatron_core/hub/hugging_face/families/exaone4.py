@@ -2,7 +2,7 @@
 K-EXAONE: norms before attention and MLP, and experts as those of DeepSeek-V3."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.deepseek_v32 import EXPERT_LAYERS
 from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
@@ -62,16 +62,15 @@ def _first_layers_json(config: ModelConfig) -> Settings:
 
 
 FIRST_LAYERS = dense_first(dense=1, shared=1)
-EXAONE_MOE = register(
+EXAONE_MOE = variant(
     LLAMA,
     model_type="exaone_moe",
     class_name="ExaoneMoeForCausalLM",
     keys={
-        **LLAMA.keys,
         **{key: name for key, name in SIGMOID_ROUTING_KEYS.items() if key != "n_routed_experts"},
         "num_experts": "num_experts",
     },
-    fixed={**LLAMA.fixed, **SIGMOID_ROUTING, "qk_layernorm": True},
+    fixed={**SIGMOID_ROUTING, "qk_layernorm": True},
     aliases={"num_shared_experts": "n_shared_experts", "n_routed_experts": "num_experts"},
     defaults={
         "num_key_value_heads": 32,
@@ -95,7 +94,6 @@ EXAONE_MOE = register(
         GROUPS_BY_TWO,
     ),
     layer_tensors={
-        **LLAMA.layer_tensors,
         **QK_NORMS,
         **EXPERT_MATRICES,
         "mlp.router.expert_bias": "mlp.e_score_correction_bias",

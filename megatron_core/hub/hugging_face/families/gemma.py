@@ -2,19 +2,16 @@
 layers, bounded scores and logits."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse, windows_where
 from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
 
 
-def _windows(hf_config: Settings) -> Settings:
-    """Files of the hub have no ``layer_types``: every n-th layer, ``sliding_window_pattern``, has no window."""
+def _has_window(hf_config: Settings, layer: int) -> bool:
+    """Every n-th layer, ``sliding_window_pattern``, has no window."""
     every = 2 if hf_config["model_type"] == "gemma2" else hf_config.get("sliding_window_pattern", 6)
-    layers = range(1, hf_config["num_hidden_layers"] + 1)
-    return WINDOWS.read(
-        {"layer_types": ["sliding_attention" if n % every else "full_attention" for n in layers], **hf_config}
-    )
+    return (layer + 1) % every != 0
 
 
 def rope_by_layer_type(hf_config: Settings) -> Settings:
@@ -34,7 +31,7 @@ def _rope_by_layer_type_json(config: ModelConfig) -> Settings:
     return ROPE.write(config) | local
 
 
-GEMMA_WINDOWS = Rule(_windows, WINDOWS.write, {**WINDOWS.types, "sliding_window_pattern": COUNT})
+GEMMA_WINDOWS = windows_where(_has_window, sliding_window_pattern=COUNT)
 ROPE_TYPES = {**ROPE.types, "rope_local_base_freq": POSITIVE, "full_attention": OBJECT, "sliding_attention": OBJECT}
 SOFTMAX_SCALE = Rule(
     read=lambda hf_config: {"softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5},
@@ -52,18 +49,11 @@ def _gelu(hf_config: Settings) -> Settings:
     )
 
 
-GEMMA = register(
+GEMMA = variant(
     LLAMA,
     model_type="gemma",
     class_name="GemmaForCausalLM",
-    fixed={
-        **LLAMA.fixed,
-        "swiglu": False,
-        "geglu": True,
-        "openai_gelu": True,
-        "apply_layernorm_1p": True,
-        "scale_embeddings": True,
-    },
+    fixed={"swiglu": False, "geglu": True, "openai_gelu": True, "apply_layernorm_1p": True, "scale_embeddings": True},
     defaults={"tie_word_embeddings": True, "head_dim": 256},
     required={"attention_bias": False, "use_bidirectional_attention": None},
     rules=(ROPE, Rule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),

@@ -2,7 +2,7 @@
 head; GLM-4-0414 with four norms a layer; GLM-4.5 with experts as those of DeepSeek-V3. Solar Open:
 Llama with these experts in all layers."""
 
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.rules import (
     EXPERT_BIAS,
@@ -15,24 +15,23 @@ from megatron_core.hub.hugging_face.rules import (
     dense_first,
 )
 
-GLM = register(
+GLM = variant(
     LLAMA,
     model_type="glm",
     class_name="GlmForCausalLM",
-    keys={**LLAMA.keys, "attention_bias": "add_qkv_bias"},
-    fixed={**LLAMA.fixed, "rotary_interleaved": True},
+    keys={"attention_bias": "add_qkv_bias"},
+    fixed={"rotary_interleaved": True},
     defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
     required={"hidden_act": "silu"},
     rules=(PARTIAL_ROPE,),
-    layer_tensors={**LLAMA.layer_tensors, "mlp.linear_fc1": "mlp.gate_up_proj"},
+    layer_tensors={"mlp.linear_fc1": "mlp.gate_up_proj"},
 )
-GLM4 = register(
+GLM4 = variant(
     GLM,
     model_type="glm4",
     class_name="Glm4ForCausalLM",
-    fixed={**GLM.fixed, "norm_placement": "sandwich"},
+    fixed={"norm_placement": "sandwich"},
     layer_tensors={
-        **GLM.layer_tensors,
         "post_self_attn_layernorm": "post_self_attn_layernorm",
         "pre_mlp_layernorm": "post_attention_layernorm",
         "post_mlp_layernorm": "post_mlp_layernorm",
@@ -46,17 +45,12 @@ SIGMOID_ROUTING_KEYS = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "routed_scaling_factor": "moe_router_topk_scaling_factor",
 }
-GLM4_MOE = register(
+GLM4_MOE = variant(
     LLAMA,
     model_type="glm4_moe",
     class_name="Glm4MoeForCausalLM",
-    keys={
-        **LLAMA.keys,
-        **SIGMOID_ROUTING_KEYS,
-        "attention_bias": "add_qkv_bias",
-        "use_qk_norm": "qk_layernorm",
-    },
-    fixed={**LLAMA.fixed, **SIGMOID_ROUTING},
+    keys={**SIGMOID_ROUTING_KEYS, "attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+    fixed=SIGMOID_ROUTING,
     aliases={"num_local_experts": "n_routed_experts"},
     defaults={
         "attention_bias": False,
@@ -68,7 +62,7 @@ GLM4_MOE = register(
     },
     required={"hidden_act": "silu", "norm_topk_prob": True},
     rules=(PARTIAL_ROPE, dense_first(dense=1, shared=1), GROUPS_BY_TWO),
-    layer_tensors={**LLAMA.layer_tensors, **QK_NORMS, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
+    layer_tensors={**QK_NORMS, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
     mtp_layer_keys=MTP_LAYERS,
 )
 SOLAR_OPEN = register(

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ROPE, WINDOWS, Settings
+from megatron_core.hub.hugging_face.rules import ROPE, Settings, windows_where
 from megatron_core.hub.hugging_face.tensors import TensorSource, alternating_gate_and_up
 
 YARN = {
@@ -20,12 +20,6 @@ YARN = {
 """``rope_parameters`` of transformers if config.json has none."""
 
 
-def _windows(hf_config: Settings) -> Settings:
-    layers = range(hf_config["num_hidden_layers"])
-    kinds = ["full_attention" if n % 2 else "sliding_attention" for n in layers]
-    return WINDOWS.read({"layer_types": kinds, **hf_config})
-
-
 def _rope(hf_config: Settings) -> Settings:
     given = "rope_scaling" in hf_config or "rope_parameters" in hf_config
     return ROPE.read(hf_config if given else {**hf_config, "rope_parameters": YARN})
@@ -38,20 +32,18 @@ def _rope_json(config: ModelConfig) -> Settings:
     return keys
 
 
-GPT_OSS = register(
+GPT_OSS = variant(
     LLAMA,
     model_type="gpt_oss",
     class_name="GptOssForCausalLM",
     unread=frozenset({"experts_per_token"}),
     keys={
-        **LLAMA.keys,
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
         "swiglu_limit": "activation_func_clamp_value",
     },
     fixed={
-        **LLAMA.fixed,
         "swiglu": False,
         "quick_geglu": True,
         "glu_linear_offset": 1.0,
@@ -60,9 +52,8 @@ GPT_OSS = register(
     },
     defaults={"head_dim": 64, "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150000.0},
     required={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
-    rules=(replace(ROPE, read=_rope, write=_rope_json), replace(WINDOWS, read=_windows)),
+    rules=(replace(ROPE, read=_rope, write=_rope_json), windows_where(lambda _, layer: layer % 2 == 0)),
     layer_tensors={
-        **LLAMA.layer_tensors,
         "self_attention.softmax_offset": "self_attn.sinks",
         "mlp.router": "mlp.router",
         "mlp.experts.linear_fc1.weight": alternating_gate_and_up("mlp.experts.gate_up_proj"),

@@ -2,7 +2,7 @@
 experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, Rule, Settings
 from megatron_core.hub.hugging_face.tensors import TensorSource
@@ -24,12 +24,12 @@ def _factors_json(config: ModelConfig) -> Settings:
 
 
 FACTORS = Rule(_factors, _factors_json, dict.fromkeys(("attention_multiplier", "logits_scaling"), POSITIVE))
-GRANITE = register(
+GRANITE = variant(
     LLAMA,
     model_type="granite",
     class_name="GraniteForCausalLM",
     keys={
-        **{key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
+        "head_dim": None,
         "embedding_multiplier": "embedding_multiplier",
         "residual_multiplier": "residual_multiplier",
     },
@@ -38,12 +38,11 @@ GRANITE = register(
     ),
     rules=(ROPE, ATTENTION_BIASES, FACTORS),
 )
-GRANITE_MOE = register(
+GRANITE_MOE = variant(
     GRANITE,
     model_type="granitemoe",
     class_name="GraniteMoeForCausalLM",
     keys={
-        **GRANITE.keys,
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
@@ -51,7 +50,6 @@ GRANITE_MOE = register(
     aliases={"num_experts": "num_local_experts"},
     required={"hidden_act": "silu", "attention_bias": False},
     layer_tensors={
-        **LLAMA.layer_tensors,
         "mlp.router": "block_sparse_moe.router.layer",
         "mlp.experts.linear_fc1": TensorSource(("block_sparse_moe.input_linear",), stacked=True),
         "mlp.experts.linear_fc2": TensorSource(("block_sparse_moe.output_linear",), stacked=True),
@@ -67,13 +65,12 @@ def _shared_json(config: ModelConfig) -> Settings:
     return {"shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0}
 
 
-GRANITE_MOE_SHARED = register(
+GRANITE_MOE_SHARED = variant(
     GRANITE_MOE,
     model_type="granitemoeshared",
     class_name="GraniteMoeSharedForCausalLM",
     rules=(ROPE, FACTORS, Rule(_shared, _shared_json, {"shared_intermediate_size": LENGTH_OR_ZERO})),
     layer_tensors={
-        **GRANITE_MOE.layer_tensors,
         "mlp.shared_experts.linear_fc1": "shared_mlp.input_linear",
         "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
     },
@@ -96,20 +93,16 @@ def _peri_norms_json(config: ModelConfig) -> Settings:
     }
 
 
-HYPERCLOVAX = register(
+HYPERCLOVAX = variant(
     GRANITE,
     model_type="hyperclovax",
     class_name="HyperCLOVAXForCausalLM",
-    keys={**GRANITE.keys, "head_dim": "kv_channels", "logits_scaling": "logit_multiplier"},
+    keys={"head_dim": "kv_channels", "logits_scaling": "logit_multiplier"},
     defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     rules=(
         ROPE,
         ATTENTION_BIASES,
         Rule(_peri_norms, _peri_norms_json, {"attention_multiplier": POSITIVE, "use_post_norm": SWITCH}),
     ),
-    layer_tensors={
-        **LLAMA.layer_tensors,
-        "post_self_attn_layernorm": "post_norm1",
-        "post_mlp_layernorm": "post_norm2",
-    },
+    layer_tensors={"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"},
 )

@@ -1,7 +1,7 @@
 """Granite with windows and sinks, dense and with experts; layers may have another rotary base, or no positions."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
 from megatron_core.hub.hugging_face.families.mistral import WINDOWS_OF_THREE_IN_FOUR
 from megatron_core.hub.hugging_face.rules import FACTORS as NUMBERS
@@ -53,25 +53,26 @@ POSITIONS = Rule(
     _positions, _positions_json, {**ROPE.types, **WINDOWS_OF_THREE_IN_FOUR.types, "layer_rope_theta": BASES}
 )
 SINKS = {"self_attention.softmax_offset": "self_attn.sinks"}
-GRANITE_SWA = register(
+GRANITE_SWA = variant(
     GRANITE,
     model_type="granite_swa",
     class_name="GraniteSWAForCausalLM",
-    fixed={**GRANITE.fixed, "softmax_type": "learnable"},
+    fixed={"softmax_type": "learnable"},
     defaults={**GRANITE.defaults, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 128},
     required={**GRANITE.required, "attention_bias": False},
     rules=(POSITIONS, FACTORS),
-    layer_tensors={**GRANITE.layer_tensors, **SINKS},
+    layer_tensors=SINKS,
 )
-GRANITE_MOE_SWA = register(
+GRANITE_MOE_SWA = variant(
     GRANITE_MOE_SHARED,
     model_type="granitemoe_swa",
     class_name="GraniteMoeSWAForCausalLM",
-    fixed={**GRANITE_MOE_SHARED.fixed, "softmax_type": "learnable"},
+    fixed={"softmax_type": "learnable"},
     defaults={**GRANITE_MOE_SHARED.defaults, "sliding_window": 128},
     rules=(POSITIONS, *(rule for rule in GRANITE_MOE_SHARED.rules if rule is not ROPE)),
     layer_tensors={
-        **{name: stored for name, stored in GRANITE_MOE_SHARED.layer_tensors.items() if ".experts." not in name},
+        "mlp.experts.linear_fc1": None,
+        "mlp.experts.linear_fc2": None,
         **SINKS,
         "mlp.router": "block_sparse_moe.router",
         "mlp.experts.linear_fc1.weight": TensorSource(("block_sparse_moe.experts.gate_up_proj",), stacked=True),

@@ -1,7 +1,7 @@
 """Hunyuan: Llama with norms of queries and keys after their rotation; with experts and a shared one, too."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (
     ATTENTION_BIASES,
@@ -27,17 +27,16 @@ def _positions(hf_config: Settings) -> Settings:
     return {**plain, "rotary_base": plain["rotary_base"] * rope["alpha"] ** (channels / (channels - 2))}
 
 
-HUNYUAN = register(
+HUNYUAN = variant(
     LLAMA,
     model_type="hunyuan_v1_dense",
     class_name="HunYuanDenseV1ForCausalLM",
-    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_after_rotary": True},
+    fixed={"qk_layernorm": True, "qk_layernorm_after_rotary": True},
     aliases={"attention_head_dim": "head_dim"},
     # Keys of published files that transformers does not read.
     required={"hidden_act": "silu", "mlp_bias": False, "use_qk_norm": True, "use_cla": False, "norm_type": "rms"},
     rules=(Rule(_positions, ROPE.write, {**ROPE.types, "alpha": POSITIVE}), ATTENTION_BIASES),
     layer_tensors={
-        **LLAMA.layer_tensors,
         "self_attention.q_layernorm": "self_attn.query_layernorm",
         "self_attention.k_layernorm": "self_attn.key_layernorm",
     },
@@ -61,16 +60,15 @@ def _experts_json(config: ModelConfig) -> Settings:
 
 
 COUNT_OR_COUNTS = KeyType(f"{COUNT.description}, or a list of them", lambda x: COUNT.accepts(x) or COUNTS.accepts(x))
-HUNYUAN_MOE = register(
+HUNYUAN_MOE = variant(
     HUNYUAN,
     model_type="hunyuan_v1_moe",
     class_name="HunYuanMoEV1ForCausalLM",
-    keys={**LLAMA.keys, "num_experts": "num_experts"},
+    keys={"num_experts": "num_experts"},
     aliases={**HUNYUAN.aliases, "num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
     unread=frozenset({"moe_intermediate_size", "num_shared_expert", "use_mixed_mlp_moe", "moe_layer_num_skipped"}),
     rules=(*HUNYUAN.rules, Rule(_experts, _experts_json, {"moe_topk": COUNT_OR_COUNTS})),
     layer_tensors={
-        **HUNYUAN.layer_tensors,
         **EXPERT_MATRICES,
         "mlp.router": "mlp.gate.wg",
         "mlp.shared_experts.linear_fc1": gate_and_up("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),

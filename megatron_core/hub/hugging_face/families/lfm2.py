@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.hybrid import CONVOLUTION
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import gate_and_up, separate_qkv
@@ -121,12 +121,11 @@ def _experts_json(config: ModelConfig) -> Settings:
     return {"num_dense_layers": mlps.index("E") if "E" in mlps else len(mlps)}
 
 
-LFM2_MOE = register(
+LFM2_MOE = variant(
     LFM2,
     model_type="lfm2_moe",
     class_name="Lfm2MoeForCausalLM",
     keys={
-        **LFM2.keys,
         "intermediate_size": "ffn_hidden_size",
         "num_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
@@ -134,12 +133,7 @@ LFM2_MOE = register(
         "use_expert_bias": "moe_router_enable_expert_bias",
         "routed_scaling_factor": "moe_router_topk_scaling_factor",
     },
-    fixed={
-        **LFM2.fixed,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_sum_epsilon": 1e-6,
-        "moe_aux_loss_coeff": 0.0,
-    },
+    fixed={"moe_router_score_function": "sigmoid", "moe_router_sum_epsilon": 1e-6, "moe_aux_loss_coeff": 0.0},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},
         **{"conv_L_cache": 3, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2},
@@ -148,7 +142,6 @@ LFM2_MOE = register(
     required={"conv_bias": False, "norm_topk_prob": True},
     rules=(ROPE, LAYERS, Rule(lambda _: {}, _experts_json, {"num_dense_layers": COUNT_OR_ZERO})),
     layer_tensors={
-        **LFM2.layer_tensors,
         "mlp.router": "feed_forward.gate",
         "mlp.router.expert_bias": "feed_forward.expert_bias",
         "mlp.experts.linear_fc1": gate_and_up("feed_forward.experts.{e}.w1", "feed_forward.experts.{e}.w3"),

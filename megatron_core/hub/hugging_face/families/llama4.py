@@ -1,7 +1,7 @@
 """Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
 from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
@@ -70,24 +70,18 @@ ATTENTION_TYPES = {
     "floor_scale": WIDTH,
     "use_qk_norm": SWITCH,
 }
-LLAMA4 = register(
+LLAMA4 = variant(
     LLAMA,
     model_type="llama4_text",
     class_name="Llama4ForCausalLM",
     keys={
-        **{key: name for key, name in LLAMA.keys.items() if key != "intermediate_size"},
         "intermediate_size": "moe_ffn_hidden_size",
         "intermediate_size_mlp": "ffn_hidden_size",
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
     },
-    fixed={
-        **LLAMA.fixed,
-        "rotary_interleaved": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_apply_probs_on_input": True,
-    },
+    fixed={"rotary_interleaved": True, "moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -103,7 +97,6 @@ LLAMA4 = register(
         Rule(_attention, _attention_json, ATTENTION_TYPES),
     ),
     layer_tensors={
-        **LLAMA.layer_tensors,
         "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),
         "mlp.linear_fc2": "feed_forward.down_proj",
         "mlp.router": "feed_forward.router",

@@ -1,8 +1,10 @@
 """Mistral: Llama with a sliding window; Mixtral: Mistral with experts. Ministral: windows in some layers. Ministral 3:
 queries with a temperature. Code World Model: Llama with windows."""
 
+from dataclasses import replace
+
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (
     LLAMA3,
@@ -15,6 +17,7 @@ from megatron_core.hub.hugging_face.rules import (
     Settings,
     refuse,
     rope_parameters,
+    windows_where,
 )
 from megatron_core.hub.hugging_face.tensors import gate_and_up
 from megatron_core.schema import NUMBER
@@ -44,12 +47,11 @@ MINISTRAL = register(
     class_name="MinistralForCausalLM",
     rules=(ROPE, Rule(WINDOWS.read, _windows_json, WINDOWS.types)),
 )
-MIXTRAL = register(
+MIXTRAL = variant(
     LLAMA,
     model_type="mixtral",
     class_name="MixtralForCausalLM",
     keys={
-        **LLAMA.keys,
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
@@ -58,7 +60,6 @@ MIXTRAL = register(
     required={"hidden_act": "silu", "router_jitter_noise": 0.0},
     rules=(ROPE, WINDOW_OF_ALL_LAYERS),
     layer_tensors={
-        **LLAMA.layer_tensors,
         "mlp.router": "block_sparse_moe.gate",
         "mlp.experts.linear_fc1": gate_and_up("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
         "mlp.experts.linear_fc2": "block_sparse_moe.experts.{e}.w2",
@@ -111,15 +112,8 @@ MINISTRAL3 = register(
 )
 
 
-def _windows(hf_config: Settings) -> Settings:
-    """Without ``layer_types``, every fourth layer, from the first on, has no window."""
-    layers = range(hf_config["num_hidden_layers"])
-    return WINDOWS.read(
-        {"layer_types": ["sliding_attention" if n % 4 else "full_attention" for n in layers], **hf_config}
-    )
-
-
-WINDOWS_OF_THREE_IN_FOUR = Rule(_windows, _windows_json, WINDOWS.types)
+WINDOWS_OF_THREE_IN_FOUR = replace(windows_where(lambda _, layer: layer % 4 != 0), write=_windows_json)
+"""Every fourth layer, from the first on, has no window."""
 CWM = register(
     LLAMA,
     model_type="cwm",

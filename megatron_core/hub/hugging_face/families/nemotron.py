@@ -1,28 +1,25 @@
 """Nemotron and Minitron: squared ReLU, LayerNorm whose weights are stored minus 1, rotary positions in a part of each
 head's channels. Arcee: Llama with squared ReLU. Jais 2: with LayerNorm and biases, too."""
 
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, ROPE
 
-ARCEE = register(
+ARCEE = variant(
     LLAMA,
     model_type="arcee",
     class_name="ArceeForCausalLM",
-    fixed={**LLAMA.fixed, "swiglu": False, "squared_relu": True},
+    fixed={"swiglu": False, "squared_relu": True},
     required={"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
     rules=(ROPE,),
-    layer_tensors={**LLAMA.layer_tensors, "mlp.linear_fc1": "mlp.up_proj"},
+    layer_tensors={"mlp.linear_fc1": "mlp.up_proj"},
 )
-NEMOTRON = register(
+NEMOTRON = variant(
     ARCEE,
     model_type="nemotron",
     class_name="NemotronForCausalLM",
-    keys={
-        **{key: name for key, name in LLAMA.keys.items() if key != "rms_norm_eps"},
-        "norm_eps": "norm_epsilon",
-    },
-    fixed={**ARCEE.fixed, "normalization": "LayerNorm", "apply_layernorm_1p": True},
+    keys={"rms_norm_eps": None, "norm_eps": "norm_epsilon"},
+    fixed={"normalization": "LayerNorm", "apply_layernorm_1p": True},
     defaults={"partial_rotary_factor": 0.5},
     rules=(PARTIAL_ROPE,),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LAYERS_JSON, MULTIPLE, read_blocks, write_blocks
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
 from megatron_core.schema import KeyType
@@ -45,16 +45,12 @@ def _blocks_json(config: ModelConfig) -> Settings:
     return {KEY: found, "num_key_value_heads": None, "intermediate_size": None}
 
 
-NEMOTRON_NAS = register(
+NEMOTRON_NAS = variant(
     LLAMA,
     model_type="nemotron-nas",
     class_name="DeciLMForCausalLM",
-    keys={key: name for key, name in LLAMA.keys.items() if key not in ("num_key_value_heads", "intermediate_size")},
+    keys={"num_key_value_heads": None, "intermediate_size": None},
     rules=(*LLAMA.rules, Rule(_blocks, _blocks_json, {KEY: OBJECTS})),
     unread=frozenset({"num_key_value_heads", "intermediate_size"}),
-    layer_tensors={
-        **LLAMA.layer_tensors,
-        "self_attention": "self_attn.linear_attn",
-        "mlp": "mlp.linear_mlp",
-    },
+    layer_tensors={"self_attention": "self_attn.linear_attn", "mlp": "mlp.linear_mlp"},
 )

@@ -2,22 +2,21 @@
 windows in some layers. OLMoE: with these norms of queries and keys, and with experts."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.gemma import ROPE_TYPES, rope_by_layer_type
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import ROUTER_SOFTMAX
-from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, WINDOWS, Rule, Settings
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, Rule, Settings, windows_where
 
-OLMO2 = register(
+OLMO2 = variant(
     LLAMA,
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
-    keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
-    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    keys={"head_dim": None},
+    fixed={"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
     required={"hidden_act": "silu", "attention_bias": False},
     rules=(ROPE,),
     layer_tensors={
-        **LLAMA.layer_tensors,
         **QK_NORMS,
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
@@ -27,14 +26,6 @@ OLMO2 = register(
 
 THETA = 500000.0
 """Base of rotary positions of OLMo 3; of layers with a window if config.json does not name theirs."""
-
-
-def _windows(hf_config: Settings) -> Settings:
-    """Every fourth layer has no window."""
-    layers = range(1, hf_config["num_hidden_layers"] + 1)
-    return WINDOWS.read(
-        {"layer_types": ["sliding_attention" if n % 4 else "full_attention" for n in layers], **hf_config}
-    )
 
 
 def _positions(hf_config: Settings) -> Settings:
@@ -65,25 +56,21 @@ OLMO3 = register(
     model_type="olmo3",
     class_name="Olmo3ForCausalLM",
     defaults={"sliding_window": 4096},
-    rules=(Rule(_positions, _positions_json, ROPE_TYPES), Rule(_windows, WINDOWS.write, WINDOWS.types)),
+    rules=(Rule(_positions, _positions_json, ROPE_TYPES), windows_where(lambda _, layer: layer % 4 != 3)),
 )
-OLMOE = register(
+OLMOE = variant(
     LLAMA,
     model_type="olmoe",
     class_name="OlmoeForCausalLM",
     keys={
-        **{key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
+        "head_dim": None,
         "num_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "router_aux_loss_coef": "moe_aux_loss_coeff",
     },
-    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True},
+    fixed={"qk_layernorm": True, "qk_layernorm_over_heads": True},
     aliases={"num_local_experts": "num_experts"},
     required={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     rules=(ROPE, ROUTER_SOFTMAX),
-    layer_tensors={
-        **LLAMA.layer_tensors,
-        **QK_NORMS,
-        **EXPERT_MATRICES,
-    },
+    layer_tensors={**QK_NORMS, **EXPERT_MATRICES},
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (
     PARTIAL_ROPE,
@@ -25,16 +25,15 @@ def _positions(hf_config: Settings) -> Settings:
 
 
 LONGROPE = {"rope_type": "longrope"}
-PHI3 = register(
+PHI3 = variant(
     LLAMA,
     model_type="phi3",
     class_name="Phi3ForCausalLM",
-    keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
+    keys={"head_dim": None, "resid_pdrop": "hidden_dropout"},
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     required={"hidden_act": "silu"},
     rules=(replace(PARTIAL_ROPE, read=_positions), WINDOW_OF_ALL_LAYERS),
     layer_tensors={
-        **LLAMA.layer_tensors,
         "self_attention.linear_qkv": stacked_qkv("self_attn.qkv_proj"),
         "mlp.linear_fc1": "mlp.gate_up_proj",
     },

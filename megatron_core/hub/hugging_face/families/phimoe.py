@@ -2,7 +2,7 @@
 chosen one after the other (sparsemixer)."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.mistral import MIXTRAL
 from megatron_core.hub.hugging_face.rules import (
     ATTENTION_BIASES,
@@ -57,12 +57,12 @@ def _routing_json(config: ModelConfig) -> Settings:
     }
 
 
-PHIMOE = register(
+PHIMOE = variant(
     MIXTRAL,
     model_type="phimoe",
     class_name="PhimoeForCausalLM",
-    keys={**MIXTRAL.keys, "lm_head_bias": "add_output_layer_bias"},
-    fixed={**MIXTRAL.fixed, "normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
+    keys={"lm_head_bias": "add_output_layer_bias"},
+    fixed={"normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
     defaults={
         "max_position_embeddings": 4096 * 32,
         "num_key_value_heads": 8,

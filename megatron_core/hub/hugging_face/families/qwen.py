@@ -2,7 +2,7 @@
 with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.rules import (
     EXPERT_MATRICES,
@@ -12,10 +12,15 @@ from megatron_core.hub.hugging_face.rules import (
     Rule,
     Settings,
     refuse,
+    windows_where,
 )
 from megatron_core.hub.hugging_face.tensors import gate_and_up
 from megatron_core.hub.hugging_face.text_part import register_text_part
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
+
+WINDOWS_OF_LAST_LAYERS = windows_where(
+    lambda keys, layer: bool(layer >= keys["max_window_layers"]), max_window_layers=COUNT_OR_ZERO
+)
 
 
 def _windows(hf_config: Settings) -> Settings:
@@ -24,9 +29,7 @@ def _windows(hf_config: Settings) -> Settings:
         if "sliding_attention" in hf_config.get("layer_types", ()):
             refuse("use_sliding_window", False, "but layer_types has sliding_attention")
         return {}
-    first, layers = hf_config["max_window_layers"], hf_config["num_hidden_layers"]
-    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(layers)]
-    return WINDOWS.read({"layer_types": kinds, **hf_config})
+    return WINDOWS_OF_LAST_LAYERS.read(hf_config)
 
 
 def _windows_of_all_layers(hf_config: Settings) -> Settings:
@@ -41,9 +44,7 @@ def _windows_of_qwen2_moe(hf_config: Settings) -> Settings:
     """Every second one of the first ``max_window_layers`` has a window if ``use_sliding_window`` is set."""
     if not hf_config.get("use_sliding_window", False):
         return _windows(hf_config)
-    first, layers = hf_config["max_window_layers"], hf_config["num_hidden_layers"]
-    kinds = ["sliding_attention" if n % 2 == 0 and n < first else "full_attention" for n in range(layers)]
-    return WINDOWS.read({"layer_types": kinds, **hf_config})
+    return windows_where(lambda keys, layer: layer % 2 == 0 and layer < keys["max_window_layers"]).read(hf_config)
 
 
 def _expert_layers(hf_config: Settings) -> Settings:
@@ -59,7 +60,7 @@ def _expert_layers_json(config: ModelConfig) -> Settings:
 
 
 EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_only_layers": COUNTS, "decoder_sparse_step": COUNT})
-WINDOW_TYPES = {**WINDOWS.types, "use_sliding_window": SWITCH, "max_window_layers": COUNT_OR_ZERO}
+WINDOW_TYPES = {**WINDOWS_OF_LAST_LAYERS.types, "use_sliding_window": SWITCH}
 QWEN_WINDOWS = Rule(_windows, _windows_json, WINDOW_TYPES)
 QWEN_MOE_WINDOWS = Rule(_windows_of_all_layers, _windows_json, WINDOW_TYPES)
 ROUTER_SOFTMAX = Rule(
@@ -69,36 +70,35 @@ ROUTER_SOFTMAX = Rule(
 )
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
-QWEN2 = register(
+QWEN2 = variant(
     LLAMA,
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
-    fixed={**LLAMA.fixed, "add_qkv_bias": True},
+    fixed={"add_qkv_bias": True},
     defaults=WINDOW_DEFAULTS,
     required={"hidden_act": "silu"},
     rules=(ROPE, QWEN_WINDOWS),
 )
-QWEN3 = register(
+QWEN3 = variant(
     LLAMA,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    fixed={**LLAMA.fixed, "qk_layernorm": True},
+    fixed={"qk_layernorm": True},
     defaults={**WINDOW_DEFAULTS, "head_dim": 128},
     required={"hidden_act": "silu", "attention_bias": False},
     rules=(ROPE, QWEN_WINDOWS),
-    layer_tensors={**LLAMA.layer_tensors, **QK_NORMS},
+    layer_tensors=QK_NORMS,
 )
 for _name in ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"):
     register_text_part(
         _name, architecture="qwen2", defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
     )
 register_text_part("qwen3_vl_text", architecture="qwen3", defaults={"rope_theta": 5e5})
-QWEN3_MOE = register(
+QWEN3_MOE = variant(
     QWEN3,
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     keys={
-        **LLAMA.keys,
         "num_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
         "moe_intermediate_size": "moe_ffn_hidden_size",
@@ -108,10 +108,7 @@ QWEN3_MOE = register(
     defaults=WINDOW_DEFAULTS,
     required={"hidden_act": "silu", "attention_bias": False},
     rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX, EXPERT_LAYERS),
-    layer_tensors={
-        **QWEN3.layer_tensors,
-        **EXPERT_MATRICES,
-    },
+    layer_tensors=EXPERT_MATRICES,
 )
 QWEN2_MOE = register(
     QWEN3_MOE,

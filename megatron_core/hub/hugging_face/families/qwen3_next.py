@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import GatedDeltaNet
-from megatron_core.hub.hugging_face.architecture import register
+from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
 from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, Rule, Settings, refuse
@@ -137,12 +137,12 @@ QWEN35 = register(
     derived=DERIVED,
     mtp_names=AHEAD,
 )
-QWEN35_MOE = register(
+QWEN35_MOE = variant(
     QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     class_name="Qwen3_5MoeForCausalLM",
-    keys={key: name for key, name in QWEN3_NEXT.keys.items() if key != "intermediate_size"},
+    keys={"intermediate_size": None},
     defaults=SIZES,
     rules=(PARTIAL_ROPE, LAYER_TYPES),
-    layer_tensors={**QWEN3_NEXT.layer_tensors, "self_attention.in_proj": SEPARATE},
+    layer_tensors={"self_attention.in_proj": SEPARATE},
 )
