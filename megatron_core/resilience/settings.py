@@ -1,4 +1,4 @@
-"""Bad steps, elastic runs, and faults for tests."""
+"""Settings of runs that survive failures, and of faults for tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
+from megatron_core.config.setting import ALWAYS, BY_RULE, Condition, given, section, setting
 
+RERUN = Condition("--rerun-mode validate_results", lambda run: run.value("rerun_mode") != "disabled")
+NO_SPARE = given("recover_without_spare")
+RECOVERY = Condition("--recover in-process", lambda run: run.value("recover") != "none")
 FAULTS_ON_DISK = ("disk-full", "disk-slow", "truncated-write", "flip-bit")
 """Faults of a checkpoint that ``inject_fault`` can cause."""
 LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
@@ -53,38 +56,52 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 @section()
-class ResilienceConfig:
-    """Bad steps, elastic runs, and faults for tests."""
+class ElasticConfig:
+    """Runs whose number of ranks may change."""
 
-    max_bad_steps: int = setting(0, r.COUNT_FROM_0, when=c.TRAINING)
-    """Number of consecutive bad steps (loss or gradient norm not finite, or a spike) that are skipped. After one more
-    the run loads its last checkpoint and omits the batches of these steps. 0: the first bad step is an error."""
-    max_rollbacks: int = setting(3, r.COUNT_FROM_0, when=c.BAD_STEPS)
-    """With --max-bad-steps: number of times that a run loads its last checkpoint before it ends with an error."""
-    spike_factor: float | None = setting(None, r.POSITIVE, needs=c.BAD_STEPS)
-    """With --max-bad-steps: a step is also bad if its gradient norm is larger than this factor times the median of the
-    last 64 good steps."""
-    save_bad_steps: int = setting(1, r.COUNT_FROM_0, when=c.SAVE)
-    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for megatron-replay-step."""
     elastic: bool = setting(False, when=BY_RULE)
     """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
     number that fits layout and batch takes part; the others wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class RecoveryConfig:
+    """Recovery in the same processes."""
+
     recover: Literal["none", "in-process"] = setting("none", when=(c.TRAINING, c.SEVERAL_RANKS))
     """in-process: after the death, hang or error of a rank the other processes continue, and a new process takes its
     place; at most one step is repeated. Each process of the launcher supervises a training process, and each rank
     copies its state to host memory before every step."""
-    recover_without_spare: bool = setting(False, needs=c.RECOVERY)
+    recover_without_spare: bool = setting(False, needs=RECOVERY)
     """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
     the same global batch and the same samples, until the rank joins again; with --outer-steps without the group of the
     rank."""
-    recover_mirror: bool = setting(False, needs=c.NO_SPARE)
+    recover_mirror: bool = setting(False, needs=NO_SPARE)
     """With --recover-without-spare: each rank also keeps a copy of another rank's state, of another host if there is
     one, so that the loss of a host loses no state."""
-    recover_join: bool = setting(False, needs=c.NO_SPARE)
+    recover_join: bool = setting(False, needs=NO_SPARE)
     """With --recover-without-spare: this process takes the place of the lost rank RANK of a running job, at its next
     step; with --outer-steps, when all ranks of its group are there."""
-    iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
-    """Iterations whose batches are skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class LinkCheckConfig:
+    """Checks of collectives and messages."""
+
+    link_check_interval: int | None = setting(100, r.COUNT, when=c.SEVERAL_RANKS)
+    """Steps between checks that collectives and messages between stages deliver what was sent, by checksums.
+    Collectives inside CUDA graphs are not checked. None: no checks."""
+    check_pipeline_messages: bool = setting(False, when=c.PIPELINE)
+    """Check every message between pipeline stages, in all steps, by a checksum sent with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class RerunConfig:
+    """Steps that are computed again, to find wrong results."""
+
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(
         "disabled", needs=c.NO_FP8, when=c.TRAINING
     )
@@ -95,14 +112,21 @@ class ResilienceConfig:
     """Number of steps between two in which each data-parallel replica also computes the samples of the next one, before
     the update. If their losses differ beyond rounding, the rank that computes wrong values is named; with --recover the
     step is repeated, and with --recover-without-spare and three replicas or more without this rank."""
-    error_injection_rate: int = setting(0, r.COUNT_FROM_0, needs=c.RERUN)
+    error_injection_rate: int = setting(0, r.COUNT_FROM_0, needs=RERUN)
     """With --rerun-mode: replace the loss of about one in this number of steps by NaN on some ranks, for tests; 0: of
     none."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = setting(
-        "transient_error", needs=c.ERROR_INJECTION
+        "transient_error", needs=given("error_injection_rate", "N")
     )
     """Injected error. transient_error: in the first computation of the step. persistent_error: in all computations by
     the same ranks. correct_result: for the same samples on any rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class FaultConfig:
+    """Faults for tests."""
+
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, stop (by
     SIGSTOP), nan (in the weights during the step), slow (a step of 5 s),
