@@ -6,7 +6,6 @@ import copy
 import gc
 from argparse import Namespace
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +33,12 @@ from megatron.core.transformer.utils import (
     openai_gelu,
 )
 from megatron.training.argument_utils import core_transformer_config_from_args
-from megatron_core import config as config_package
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.megatron_flags.tables import ACCEPTED
 from megatron_core.models.gpt import model as own
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_core.text_file import read_table
 from megatron_core.verify.ranks import run_ranks
 
 VOCABULARY, LENGTH = 48, 12
@@ -309,8 +307,7 @@ def test_modules_to_recompute_are_checked() -> None:
 
 def test_the_configuration_takes_what_the_launcher_takes() -> None:
     refused = {each.name for each in fields(TransformerConfig) if "refused" in each.metadata}
-    flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
-    accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
+    accepted = {name.rstrip("=") for names in ACCEPTED.values() for name in names.split()}
     assert "moe_enable_deepep" in accepted
     # The positions of images for position_embedding_type="mrope"; GPTModel has no pattern of layers.
     assert accepted & refused == {"mrope_section", "is_hybrid_model"}
