@@ -24,11 +24,31 @@ SHAPES = (
     "gpt 1b, window, bounded scores",
 )  # fmt: skip
 """Models that ``speed.py`` measures."""
-TESTED = (
-    "norms", "activation", "softmax", "cross_entropy", "rope", "dropout", "multi_tensor", "weight_grad", "fp8",
-    "fp8_kernels", "fp8_product", "grouped", "operator", "precision", "large_reductions", "backend", "other_libraries",
-)  # fmt: skip
-"""Files of tests/ops that run on a GPU, too; a fault that ends the use of the GPU in one does not hide others."""
+TESTED = {
+    **{
+        name: f"tests/ops/test_{name}.py"
+        for name in (
+            "norms",
+            "activation",
+            "softmax",
+            "cross_entropy",
+            "rope",
+            "dropout",
+            "multi_tensor",
+            "weight_grad",
+            "fp8_kernels",
+            "grouped",
+            "operator",
+            "precision",
+            "large_reductions",
+            "backend",
+            "other_libraries",
+        )  # fmt: skip
+    },
+    "fp8": "tests/features/fp8/test_casts.py",
+    "fp8_product": "tests/features/fp8/test_scaled_product.py",
+}
+"""Tests that run on a GPU, too; a fault that ends the use of the GPU in one does not hide others."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     # torch.compile takes about 10 s for each operation and length of rows.
     "operations": ("benchmarks.bench_ops_gpu", "--columns", "8192"),
@@ -128,11 +148,11 @@ def _kernels(device: str) -> list[Stage]:
     return [
         Stage(
             f"kernels {name}",
-            (sys.executable, "-m", "pytest", "-q", *selected, f"tests/ops/test_{name}.py"),
+            (sys.executable, "-m", "pytest", "-q", *selected, path),
             300.0,
             environment=settings,
         )
-        for name in TESTED
+        for name, path in TESTED.items()
     ]
 
 
