@@ -43,7 +43,7 @@ TESTED = {
             "large_reductions",
             "backend",
             "other_libraries",
-        )  # fmt: skip
+        )
     },
     "fp8": "tests/features/fp8/test_casts.py",
     "fp8_product": "tests/features/fp8/test_scaled_product.py",
