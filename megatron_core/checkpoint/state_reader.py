@@ -55,4 +55,7 @@ class StateReader:
         self.fill(pieces)
 
     def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
-        """``CheckpointError`` unless the tensors that a run needs, by name and global shape, are stored."""
+        """``CheckpointError`` unless the tensors that a run needs, by name and global shape, are stored.
+
+        Folders of Hugging Face are compared with their model when they are opened, and have nothing to check here.
+        """

@@ -47,7 +47,8 @@ class Settings(InferenceConfig, GenerationLayout):
     """Continue prompts with a trained model, in any layout."""
 
     load: str
-    """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
+    """Folder of checkpoints (--save of the training, also of Megatron-LM), of a single checkpoint, or of a Hugging Face
+    model."""
     prompt: tuple[str, ...] = ()
     """Texts to continue; several are generated together."""
     prompt_file: str | None = None

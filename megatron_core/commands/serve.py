@@ -39,7 +39,8 @@ class Settings(InferenceConfig, GenerationLayout):
     """Answer requests in OpenAI's format with a trained model, in any layout."""
 
     load: str
-    """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
+    """Folder of checkpoints (--save of the training, also of Megatron-LM), of a single checkpoint, or of a Hugging Face
+    model."""
     ckpt_step: int | None = None
     """Iteration to load; default: the latest."""
     host: str = "127.0.0.1"

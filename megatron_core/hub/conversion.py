@@ -72,7 +72,7 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
         others = [*vocabulary_files(source), *companion_files(source)]
-        write_native(reader, config, shapes, save, dtype or reader.dtype(), others)
+        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), others)
     return difference
 
 
@@ -104,7 +104,7 @@ def import_megatron(
         config = RunConfig.from_flat(RunConfig().flat() | settings | dict(progress.settings if progress else {}))
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes, kinds)
-        write_native(reader, config, shapes, save, dtype or reader.dtype(), kinds=kinds, progress=progress)
+        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), kinds=kinds, progress=progress)
     if progress is None:
         return "weights without optimizer state, as iteration 0"
     return f"weights and optimizer state of iteration {progress.iteration}"

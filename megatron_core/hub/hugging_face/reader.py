@@ -105,13 +105,6 @@ class HuggingFaceReader(StateReader):
         """Whether the folder holds a tensor of ours: weights, but no other optimizer state."""
         return _plain(name) is not None
 
-    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
-        """Nothing: all tensors of the model were compared with the files when they were opened."""
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of the stored weights, taken from the embedding."""
-        return self.dtype()
-
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the stored values into the memory of each box; dtypes are converted."""
@@ -123,14 +116,14 @@ class HuggingFaceReader(StateReader):
             for stored, index, ours in source.parts(self.model, piece.global_shape, piece.box):
                 piece.memory[ours.within(piece.box)] = self._read(stored, index, source).to(piece.memory)
 
-    def dtype(self) -> torch.dtype:
+    def dtype_of(self, name: str = EMBEDDING) -> torch.dtype:
         """The dtype of the stored weights, taken from the embedding."""
         return self._files.dtype(self._needed(self.architecture.source(EMBEDDING).names[0]))
 
     @property
     def compared_dtype(self) -> torch.dtype:
-        """The dtype in which values are compared with transformers: float32 for FP8 with scales, else ``dtype()``."""
-        return torch.float32 if isinstance(self._files, Fp8BlockFiles) else self.dtype()
+        """The dtype in which values are compared with transformers: float32 for FP8 with scales."""
+        return torch.float32 if isinstance(self._files, Fp8BlockFiles) else self.dtype_of()
 
     def _check_sizes(self) -> None:
         """Compare the sizes in config.json with the files before building a model description of these sizes."""

@@ -121,7 +121,7 @@ class MegatronReader(StateReader):
     def kinds(self) -> list[str]:
         """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
         found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
-        return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
+        return [kind for kind in found if kind != "main" or self.dtype_of() != torch.float32]
 
     @property
     def fault_of_state(self) -> str:
@@ -189,11 +189,7 @@ class MegatronReader(StateReader):
                     f"{self.folder}: {stored} of {prod(found)} elements of {name} are stored; copy the whole checkpoint"
                 )
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of the stored weights."""
-        return self.dtype()
-
-    def dtype(self) -> torch.dtype:
+    def dtype_of(self, name: str = TIED[0]) -> torch.dtype:
         """The dtype of the stored weights."""
         return self._parts[TIED[0]][0].read().dtype
 
