@@ -4,7 +4,8 @@ In float32 and bfloat16 on a CPU, the native kernel adds the products of each el
 are (csrc/common/fixed_products.h). Elsewhere torch's products are used. A library chooses its algorithm, and so the
 order of its sums, by shapes and alignment; it is called with one shape for every layout: blocks of ``ROWS`` rows, the
 last one filled with zeros, times a canonical part of the weight, both contiguous and at multiples of ``ALIGNMENT``.
-Within such a product the result of a row does not depend on its place (``tests/features/equal_bits/test_fixed_products.py``).
+Within such a product the result of a row does not depend on its place
+(``tests/features/equal_bits/test_fixed_products.py``).
 """
 
 from collections.abc import Iterable, Sequence
