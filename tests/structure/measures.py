@@ -85,7 +85,7 @@ MEASURES = [
     Measure("lines without the drop-in", lambda: lines(drop_in=False), 98_500, 78_000),
     Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_500, 18_000),
     Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 5.24, 1),
-    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 1_118, 300),
+    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 1_117, 300),
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 17, 0),
     Measure("comments in the core, %", lambda: 100 * style.comment_share(core_paths()), 0.57, 4, at_least=True),
     Measure("docstrings above 100 words in the core", lambda: len(style.long_docstrings(core_paths())), 20, 0),
