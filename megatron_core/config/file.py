@@ -152,7 +152,7 @@ def _flat_items(loaded: dict[str, Any], path: str, faults: list[str]) -> typing.
     sections = section_types()
     for key, value in loaded.items():
         name = _plain(key)
-        # `optimizer`, `outer_steps` and `qk_clip` are names of sections and of settings.
+        # A section may have the name of a setting, such as `optimizer`; only a mapping is the section.
         is_setting = name in field_types() and value is not None and not isinstance(value, dict)
         if is_setting or not (name in sections or name in FORMER_SECTIONS):
             yield name, value

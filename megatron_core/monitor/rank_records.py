@@ -1,6 +1,6 @@
 """Records of each rank's time and memory: writing, and reading the records of a run.
 
-``metrics.ranks/rank00003.jsonl`` beside ``metrics.jsonl``: a header for each start, then lines for ranges of steps.
+``metrics.ranks/rank00003.jsonl`` next to ``metrics.jsonl``: a header for each start, then lines for ranges of steps.
 
     {"kind": "start", "version": 1, "rank": 3, "world_size": 4, "coordinates": {"tp": 1, ...}, "host": "node0", ...}
     {"kind": "times", "first": 1, "last": 1, "at": 1.7e9, "seconds": 0.041, "phases": {"forward": 0.012, ...},
