@@ -38,12 +38,12 @@ def _end(number: int, frame: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, ImportError | MemoryError | OSError | SystemError):
-        sys.__excepthook__(kind, error, trace)
+def _say_what_is_missing(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(error_type, ImportError | MemoryError | OSError | SystemError):
+        sys.__excepthook__(error_type, error, trace)
         return
     print(
-        f"{program()}: a library cannot be loaded: {str(error) or kind.__name__}; install it, or "
+        f"{program()}: a library cannot be loaded: {str(error) or error_type.__name__}; install it, or "
         "allow more memory (ulimit -v): torch takes about 1 GiB",
         file=sys.stderr,
     )

@@ -14,19 +14,22 @@ MOST_SHOWN = 200
 """Maximum length of a value in a message."""
 LONGEST_INTEGER = 4096
 """Maximum number of bits of an integer in a message; Python does not print those of more than 4,300 digits."""
-MOST_ITEMS, MOST_LEVELS = 8, 4
+MOST_ITEMS = 8
+MOST_LEVELS = 4
 """Maximum number of elements of a container, and of nested containers, in a message."""
 BRACKETS: dict[type, str] = {Mapping: "{}", list: "[]", tuple: "()", set: "{}", frozenset: "{}"}
-LONGEST_WORD, LONGEST_LINE, LONGEST_MESSAGE = 300, 2_000, 20_000
+LONGEST_WORD = 300
+LONGEST_LINE = 2_000
+LONGEST_MESSAGE = 20_000
 
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that a terminal executes or that reorder its text, except newline and tab."""
 
 
-def escaped(found: re.Match[str]) -> str:
+def escaped(match: re.Match[str]) -> str:
     r"""Escape a control character as in a Python string, such as ``\x1b``."""
-    return ascii(found[0])[1:-1]
+    return ascii(match[0])[1:-1]
 
 
 def visible(text: str) -> str:
@@ -55,20 +58,21 @@ def _beginning(value: Any, levels: int) -> str:
         return f"an integer of {value.bit_length():,} bits"
     if value is None or isinstance(value, int | float | complex | str | bytes | bytearray | Enum | PurePath | type):
         return shortened(repr(value))
-    kind = next((kind for kind in BRACKETS if isinstance(value, kind)), None)
-    if kind is None:
+    container = next((container for container in BRACKETS if isinstance(value, container)), None)
+    if container is None:
         return f"<{type(value).__name__}>"
-    first, last = BRACKETS[kind][0], BRACKETS[kind][1]
+    opening = BRACKETS[container][0]
+    closing = BRACKETS[container][1]
     if levels == 0:
-        return f"{first}...{last}" if value else f"{first}{last}"
+        return f"{opening}...{closing}" if value else f"{opening}{closing}"
     # In the container's order: sorting would compare elements.
     if isinstance(value, Mapping):
         pairs = islice(value.items(), MOST_ITEMS)
-        shown = [f"{_beginning(key, levels - 1)}: {_beginning(item, levels - 1)}" for key, item in pairs]
+        items = [f"{_beginning(key, levels - 1)}: {_beginning(item, levels - 1)}" for key, item in pairs]
     else:
-        shown = [_beginning(item, levels - 1) for item in islice(value, MOST_ITEMS)]
+        items = [_beginning(item, levels - 1) for item in islice(value, MOST_ITEMS)]
     more = ["..."] if len(value) > MOST_ITEMS else []
-    return f"{first}{', '.join(shown + more)}{last}"
+    return f"{opening}{', '.join(items + more)}{closing}"
 
 
 def first_line(error: BaseException) -> str:
@@ -88,7 +92,7 @@ class MegatronError(Exception):
 
     def __str__(self) -> str:
         """The message, safe to print for any values."""
-        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: shortened(found[0]), visible(super().__str__()))
+        text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda match: shortened(match[0]), visible(super().__str__()))
         lines = (_middle_left_out(line, LONGEST_LINE) for line in text.split("\n"))
         return _middle_left_out("\n".join(lines), LONGEST_MESSAGE)
 
@@ -111,7 +115,8 @@ class WrongStepError(MegatronError):
     def __init__(self, message: str, first: int, ranks: Sequence[int] = ()) -> None:
         """``ranks``: launcher ranks that must not continue."""
         super().__init__(message)
-        self.first, self.ranks = first, tuple(ranks)
+        self.first = first
+        self.ranks = tuple(ranks)
 
 
 class LayoutError(MegatronError, RuntimeError, ValueError, AssertionError):

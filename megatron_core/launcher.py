@@ -78,10 +78,10 @@ def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
             continue
         rank, size, local_rank = needed
         environment.update({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank})
-        here = _on_this_machine(environment, launcher)
-        if here is not None:
-            environment["LOCAL_WORLD_SIZE"] = str(here)
-        address, port = _meeting_point(environment, launcher, is_alone=here == int(size))
+        local_size = _on_this_machine(environment, launcher)
+        if local_size is not None:
+            environment["LOCAL_WORLD_SIZE"] = str(local_size)
+        address, port = _meeting_point(environment, launcher, is_alone=local_size == int(size))
         environment.setdefault("MASTER_PORT", str(port))
         if address:
             environment.setdefault("MASTER_ADDR", address)
@@ -94,11 +94,11 @@ def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
 def _on_this_machine(environment: MutableMapping[str, str], launcher: _Launcher) -> int | None:
     """The number of processes on this machine. srun gives those of all machines, such as ``4(x2),3``."""
     counts: list[int] = []
-    for part in environment.get(launcher.local_size, "").split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
-        if found is None:
+    for entry in environment.get(launcher.local_size, "").split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", entry)
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = environment.get("SLURM_NODEID", "0") if launcher.program == "srun" else "0"
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 

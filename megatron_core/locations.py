@@ -18,9 +18,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 def cache_folder() -> Path:
     """Folder of this machine for copies of objects."""
-    given = os.environ.get(CACHE_VARIABLE)
+    chosen = os.environ.get(CACHE_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given) if given else Path(cache) / "megatron-native" / "storage"
+    return Path(chosen) if chosen else Path(cache) / "megatron-native" / "storage"
 
 
 def path_of(text: str) -> Path | None:

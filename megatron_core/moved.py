@@ -13,6 +13,9 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.no_attention": "config.mixers",
+    "config.rules_recurrent": "features.recurrent.rules",
+    "config.rules_hybrid": "features.recurrent.rules",
     "config.resilience": "resilience.settings",
     "transformer.paged_attention": "inference.paged_step",
     "config.outer": "features.outer_steps.settings",
@@ -163,13 +166,13 @@ MOVED = {
 
 def new_name(module: str) -> str | None:
     """Today's name of a module with an old name; None for every other module."""
-    parts = module.split(".")
-    if parts[0] != PACKAGE:
+    path = module.split(".")
+    if path[0] != PACKAGE:
         return None
-    for length in range(len(parts), 1, -1):
-        target = MOVED.get(".".join(parts[1:length]))
+    for length in range(len(path), 1, -1):
+        target = MOVED.get(".".join(path[1:length]))
         if target is not None:
-            return ".".join([PACKAGE, target, *parts[length:]])
+            return ".".join([PACKAGE, target, *path[length:]])
     return None
 
 

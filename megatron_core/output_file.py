@@ -60,7 +60,7 @@ def json_with(name: str, *keys: str) -> Kind:
         except (ValueError, RecursionError):
             return False
         objects = content if isinstance(content, list) else [content]
-        return all(isinstance(each, dict) and set(keys) <= each.keys() for each in objects)
+        return all(isinstance(entry, dict) and set(keys) <= entry.keys() for entry in objects)
 
     return Kind(name, accepts)
 
@@ -176,7 +176,8 @@ def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> Output
     values = (
         settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
     )
-    path, flag = Path(values[name]), f"--{name.replace('_', '-')}"
+    path = Path(values[name])
+    flag = f"--{name.replace('_', '-')}"
     named = f"{flag} {values[name]}"
     refuse_url(named, path)
     refuse_inputs(named, path, [value for other, value in values.items() if other != name], *inputs)
@@ -262,12 +263,12 @@ def _texts(value: Any) -> Iterator[str]:
         if str(value).startswith("--") and "=" in str(value):
             yield str(value).partition("=")[2]
     elif is_dataclass(value):
-        yield from _texts([getattr(value, each.name) for each in fields(value)])
+        yield from _texts([getattr(value, field.name) for field in fields(value)])
     elif isinstance(value, Mapping):
         yield from _texts(value.values())
     elif isinstance(value, Iterable):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -305,10 +306,10 @@ def make_folder(folder: str | Path) -> None:
     refuse_url(str(folder), folder)
     real = os.path.realpath(folder)
     for path in dict.fromkeys((os.path.abspath(folder), real)):
-        at = Path(path)
-        for part in [*reversed(at.parents), at][1:]:
-            if not _check_owner(part) and path == real:
-                _make_one(part)
+        folder_path = Path(path)
+        for ancestor in [*reversed(folder_path.parents), folder_path][1:]:
+            if not _check_owner(ancestor) and path == real:
+                _make_one(ancestor)
     if not os.path.isdir(real):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
@@ -316,12 +317,12 @@ def make_folder(folder: str | Path) -> None:
 def _check_owner(path: Path) -> bool:
     """Whether ``path`` exists; ``PermissionError`` if it may belong to another user."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    if found.st_uid not in (0, os.geteuid()) and _is_shared(path.parent):
+    if status.st_uid not in (0, os.geteuid()) and _is_shared(path.parent):
         raise PermissionError(
-            errno.EPERM, f"it belongs to user {found.st_uid}, in a folder that all users may write", str(path)
+            errno.EPERM, f"it belongs to user {status.st_uid}, in a folder that all users may write", str(path)
         )
     return True
 
@@ -385,5 +386,5 @@ def is_still_at(descriptor: int, path: str | Path) -> bool:
         return False
     except OSError:  # temporarily unreachable, as on a network file system
         return True
-    own = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+    open_file = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (open_file.st_dev, open_file.st_ino)

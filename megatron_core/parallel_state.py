@@ -102,8 +102,8 @@ def initialize_model_parallel(
     _virtual.update(rank=None, size=virtual_pipeline_model_parallel_size)
 
 
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
         if value:
             raise ConfigError(f"initialize_model_parallel: {name}={value!r} is not supported; omit it")
 

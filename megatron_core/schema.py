@@ -69,8 +69,8 @@ def wrong(
     record: Mapping[str, Any], fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
 ) -> list[str]:
     """Names of ``fields`` that are missing, and of ``fields`` and ``optional`` with invalid values."""
-    found = [name for name, check in fields.items() if name not in record or not check(record[name])]
-    return found + [name for name, check in (optional or {}).items() if name in record and not check(record[name])]
+    names = [name for name, check in fields.items() if name not in record or not check(record[name])]
+    return names + [name for name, check in (optional or {}).items() if name in record and not check(record[name])]
 
 
 LARGEST_JSON = 2**28
@@ -96,9 +96,11 @@ def _number(value: Any) -> float:
 
 
 # No model is larger than these bounds; without them, sizes in bytes overflow.
-COUNT, COUNT_OR_ZERO = integer(1, 2**16), integer(0, 2**16)
+COUNT = integer(1, 2**16)
+COUNT_OR_ZERO = integer(0, 2**16)
 WIDTH = integer(1, 2**24)
-LENGTH, LENGTH_OR_ZERO = integer(1, 2**31 - 1), integer(0, 2**31 - 1)
+LENGTH = integer(1, 2**31 - 1)
+LENGTH_OR_ZERO = integer(0, 2**31 - 1)
 POSITIVE = KeyType("a finite number above 0", lambda value: _number(value) > 0)
 NUMBER = KeyType("a finite number >= 0", lambda value: _number(value) >= 0)
 BELOW_1 = KeyType("a number >= 0 and < 1", lambda value: 0 <= _number(value) < 1)
@@ -153,6 +155,6 @@ def read_object(
         raise error(f"{path} cannot be read as JSON: {reason}; {remedy}") from None
     if not isinstance(content, dict):
         raise error(f"{path} contains a {type(content).__name__}, not an object; {remedy}")
-    for key, value, kind in wrong_values(content, types or {}):
-        raise error(f"{path} says {key}={quoted(value)}; it must be {kind.description}; {remedy}")
+    for key, value, key_type in wrong_values(content, types or {}):
+        raise error(f"{path} says {key}={quoted(value)}; it must be {key_type.description}; {remedy}")
     return content

@@ -24,16 +24,17 @@ class Terminal(io.TextIOWrapper):
     def __init__(self, stream: io.TextIOWrapper) -> None:
         """Write to the buffer of ``stream``, which remains usable."""
         super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
-        self.exact, self.has_colours = stream, False
+        self.exact = stream
+        self.has_colours = False
         """The stream without escaping."""
 
     def write(self, text: str) -> int:
         """Write ``text``, escaped."""
         if self.has_colours:
-            shown = _COLOURED.sub(lambda found: found[0] if len(found[0]) > 1 else escaped(found), text)
+            safe = _COLOURED.sub(lambda match: match[0] if len(match[0]) > 1 else escaped(match), text)
         else:
-            shown = visible(text)
-        super().write(shown)
+            safe = visible(text)
+        super().write(safe)
         return len(text)
 
 
@@ -61,8 +62,8 @@ def discard(stream: TextIO) -> None:
 
 def exact(stream: TextIO) -> TextIO:
     """``stream`` without escaping, for progress bars, which move the cursor."""
-    found: TextIO = getattr(stream, "exact", stream)
-    return found
+    unescaped: TextIO = getattr(stream, "exact", stream)
+    return unescaped
 
 
 @contextmanager

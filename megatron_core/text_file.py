@@ -87,12 +87,12 @@ def read_table(module: str) -> Any:
 
 def without_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """The mapping of ``pairs``; ``ValueError`` for a key that occurs twice."""
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"{key} occurs twice; remove one")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _check_events(text: str) -> None:

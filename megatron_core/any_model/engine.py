@@ -75,13 +75,11 @@ class Engine(EngineBackward, nn.Module):
         initialise: Initialise | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.config = config
+        self.module, self.config = module, config
         self.world = world
         parameters = None if model_parameters is None else list(model_parameters)
         prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
-        self.groups = prepared.groups
-        self.fp8 = prepared.fp8
+        self.groups, self.fp8 = prepared.groups, prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
@@ -102,8 +100,7 @@ class Engine(EngineBackward, nn.Module):
         """Reads and writes whole weights, gradients and optimizer state of parameters at every ZeRO stage."""
         # Counters, and the schedule of the learning rate.
         self.state = EngineState(layout=self.layout)
-        self.monitor = StepMonitor(config, self.groups, world, self.layout)
-        self.micro_step = 0
+        self.monitor, self.micro_step = StepMonitor(config, self.groups, world, self.layout), 0
         """Number of micro-batches since the last optimizer step."""
         self.forced_boundary: bool | None = None
         """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
@@ -133,8 +130,7 @@ class Engine(EngineBackward, nn.Module):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
-        stage = self.config.parallel.dp_zero_stage
-        groups = self.groups
+        stage, groups = self.config.parallel.dp_zero_stage, self.groups
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "pp") if groups.size(axis) > 1)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
@@ -214,8 +210,7 @@ class Engine(EngineBackward, nn.Module):
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         # a backward may have failed
-        self._direct.is_running = False
-        self.data_parallel.grad_factor = 1.0
+        self._direct.is_running, self.data_parallel.grad_factor = False, 1.0
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
@@ -249,8 +244,7 @@ class Engine(EngineBackward, nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         check_trained(self.module, self._trained)
-        data = self.data_parallel
-        sharded = self._sharded
+        data, sharded = self.data_parallel, self._sharded
         METER.switch("gradients")
         finish_gradients(data, self._after_gradients)
         self.before_update()
@@ -372,8 +366,7 @@ class Engine(EngineBackward, nn.Module):
     def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
         """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.
 
-        ``client_state``: JSON values that ``load_checkpoint`` returns. Errors: ``CheckpointError`` on all ranks.
-        """
+        ``client_state``: JSON values that ``load_checkpoint`` returns."""
         if self.micro_step or self._backwards:
             raise CheckpointError(
                 f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
@@ -395,8 +388,7 @@ class Engine(EngineBackward, nn.Module):
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
         ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
-        Gradients of an incomplete step are discarded. Errors: ``CheckpointError`` if there is none, it is damaged, or
-        it belongs to another model.
+        Gradients of an incomplete step are discarded. ``CheckpointError``: none, damaged, or of another model.
         """
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
         self.discard_gradients()

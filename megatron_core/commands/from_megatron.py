@@ -130,8 +130,7 @@ class TranslatedLaunch:
             config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
         # of a file that is named
-        faults_found = [fault for fault in faults if fault not in flags.refused]
-        told = ""
+        faults_found, told = [fault for fault in faults if fault not in flags.refused], ""
         faults_found += [f"{readable(name)} {CLOSED}" for name in launch.closed]
         if launch.deepspeed is not None:
             from megatron_core.commands.deepspeed_config import with_deepspeed  # it imports torch
@@ -210,10 +209,8 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Setti
 
 
 def _description(translated: TranslatedLaunch) -> Iterator[str]:
-    config = translated.config
-    ranks = translated.world_size
-    model = config.model
-    training = config.training
+    config, ranks = translated.config, translated.world_size
+    model, training = config.model, config.training
     optimizer = config.optimizer
     moe = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
     yield (

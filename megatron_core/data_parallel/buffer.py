@@ -56,10 +56,8 @@ class Bucket:
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.kind = kind
-        self.stage = stage
-        self.unit = unit
-        self.dp_group = dp_group
-        self.instances = instances
+        self.stage, self.unit = stage, unit
+        self.dp_group, self.instances = dp_group, instances
         self.is_sharded = settings.zero_stage > 0
         first = self.parameters[0]
         device = memory.device or first.device

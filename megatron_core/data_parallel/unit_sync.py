@@ -46,11 +46,8 @@ class UnitSync:
         *,
         has_rest: bool = False,
     ) -> None:
-        """``has_rest``: unit 0 consists of all parameters outside ``modules``. It stays whole while any unit is active,
-        and its gradients are reduced at the end of the backward.
-        """
-        self.settings = settings
-        self._start_reduce = reduce
+        """``has_rest``: unit 0 consists of all parameters outside ``modules``, and is reduced after each backward."""
+        self.settings, self._start_reduce = settings, reduce
         self._announce = announce
         outer_buckets = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
         self._rest = Unit(0, outer_buckets, outer_buckets) if has_rest else None
@@ -213,10 +210,8 @@ class UnitSync:
                 "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
                 "zero3_keep_after_forward=True, or zero_stage=2"
             )
-        before = self._backward
-        around_before = self._around_backward
-        self._backward = unit
-        self._around_backward = around
+        before, around_before = self._backward, self._around_backward
+        self._backward, self._around_backward = unit, around
         if before is unit and around == around_before:
             return
         # The recomputed forward of the previous unit is over; it may have ended inside of a module.
@@ -238,8 +233,7 @@ class UnitSync:
         self._open(unit)
         for left in units_left:
             self._reduce(left)
-        self._next_sums = []
-        self._has_announced_sums = False
+        self._next_sums, self._has_announced_sums = [], False
 
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
@@ -310,8 +304,7 @@ class UnitSync:
         """Gather the weights of the active units, with overlap start those of the next unit, and free the others."""
         if not self._splits_weights:
             return
-        now = self._active()
-        overlaps = self.settings.overlap_param_gather
+        now, overlaps = self._active(), self.settings.overlap_param_gather
         following = self._ahead(1) if overlaps else []
         if not self.settings.keep_after_forward:
             self._release_all_but(now + following)
@@ -330,8 +323,7 @@ class UnitSync:
         reader = "a forward" if self._backward is None else "a backward"
         announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "", self._next_sums)
         if self._next_sums:
-            self._announced = announced
-            self._has_announced_sums = True
+            self._announced, self._has_announced_sums = announced, True
         for bucket in missing:
             bucket.start_gather()
             bucket.gathering = Arrival(bucket.gathering, before=announced.wait)
@@ -350,9 +342,8 @@ class UnitSync:
         """
         if self._rest in (None, unit) or self._backward is not None or self.settings.keep_after_forward:
             return
-        needed = [
-            bucket for active, count in self._inside.items() if count > 0 for bucket in active.reads
-        ] + self._pinned
+        active = [other for other, count in self._inside.items() if count > 0]
+        needed = [bucket for other in active for bucket in other.reads] + self._pinned
         for bucket in unit.own:
             if bucket.splits_weights and bucket in self._whole and bucket not in needed:
                 bucket.freed.close()

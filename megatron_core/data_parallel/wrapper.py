@@ -36,12 +36,12 @@ class DataParallel(EarlySums):
     Losses must be normalised by the global batch: gradients are summed. At ZeRO stage (Rajbhandari et al. 2020,
     section 5)
 
-    - 0 every rank gets the sum of all gradients.
+    - 0 every rank gets all summed gradients.
     - 1 each rank gets the sum of its shard, once per step.
     - 2 a unit's gradients are reduced after each backward, and only the shard is kept.
     - 3 also only a shard of the weights is kept; units are gathered for forward and backward.
 
-    ``units``: the modules of each stage's units (default: ``modules_of``); other parameters form one more unit.
+    ``units``: the modules of each stage's units; other parameters form one more unit.
     """
 
     # Gradients are summed and never averaged: the loss of a token is divided by the number of tokens of the whole

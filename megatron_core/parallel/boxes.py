@@ -82,6 +82,6 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
             start += rows * row
         else:
             end = min(stop, (first + 1) * row)
-            for inner, at in flat_boxes(shape[1:], within, within + end - start):
-                yield Box((first, *inner.start), (first + 1, *inner.stop)), first * row + at
+            for inner, offset in flat_boxes(shape[1:], within, within + end - start):
+                yield Box((first, *inner.start), (first + 1, *inner.stop)), first * row + offset
             start = end

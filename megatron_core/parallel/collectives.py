@@ -53,8 +53,7 @@ def broadcast_(x: Tensor, source: int, group: Group) -> None:
         return
     members = process_group(group)
     RECORDER.note("broadcast", members, x)
-    root = dist.get_group_rank(members, source)
-    call = partial(dist.broadcast, x, src=source, group=members)
+    root, call = dist.get_group_rank(members, source), partial(dist.broadcast, x, src=source, group=members)
     sent = lambda: ([x] if group.rank() == root else [None]) * group.size()  # noqa: E731
     watched = watched_move(call, "broadcast", group, x, sent, lambda: _only(root, x, group))
     METER.run("broadcast", group, x.nbytes, watched)
@@ -134,8 +133,8 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Hand
     if group.size() == 1:
         return x, Done()
     x = x.contiguous()
-    part = x.new_empty((_part(x.shape[0], group), *x.shape[1:]))
-    return part, reduce_scatter_flat_(part, x, group, async_op=True)
+    shard = x.new_empty((_part(x.shape[0], group), *x.shape[1:]))
+    return shard, reduce_scatter_flat_(shard, x, group, async_op=True)
 
 
 def start_ring_shift(x: Tensor, group: Group, *, step: int = 1, out: Tensor | None = None) -> tuple[Tensor, Handle]:
@@ -158,7 +157,7 @@ def start_ring_shift(x: Tensor, group: Group, *, step: int = 1, out: Tensor | No
 
 def _only(rank: int, x: Tensor, group: Group) -> list[Tensor | None]:
     """``x`` at ``rank``, None at the other ranks of the group."""
-    return [x if each == rank else None for each in range(group.size())]
+    return [x if member == rank else None for member in range(group.size())]
 
 
 def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -186,16 +185,16 @@ def _gather_first(x: Tensor, group: Group) -> Tensor:
 
 
 def _reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
-    part, handle = start_reduce_scatter_sequence(x, group)
+    shard, handle = start_reduce_scatter_sequence(x, group)
     handle.wait()
-    return part
+    return shard
 
 
 def _split_first(x: Tensor, group: Group) -> Tensor:
     if group.size() == 1:
         return x
-    part = _part(x.shape[0], group)
-    return x.narrow(0, group.rank() * part, part).contiguous()
+    length = _part(x.shape[0], group)
+    return x.narrow(0, group.rank() * length, length).contiguous()
 
 
 def equal_parts(x: Tensor, group: Group) -> tuple[Tensor, ...]:
@@ -224,8 +223,8 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
     result = torch.empty_like(x)
     RECORDER.note("all-to-all", process_group(group), x)
     call, size = partial(dist.all_to_all_single, result, x, group=process_group(group)), group.size()
-    parts = [each.view(-1).chunk for each in (x, result)]
-    watched = watched_move(call, "all-to-all", group, x, lambda: parts[0](size), lambda: parts[1](size))
+    chunks = [flat.view(-1).chunk for flat in (x, result)]
+    watched = watched_move(call, "all-to-all", group, x, lambda: chunks[0](size), lambda: chunks[1](size))
     METER.run("all_to_all", group, _share(group) * x.nbytes, watched)
     return result
 
@@ -235,7 +234,8 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group, forward_op, backward_op):
-        ctx.group, ctx.backward_op = group, backward_op
+        ctx.group = group
+        ctx.backward_op = backward_op
         return forward_op(x, group)
 
     @staticmethod
@@ -341,14 +341,18 @@ class RowExchange:
 
     def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         """Start sending ``tensors``, each with the same number of rows."""
-        self._there, self._back, self._group = (send, receive), (receive, send), group
+        self._there = (send, receive)
+        self._back = (receive, send)
+        self._group = group
         self._handles: list[Handle] = []
         self._results: list[Tensor] = []
         self._arriving: tuple[Tensor, ...] = _BeginRows.apply(self, *tensors)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the received rows of each tensor."""
-        arriving, self._arriving = self._arriving, ()  # autograd refers to this object: no cycle of references
+        # autograd refers to this object: no cycle of references
+        arriving = self._arriving
+        self._arriving = ()
         return _FinishRows.apply(self, *arriving)
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
@@ -365,7 +369,9 @@ class RowExchange:
             hand_over()
         for handle in self._handles:
             handle.wait()
-        results, self._handles, self._results = self._results, [], []
+        results = self._results
+        self._handles = []
+        self._results = []
         return results
 
 

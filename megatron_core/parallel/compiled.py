@@ -60,7 +60,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _fake(x: Tensor, group: str, name: str, adjoint: str, ranks: int) -> Tensor:
-    shape, dim = list(x.shape), -1 if name.endswith("_last") else 0
+    shape = list(x.shape)
+    dim = -1 if name.endswith("_last") else 0
     if name.startswith("gather"):
         shape[dim] *= ranks
     elif name.startswith(("split", "reduce_scatter")):
@@ -71,8 +72,10 @@ def _fake(x: Tensor, group: str, name: str, adjoint: str, ranks: int) -> Tensor:
 class DerivedForward:
     """A ``forward`` that ``make`` derives from the module's own; in a deep copy of the module from the copy's."""
 
-    def __init__(self, own: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._own, self._make, self._call = own, make, make(own)
+    def __init__(self, forward: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._own = forward
+        self._make = make
+        self._call = make(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -111,8 +114,9 @@ def compile_forward(
 
         return forward
 
-    marked = cast(Any, module)
-    marked.forward, marked.has_graphs = DerivedForward(module.forward, make), True
+    compiled = cast(Any, module)
+    compiled.forward = DerivedForward(module.forward, make)
+    compiled.has_graphs = True
 
 
 def _check_release() -> None:

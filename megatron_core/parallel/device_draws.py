@@ -26,48 +26,62 @@ _LOW = 2**32 - 1
 
 def fill_normal(flat: Tensor, box: Box, shape: tuple[int, ...], seed: int, std: float) -> None:
     """Fill ``flat`` ``[n]`` with the elements of the part ``box`` of a tensor of ``shape``, in row-major order."""
-    first, width, extent = (box.start or (0,))[-1], (box.shape or (1,))[-1], (shape or (1,))[-1]
+    first = (box.start or (0,))[-1]
+    width = (box.shape or (1,))[-1]
+    extent = (shape or (1,))[-1]
     # With these sizes each group of elements from a multiple of 8 on has one counter.
     step = 1 if (first | width | extent) % PER_COUNTER else PER_COUNTER
     for start in range(0, len(flat), COUNTERS * step):
-        own = flat[start : start + COUNTERS * step]
-        indices = _flat_indices(box, shape, torch.arange(start, start + len(own), step, device=flat.device))
+        chunk = flat[start : start + COUNTERS * step]
+        indices = _flat_indices(box, shape, torch.arange(start, start + len(chunk), step, device=flat.device))
         words = _philox(torch.div(indices, PER_COUNTER, rounding_mode="floor"), seed)
         if step == PER_COUNTER:
             values = _normal_pairs(torch.stack(words, dim=1)).flatten()
         else:
-            place = indices % PER_COUNTER
-            word = torch.stack(words, dim=1).gather(1, (place // 2).unsqueeze(1))
-            values = _normal_pairs(word)[:, 0].gather(1, (place % 2).unsqueeze(1)).squeeze(1)
-        own.copy_(values * std)
+            draw = indices % PER_COUNTER
+            word = torch.stack(words, dim=1).gather(1, (draw // 2).unsqueeze(1))
+            values = _normal_pairs(word)[:, 0].gather(1, (draw % 2).unsqueeze(1)).squeeze(1)
+        chunk.copy_(values * std)
 
 
-def _flat_indices(box: Box, shape: Sequence[int], own: Tensor) -> Tensor:
-    """The flat indices in a tensor of ``shape`` of the elements ``own`` of its part ``box``."""
-    found, stride = torch.zeros_like(own), 1
+def _flat_indices(box: Box, shape: Sequence[int], local: Tensor) -> Tensor:
+    """The flat indices in a tensor of ``shape`` of the elements ``local`` of its part ``box``."""
+    indices = torch.zeros_like(local)
+    stride = 1
     for size, start, extent in reversed(list(zip(box.shape, box.start, shape, strict=True))):
-        found += (own % size + start) * stride
-        own, stride = torch.div(own, size, rounding_mode="floor"), stride * extent
-    return found
+        indices += (local % size + start) * stride
+        local = torch.div(local, size, rounding_mode="floor")
+        stride = stride * extent
+    return indices
 
 
 def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
     """The four 64-bit words of each counter, as numpy's ``Philox(key)``, which begins with the next counter."""
     zero = torch.zeros_like(counter)
-    a, b, c, d = counter + 1, zero, zero, zero
+    a = counter + 1
+    b = zero
+    c = zero
+    d = zero
     keys = [key, 0]
     for _ in range(10):
-        (high_a, low_a), (high_c, low_c) = _product(a, _MULTIPLIERS[0]), _product(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ _signed(keys[0]), low_c, high_a ^ d ^ _signed(keys[1]), low_a
-        keys = [own + each for own, each in zip(keys, _STEPS, strict=True)]
+        (high_a, low_a) = _product(a, _MULTIPLIERS[0])
+        (high_c, low_c) = _product(c, _MULTIPLIERS[1])
+        a = high_c ^ b ^ _signed(keys[0])
+        b = low_c
+        c = high_a ^ d ^ _signed(keys[1])
+        d = low_a
+        keys = [word + increment for word, increment in zip(keys, _STEPS, strict=True)]
     return a, b, c, d
 
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower 64 bits of the unsigned product."""
-    upper, lower = _upper(x), x & _LOW
-    high, low = factor >> 32, factor & _LOW
-    across, other = lower * high, upper * low
+    upper = _upper(x)
+    lower = x & _LOW
+    high = factor >> 32
+    low = factor & _LOW
+    across = lower * high
+    other = upper * low
     carried = _upper(lower * low) + (across & _LOW) + (other & _LOW)
     return upper * high + _upper(across) + _upper(other) + _upper(carried), x * _signed(factor)
 

@@ -112,32 +112,34 @@ RECORDER: FlightRecorder = cast(FlightRecorder, Forwarding(RankLocal(FlightRecor
 """The recorder of this rank."""
 
 
-def first_difference(found: Mapping[int, Mapping[str, Any]]) -> str | None:
+def first_difference(records: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Describe the earliest call in which ranks differ, given the ``content`` of each rank; None if they agree."""
-    channels = {name: tuple(r) for content in found.values() for name, r in content["ranks"].items()}
-    differences = [_difference(name, ranks, found) for name, ranks in channels.items()]
+    channels = {name: tuple(r) for content in records.values() for name, r in content["ranks"].items()}
+    differences = [_difference(name, ranks, records) for name, ranks in channels.items()]
     return min((d for d in differences if d is not None), default=(0.0, None))[1]
 
 
-def _difference(channel: str, ranks: Sequence[int], found: Mapping[int, Mapping[str, Any]]) -> tuple[float, str] | None:
+def _difference(
+    channel: str, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]
+) -> tuple[float, str] | None:
     """Time and description of the first call in which the ranks of a channel differ; None if they agree."""
-    here = {rank: found[rank] for rank in ranks if rank in found}
+    members = {rank: records[rank] for rank in ranks if rank in records}
     calls: dict[int, dict[int, Call]] = defaultdict(dict)
-    for rank, content in here.items():
+    for rank, content in members.items():
         for call in (Call.of(stored) for stored in content["calls"] if stored["channel"] == channel):
             calls[call.number][rank] = call
-    counts = {rank: content["counts"].get(channel, 0) for rank, content in here.items()}
-    for number, made in sorted(calls.items()):
+    counts = {rank: content["counts"].get(channel, 0) for rank, content in members.items()}
+    for number, calls_by_rank in sorted(calls.items()):
         kinds: dict[str, list[int]] = defaultdict(list)
-        for rank, call in made.items():
+        for rank, call in calls_by_rank.items():
             kinds[str(call)].append(rank)
         behind = [rank for rank, count in counts.items() if count < number]
         if len(kinds) == 1 and not behind:
             continue
-        each = " but ".join(f"{kind} by {_named(by)}" for kind, by in sorted(kinds.items()))
+        listing = " but ".join(f"{label} by {_named(by)}" for label, by in sorted(kinds.items()))
         missing = f", and not by {_named(behind)}, which made {min(counts[r] for r in behind)} calls" if behind else ""
-        when = min(call.seconds for call in made.values())
-        return when, f"call {number} over ranks {list(ranks)} was {each}{missing}"
+        when = min(call.seconds for call in calls_by_rank.values())
+        return when, f"call {number} over ranks {list(ranks)} was {listing}{missing}"
     return None
 
 

@@ -58,7 +58,8 @@ class Grid:
         self._check_order()
 
     def _check_order(self) -> None:
-        axes, legal = self.order.split("-"), DEFAULT_ORDER.split("-")
+        axes = self.order.split("-")
+        legal = DEFAULT_ORDER.split("-")
         for axis in axes:
             if axis not in legal:
                 raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(legal)}")
@@ -114,7 +115,8 @@ class Grid:
 
     def _strides_of(self, view: dict[str, str]) -> dict[str, int]:
         """Rank distance between neighbours on each axis of a view."""
-        strides, stride = {"pp": 1}, 1
+        strides = {"pp": 1}
+        stride = 1
         for name in self.order.split("-"):
             if name in view:
                 strides[view[name]] = stride
@@ -154,9 +156,10 @@ class Grid:
 
     def group_of(self, rank: int, axes: str) -> list[int]:
         """Ranks that differ from ``rank`` only on ``axes``, computed without listing other groups."""
-        names, at = axes.split("-"), self.coordinates(rank)
+        names = axes.split("-")
+        coordinates = self.coordinates(rank)
         self._view_of(names)
-        first = rank - sum(at[axis] * self._strides[axis] for axis in names)
+        first = rank - sum(coordinates[axis] * self._strides[axis] for axis in names)
         return [first + offset for offset in self._offsets(names)]
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
@@ -179,6 +182,6 @@ class Grid:
 def _groups(grid: Grid, axes: str) -> tuple[tuple[int, ...], ...]:
     """Each rank of a simulated world reads all groups."""
     names = axes.split("-")
-    others = [axis for axis in grid._view_of(names) if axis not in names]
+    other_axes = [axis for axis in grid._view_of(names) if axis not in names]
     offsets = grid._offsets(names)
-    return tuple(tuple(grid.rank_offset + first + offset for offset in offsets) for first in grid._offsets(others))
+    return tuple(tuple(grid.rank_offset + first + offset for offset in offsets) for first in grid._offsets(other_axes))

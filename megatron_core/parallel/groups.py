@@ -77,10 +77,10 @@ class ParallelGroups:
     ``group(axes)`` contains the ranks that differ from this one only on ``axes``. ``context`` holds the
     context-parallel groups, whose lower level has ``a2a_size`` ranks. ``embedding`` contains the pipeline ranks
     ``ends`` of the first and the last stage, which both store a tied embedding. Without torch.distributed every group
-    is a ``LocalGroup`` of the size in the grid.
+    is a ``LocalGroup``.
 
-    With ``outer_groups`` the ranks of the job form as many groups of neighbours with equal layouts; ``grid`` and all
-    groups above are those of this rank's group. ``outer`` contains the ranks with the same part of the model.
+    With ``outer_groups`` the ranks of the job form groups of neighbours with equal layouts; ``grid`` and all groups
+    above are those of this rank's group. ``outer`` contains the ranks with the same part of the model.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class ParallelGroups:
         self.coordinates = grid.coordinates(rank)
         size = grid.world_size
         self._grids = (
-            [replace(grid, rank_offset=at * size) for at in range(outer_groups)] if outer_groups > 1 else [grid]
+            [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
-        self._timeout, self._instances = timeout, instances
+        self._timeout = timeout
+        self._instances = instances
         # Combinations of axes with the same ranks share one communicator.
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
@@ -153,9 +154,9 @@ class ParallelGroups:
         All ranks of the job call it together.
         """
         self._made.clear()
-        part = len(self.ranks("dp-cp")) // self._instances
+        size = len(self.ranks("dp-cp")) // self._instances
         on_gpus = self._is_distributed and dist.get_backend() == "nccl"
-        group = self._own_group("dp-cp", partial(_neighbours, size=part), backend="gloo" if on_gpus else None)
+        group = self._own_group("dp-cp", partial(_neighbours, size=size), backend="gloo" if on_gpus else None)
         assert group is not None, "every rank belongs to one group of neighbours"
         return group
 
@@ -200,20 +201,24 @@ class ParallelGroups:
         The names of a single axis, or those of the fewest axes.
         """
         folded = self.size("ep") > 1 or self.size("etp") != self.size("tp")
-        axes = [each for each in COMBINATIONS if folded or "e" not in each]  # else the views of the ranks are equal
-        own: list[tuple[str, Group | None]] = [(each, self.group(each)) for each in axes]
-        own += [(f"{each} in its instance", self.shard_group(each)) for each in self._sharding]
-        own += [(f"{each} between instances", self.instance_group(each)) for each in self._sharding]
-        own += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
-        own += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
-        own += [("outer groups", self.outer), ("reports of outer groups", self.outer_reports)]
+        axes = [
+            combination for combination in COMBINATIONS if folded or "e" not in combination
+        ]  # else the views of the ranks are equal
+        listed: list[tuple[str, Group | None]] = [(combination, self.group(combination)) for combination in axes]
+        listed += [(f"{combination} in its instance", self.shard_group(combination)) for combination in self._sharding]
+        listed += [
+            (f"{combination} between instances", self.instance_group(combination)) for combination in self._sharding
+        ]
+        listed += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
+        listed += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
+        listed += [("outer groups", self.outer), ("reports of outer groups", self.outer_reports)]
         names: dict[Group, list[str]] = {}
-        for name, group in own:
+        for name, group in listed:
             if group is not None and group.size() > 1:
                 names.setdefault(group, []).append(name)
-        for group, found in names.items():
-            fewest = min(name.count("-") + name.count(" ") for name in found)
-            yield group, [name for name in found if name.count("-") + name.count(" ") == fewest]
+        for group, names_of_group in names.items():
+            fewest = min(name.count("-") + name.count(" ") for name in names_of_group)
+            yield group, [name for name in names_of_group if name.count("-") + name.count(" ") == fewest]
 
     def global_ranks(self, group: Group) -> list[int]:
         """Global ranks of one of this rank's groups."""
@@ -232,9 +237,9 @@ class ParallelGroups:
         return group
 
     def _own_group(
-        self, axes: str, parts: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks], backend: str | None = None
+        self, axes: str, divide: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks], backend: str | None = None
     ) -> Group | None:
-        """This rank's group over ``axes``, or, with ``parts``, over the part that contains it; None if none does.
+        """This rank's group over ``axes``, or, with ``divide``, over the part that contains it; None if none does.
 
         With torch.distributed all groups of the world are created, because every process must take part in each
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
@@ -243,7 +248,7 @@ class ParallelGroups:
         distributed = self._is_distributed
         everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
         for ranks in everyone or [tuple(self.ranks(axes))]:
-            for members in parts(ranks):
+            for members in divide(ranks):
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout, backend=backend)
                 if self.rank in members:
@@ -257,13 +262,15 @@ class ParallelGroups:
 
     def _outer_group(self) -> Group:
         """This rank's group over the outer groups, with a communicator of its own."""
-        number, size = len(self._grids), self.grid.world_size
+        number = len(self._grids)
+        size = self.grid.world_size
         if number == 1 or not self._is_distributed:
             return LocalGroup(number, self.grid.rank_offset // size if number > 1 else 0)
-        made = [
-            dist.new_group([place + at * size for at in range(number)], timeout=self._timeout) for place in range(size)
+        groups = [
+            dist.new_group([first + index * size for index in range(number)], timeout=self._timeout)
+            for first in range(size)
         ]
-        return made[self.rank % size]
+        return groups[self.rank % size]
 
     def _split_group(self, axes: str, instances: int) -> tuple[Group, Group]:
         """This rank's group within its instance of ``axes``, and the group of the same index in all instances."""
@@ -277,11 +284,11 @@ class ParallelGroups:
             )
         return self._levels(axes, size // instances)
 
-    def _levels(self, axes: str, part: int) -> tuple[Group, Group]:
-        """This rank's group of ``part`` neighbours over ``axes``, and the group of the same index in all such
+    def _levels(self, axes: str, size: int) -> tuple[Group, Group]:
+        """This rank's group of ``size`` neighbours over ``axes``, and the group of the same index in all such
         groups."""
-        inner = self._own_group(axes, partial(_neighbours, size=part))
-        outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
+        inner = self._own_group(axes, partial(_neighbours, size=size))
+        outer = self._own_group(axes, lambda ranks: [ranks[i::size] for i in range(size)])
         assert inner is not None and outer is not None, "every rank belongs to one group of each level"
         return inner, outer
 

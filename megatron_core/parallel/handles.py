@@ -23,7 +23,8 @@ class All:
     """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
 
     def __init__(self, works: Sequence[Handle], sent: Tensor) -> None:
-        self._works, self._sent = works, sent
+        self._works = works
+        self._sent = sent
 
     def wait(self) -> None:
         """Wait for all operations."""
@@ -35,17 +36,19 @@ class SummedAfter:
     """The handle of a reduce-scatter in higher precision: the sum is computed after all messages have arrived."""
 
     def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
-        self._arriving, self._received, self._shard = arriving, received, shard
+        self._arriving = arriving
+        self._received = received
+        self._shard = shard
 
     def wait(self) -> None:
         """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
         self._arriving.wait()
         wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
-        parts = self._received.view(-1, self._shard.numel())
+        terms = self._received.view(-1, self._shard.numel())
         if self._shard.dtype == wide:
-            torch.sum(parts, 0, dtype=wide, out=self._shard)
+            torch.sum(terms, 0, dtype=wide, out=self._shard)
         else:
-            self._shard.copy_(parts.sum(0, dtype=wide))
+            self._shard.copy_(terms.sum(0, dtype=wide))
 
 
 Handle = dist.Work | Done | All | Waited | Watched | SummedAfter

@@ -36,12 +36,12 @@ class Normal:
         """Draw the elements ``start ... stop - 1`` of each run as one float32 array."""
         words = list(_words(seed, runs))
         values = _normal_pairs(np.concatenate(words)).reshape(-1)
-        firsts = np.cumsum([0, *(2 * len(own) for own in words[:-1])])
-        kept = [
+        firsts = np.cumsum([0, *(2 * len(run_words) for run_words in words[:-1])])
+        drawn = [
             values[first + start % PER_COUNTER :][: stop - start]
             for first, (start, stop) in zip(firsts, runs, strict=True)
         ]
-        return np.concatenate(kept) * np.float32(self.std)
+        return np.concatenate(drawn) * np.float32(self.std)
 
 
 @torch.no_grad()
@@ -71,10 +71,10 @@ def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: i
             initialise(parameter, init_method)
         return
     parameter.data.zero_()
-    for part in spec.parts:
-        target = parameter.data[part.local.index]
+    for piece in spec.parts:
+        target = parameter.data[piece.local.index]
         if isinstance(init_method, Normal):
-            _fill(target, part.whole, spec.global_shape, init_method, name_seed(seed, name))
+            _fill(target, piece.whole, spec.global_shape, init_method, name_seed(seed, name))
         else:
             init_method(target)
 
@@ -91,25 +91,28 @@ def name_seed(seed: int, name: str) -> int:
 
 def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal, seed: int) -> None:
     """Fill ``target``, the part ``box`` of a tensor of ``shape``, one chunk at a time."""
-    whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    flat, at = whole.view(-1), 0
+    contiguous = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    flat = contiguous.view(-1)
+    offset = 0
     if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
         fill_normal(flat, box, shape, seed, init_method.std)
-        if whole is not target:
-            target.copy_(whole)
+        if contiguous is not target:
+            target.copy_(contiguous)
         return
     for runs in _chunks(box.flat_ranges(shape)):
         values = torch.from_numpy(init_method.draw(seed, runs))
-        flat[at : at + len(values)] = values.to(flat)
-        at += len(values)
-    if whole is not target:
-        target.copy_(whole)
+        flat[offset : offset + len(values)] = values.to(flat)
+        offset += len(values)
+    if contiguous is not target:
+        target.copy_(contiguous)
 
 
 @cache
 def draws_alike(device: torch.device) -> bool:
     """Whether ``device_draws`` has the bits of ``Normal.draw`` on a device; warns if not."""
-    normal, shape, seed = Normal(0.02), (257, 4096), name_seed(0, "check")
+    normal = Normal(0.02)
+    shape = (257, 4096)
+    seed = name_seed(0, "check")
     for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
         there = torch.empty(box.numel, device=device)
         fill_normal(there, box, shape, seed, normal.std)
@@ -127,10 +130,12 @@ def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         while start < stop:
             end = min(stop, start + CHUNK - size)
             chunk.append((start, end))
-            size, start = size + end - start, end
+            size = size + end - start
+            start = end
             if size == CHUNK:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
     if chunk:
         yield chunk
 
@@ -143,10 +148,11 @@ def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     generator = np.random.Philox(key=seed)
     state = generator.state
     for start, stop in runs:
-        first, last = start // PER_COUNTER, -(-stop // PER_COUNTER)
+        first = start // PER_COUNTER
+        end = -(-stop // PER_COUNTER)
         state["state"]["counter"][0] = first
         generator.state = state
-        yield generator.random_raw(4 * (last - first))
+        yield generator.random_raw(4 * (end - first))
 
 
 def _normal_pairs(words: np.ndarray) -> np.ndarray:
@@ -156,7 +162,8 @@ def _normal_pairs(words: np.ndarray) -> np.ndarray:
     and sine use only operations that IEEE 754 rounds alike on every machine (relative error 1e-6): libraries differ in
     the last bit, but replicas of a weight on different processors must not.
     """
-    upper, lower = (words >> np.uint64(32)).astype(np.float32), words.astype(np.uint32)
+    upper = (words >> np.uint64(32)).astype(np.float32)
+    lower = words.astype(np.uint32)
     u = (upper + np.float32(0.5)) * np.float32(2.0**-32)
     mantissa, exponent = np.frexp(u)
     s = (mantissa - 1) / (mantissa + 1)  # log m = 2 artanh((m - 1) / (m + 1)), here with |s| <= 1/3

@@ -44,27 +44,27 @@ class _Pair:
 
     def hand_over(self) -> None:
         """Switch to the other function until it switches back or ends."""
-        own = self._turn
-        if self._ended[1 - own]:
+        turn = self._turn
+        if self._ended[1 - turn]:
             return
         charged = METER.charged
-        self._give(1 - own)
-        self._take(own)
+        self._give(1 - turn)
+        self._take(turn)
         METER.switch(*charged)
 
-    def run(self, own: int, function: Callable[[], A]) -> A | None:
+    def run(self, turn: int, function: Callable[[], A]) -> A | None:
         """Run a function in its turns; an error is stored in ``error``."""
         result = None
         try:
-            self._take(own)
+            self._take(turn)
             result = function()
         except _AbandonedError:
             pass
         except BaseException as error:  # raised again by ``Interleaver.run``, in the caller's thread
             with self._changed:
                 self.error = self.error or error
-        self._ended[own] = True
-        self._give(1 - own)
+        self._ended[turn] = True
+        self._give(1 - turn)
         return result
 
     def _give(self, to: int) -> None:
@@ -72,9 +72,9 @@ class _Pair:
             self._turn = to
             self._changed.notify_all()
 
-    def _take(self, own: int) -> None:
+    def _take(self, turn: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == own or self.error is not None)
+            self._changed.wait_for(lambda: self._turn == turn or self.error is not None)
         if self.error is not None:
             raise _AbandonedError
 
@@ -102,13 +102,14 @@ class Interleaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pool.shutdown()
 
     def run(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
         """Run both functions, beginning with ``second``; return their results, or raise the first error of either."""
-        pair, stream = _Pair(), self._stream()
+        pair = _Pair()
+        stream = self._stream()
 
         def on_thread() -> B | None:
             with stream:

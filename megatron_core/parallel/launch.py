@@ -61,7 +61,8 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
 
 def connect(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if the ranks cannot connect."""
-    address, port = os.environ.get("MASTER_ADDR", ""), read_integer("MASTER_PORT", 0)
+    address = os.environ.get("MASTER_ADDR", "")
+    port = read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:
         raise LayoutError(
             f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the rendezvous needs rank 0's address and a free port "
@@ -100,7 +101,8 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
     Rank 0 publishes a random name of this attempt, every other rank answers with a random word, and rank 0 publishes
     all words. A rank that does not find its word has read the name of an earlier attempt, and reads again.
     """
-    word, name = secrets.token_hex(8), ""
+    word = secrets.token_hex(8)
+    name = ""
     if world.rank == 0:
         store.set("attempt", word)
         words = []
@@ -113,9 +115,9 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
         return dist.PrefixStore(word, store)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = store.get("attempt").decode()
-        if found != name:
-            name = found
+        announced = store.get("attempt").decode()
+        if announced != name:
+            name = announced
             store.set(f"{name}/{world.rank}", word)
         if store.check([f"{name}/all"]) and word in store.get(f"{name}/all").decode():
             return dist.PrefixStore(name, store)
@@ -182,12 +184,12 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
         discard(sys.stdout)
         _print_and_exit(FAILED, world, "standard output was closed")
     except Exception as error:
-        found = explained(error)
-        if found is None:
+        explanation = explained(error)
+        if explanation is None:
             if world is not None and world.watchdog is not None:
                 world.watchdog.leave(f"{type(error).__name__}: {error}")
             raise
-        status, message = found
+        status, message = explanation
         is_news = not isinstance(error, RestartNeeded)  # other ranks do not know the error
         if status == RESTART and is_news and world is not None and world.watchdog is not None:
             _report_to_torchrun(world.watchdog.report(message, error))  # already printed
@@ -234,7 +236,8 @@ def _print_once(message: str, world: World | None, *, waits: bool = True) -> Non
         if waits:
             time.sleep(REPORT_SECONDS if world.local_rank == 0 else 2 * REPORT_SECONDS)
     elif world is not None and world.store is not None:
-        store, key = world.store, "error/" + hashlib.sha256(message.encode()).hexdigest()
+        store = world.store
+        key = "error/" + hashlib.sha256(message.encode()).hexdigest()
         # If the store does not answer, printing twice is better than never.
         first = within(STORE_SECONDS, lambda: store.add(key, 1) == 1, otherwise=True)
     if first:

@@ -24,7 +24,8 @@ import torch
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
-PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
+PROCESS_BEGAN = time.time()
+_BEGAN = time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 COMPRESSED = "compressed gradients"
@@ -64,9 +65,11 @@ class StepTimes:
         for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         for name, more in other.traffic.items():
-            own = self.traffic.setdefault(name, Traffic())
-            own.calls, own.bytes = own.calls + more.calls, own.bytes + more.bytes
-            own.exposed, own.in_flight = own.exposed + more.exposed, own.in_flight + more.in_flight
+            total = self.traffic.setdefault(name, Traffic())
+            total.calls = total.calls + more.calls
+            total.bytes = total.bytes + more.bytes
+            total.exposed = total.exposed + more.exposed
+            total.in_flight = total.in_flight + more.in_flight
 
 
 @dataclass
@@ -101,7 +104,9 @@ class Waited:
     """The handle of a collective; charges the duration of ``wait`` to it."""
 
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
-        self._meter, self._work, self._transfer = meter, work, transfer
+        self._meter = meter
+        self._work = work
+        self._transfer = transfer
 
     @property
     def work(self) -> Any:
@@ -143,7 +148,9 @@ class Meter:
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
         """Start charging; collectives are named after the axes of ``groups``."""
         self._names = _names_of(groups)
-        self._device, self.on, self.charged = device, True, (OTHER, None)
+        self._device = device
+        self.on = True
+        self.charged = (OTHER, None)
         self._transfers.clear()
         self._marks = [(OTHER, self._now(), None)]
 
@@ -160,7 +167,8 @@ class Meter:
         """Charge time to ``phase`` from now on; returns the previous phase. ``detail`` is shown in a trace."""
         if not self.on:
             return phase
-        before, self.charged = self.charged[0], (phase, detail)
+        before = self.charged[0]
+        self.charged = (phase, detail)
         self._marks.append((phase, self._now(), detail))
         return before
 
@@ -170,11 +178,12 @@ class Meter:
         return self.last_mark
 
     @contextmanager
-    def phase(self, name: str, *, whole: bool = False) -> Iterator[None]:
-        """Charge the enclosed code to ``name``; with ``whole``, including its collectives and inner phases."""
-        before, was_on = self.charged, self.on
+    def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
+        """Charge the enclosed code to ``name``; with ``inclusive``, including its collectives and inner phases."""
+        before = self.charged
+        was_on = self.on
         self.switch(name, before[1])
-        self.on = was_on and not whole
+        self.on = was_on and not inclusive
         try:
             yield
         finally:
@@ -184,7 +193,8 @@ class Meter:
     @contextmanager
     def labelled(self, label: str | None) -> Iterator[None]:
         """Name the contents of the transfers that the enclosed code starts, such as ``compressed gradients``."""
-        before, self._label = self._label, label
+        before = self._label
+        self._label = label
         try:
             yield
         finally:
@@ -196,18 +206,21 @@ class Meter:
 
         Nothing is charged meanwhile: events on the stream would be part of the graph.
         """
-        was_on, self.on, self._captured = self.on, False, []
+        was_on = self.on
+        self.on = False
+        self._captured = []
         try:
             yield self._captured
         finally:
-            self.on, self._captured = was_on, None
+            self.on = was_on
+            self._captured = None
 
-    def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
+    def run(self, operation: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
         """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete.
 
         A transfer of this rank alone has a name such as ``host`` or ``disk`` as ``group``.
         """
-        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
+        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {operation}"
         if self._captured is not None:
             self._captured.append((name, sent))
         if not self.on:
@@ -227,10 +240,10 @@ class Meter:
             return None
         return Waited(self, work, transfer)
 
-    def sent(self, kind: str, size: float) -> None:
+    def sent(self, operation: str, size: float) -> None:
         """Count a message that is not waited for here."""
         if self.on:
-            self._transfers.append(_Transfer(kind, size, 0, 0))
+            self._transfers.append(_Transfer(operation, size, 0, 0))
 
     def waited(self) -> float:
         """Return the seconds since ``start`` or the last ``take`` in which this rank only waited for collectives.
@@ -250,7 +263,8 @@ class Meter:
             transfer.flown += moments[-1 if transfer.ended is None else transfer.ended] - moments[transfer.began]
             if transfer.ended is not None:
                 traffic = found.traffic.setdefault(transfer.name, Traffic())
-                traffic.calls, traffic.bytes = traffic.calls + 1, traffic.bytes + transfer.bytes
+                traffic.calls = traffic.calls + 1
+                traffic.bytes = traffic.bytes + transfer.bytes
                 traffic.in_flight += transfer.flown
         for (phase, _, _), start, end in zip(self._marks, moments, moments[1:], strict=False):
             if phase in self._kinds:
@@ -283,14 +297,14 @@ class Meter:
         """The transfers that have ended."""
         return [
             Span(
-                each.name if each.label is None else f"{each.name}: {each.label}",
-                each.detail,
-                moments[each.began],
-                moments[each.ended],
-                sum(moments[end] - moments[start] for start, end in each.waits),
+                transfer.name if transfer.label is None else f"{transfer.name}: {transfer.label}",
+                transfer.detail,
+                moments[transfer.began],
+                moments[transfer.ended],
+                sum(moments[end] - moments[start] for start, end in transfer.waits),
             )
-            for each in self._transfers
-            if each.ended
+            for transfer in self._transfers
+            if transfer.ended
         ]
 
     def _now(self) -> Any:
@@ -315,9 +329,9 @@ def _names_of(groups: ParallelGroups) -> dict[Any, str]:
     for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
         if groups.group(axes).size() > 1:
             names.setdefault(groups.group(axes), axes)
-    own = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
-    own |= {"outer": groups.outer, "outer reports": groups.outer_reports}
-    for name, group in own.items():
+    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
+    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
+    for name, group in special.items():
         if group is not None and group.size() > 1:
             names.setdefault(group, name)
     return names

@@ -23,8 +23,8 @@ def zigzag(length: int, rank: int, size: int) -> tuple[Range, ...]:
     """
     if size == 1:
         return ((0, length),)
-    chunk, rest = divmod(length, 2 * size)
-    if rest:
+    chunk, remainder = divmod(length, 2 * size)
+    if remainder:
         raise LayoutError(
             f"a sequence of {length} tokens cannot be cut into 2 x {size} chunks for context_parallel_size={size}; "
             f"use a multiple of {2 * size}"
@@ -64,12 +64,12 @@ class SequenceSplit:
         """Positions of the local tokens in their sequence of ``length`` tokens: int64 ``[n]``."""
         return torch.cat([torch.arange(*run, device=device) for run in zigzag(length, self.cp_rank, self.cp_size)])
 
-    def local(self, whole: Tensor) -> Tensor:
+    def local(self, sequences: Tensor) -> Tensor:
         """The local part of ``[b, s, ...]``."""
         if self.cp_size == 1:
-            return whole
-        runs = zigzag(whole.shape[1], self.cp_rank, self.cp_size)
-        return torch.cat([whole[:, first:stop] for first, stop in runs], dim=1)
+            return sequences
+        runs = zigzag(sequences.shape[1], self.cp_rank, self.cp_size)
+        return torch.cat([sequences[:, first:stop] for first, stop in runs], dim=1)
 
     def residual(self, local: Tensor, dim: int = 0) -> Tensor:
         """The residual part of a local sequence along ``dim``: a view."""
@@ -97,17 +97,18 @@ class LaterTokens:
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
         """Build from whole sequences, because targets may be tokens of other ranks."""
-        labels, masks = batch["labels"], batch["loss_mask"]
+        labels = batch["labels"]
+        masks = batch["loss_mask"]
         documents = torch.zeros_like(labels)
         if (lengths := batch.get("document_lengths")) is not None:
             numbers = torch.arange(lengths.shape[1])
             documents = torch.stack([numbers.repeat_interleave(row) for row in lengths])
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        by_name: tuple[list[Tensor], list[Tensor]] = ([], [])
         for ahead in range(1, depths + 1):
             same = _ahead(documents + 1, ahead) == documents + 1
-            for parts, whole in zip(found, (_ahead(labels, ahead), _ahead(masks, ahead) * same), strict=True):
-                parts.append(split.local(whole).to(device, non_blocking=True))
-        return cls(torch.stack(found[0]), torch.stack(found[1]))
+            for shifted, sequences in zip(by_name, (_ahead(labels, ahead), _ahead(masks, ahead) * same), strict=True):
+                shifted.append(split.local(sequences).to(device, non_blocking=True))
+        return cls(torch.stack(by_name[0]), torch.stack(by_name[1]))
 
 
 def _ahead(x: Tensor, by: int) -> Tensor:
@@ -157,7 +158,7 @@ class MicroBatch(SequenceDetails):
         """Cut a loader's batch of whole sequences by ``split`` and move it to ``device``; ``later`` is the number of
         additional tokens to predict."""
         length = batch["tokens"].shape[1]
-        parts = {
+        entries = {
             name: split.local(batch[name]).to(device, non_blocking=True)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch
@@ -165,10 +166,10 @@ class MicroBatch(SequenceDetails):
         source = batch.get("source")
         lengths = batch.get("document_lengths")
         return cls(
-            **parts,
+            **entries,
             positions=split.positions(length, device),
             sample_index=batch["sample_index"].to(device, non_blocking=True),
-            residual_length=split.residual_length(parts["tokens"].shape[1]),
+            residual_length=split.residual_length(entries["tokens"].shape[1]),
             document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
             later=LaterTokens.of(batch, later, split, device) if later else None,
             source=None if source is None else source.to(device, non_blocking=True),

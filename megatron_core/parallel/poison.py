@@ -19,8 +19,8 @@ def is_on() -> bool:
     return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
-def poison_outside(flat: Tensor, own: slice) -> None:
-    """If poisoning is on, fill ``flat`` [n] with NaN outside the slice ``own``."""
+def poison_outside(flat: Tensor, valid: slice) -> None:
+    """If poisoning is on, fill ``flat`` [n] with NaN outside the slice ``valid``."""
     if is_on():
-        flat[: own.start].fill_(torch.nan)
-        flat[own.stop :].fill_(torch.nan)
+        flat[: valid.start].fill_(torch.nan)
+        flat[valid.stop :].fill_(torch.nan)

@@ -39,8 +39,8 @@ class Split:
     @cached_property
     def shared(self) -> tuple[Range, ...]:
         """Ranges held by several indices, in ascending order; the same on every rank."""
-        held = [piece for ranges in self.ranges for piece in ranges]
-        return tuple(sorted({piece for piece in held if held.count(piece) > 1}))
+        pieces = [piece for ranges in self.ranges for piece in ranges]
+        return tuple(sorted({piece for piece in pieces if pieces.count(piece) > 1}))
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class ShardSpec:
         owns_copies = not self.is_copy and all(
             index == 0 for axis, index in self.indices if axis not in self.split_axes
         )
-        found = []
+        boxes = []
         for runs in product(*self._runs):
             local = Box(tuple(run.local[0] for run in runs), tuple(run.local[1] for run in runs))
-            whole = Box(tuple(run.whole[0] for run in runs), tuple(run.whole[1] for run in runs))
+            global_box = Box(tuple(run.whole[0] for run in runs), tuple(run.whole[1] for run in runs))
             shared = tuple(axis for run in runs for axis in run.shared_over)
-            found.append(LocalPart(local, whole, owns_copies and all(run.owned for run in runs), shared))
-        return tuple(found)
+            boxes.append(LocalPart(local, global_box, owns_copies and all(run.owned for run in runs), shared))
+        return tuple(boxes)
 
     def owned_flat_ranges(self) -> list[Range]:
         """Ranges of flat local indices that this rank owns, ascending, with adjacent ranges merged.
@@ -152,22 +152,22 @@ class ShardSpec:
         Every element of the global tensor is owned by exactly one model-parallel rank.
         """
         ranges: list[Range] = []
-        for first, last in sorted(
-            r for part in self.parts if part.owned for r in part.local.flat_ranges(self.local_shape)
+        for start, stop in sorted(
+            r for piece in self.parts if piece.owned for r in piece.local.flat_ranges(self.local_shape)
         ):
-            if ranges and ranges[-1][1] == first:
-                ranges[-1] = (ranges[-1][0], last)
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
             else:
-                ranges.append((first, last))
+                ranges.append((start, stop))
         return ranges
 
     def all_shared_ranges(self, split: Split) -> list[Range]:
         """Global ranges along ``split.dim`` that ranks of ``split.axis`` share; the same on all of them."""
-        found = list(split.shared)
+        common = list(split.shared)
         for other in self.splits:
             if other.dim == split.dim and other is not split:
-                found = [both for own in found for piece in self._held(other) if (both := _common(own, piece))]
-        return sorted(found)
+                common = [both for span in common for piece in self._held(other) if (both := _common(span, piece))]
+        return sorted(common)
 
     def shared_ranges(self, split: Split) -> list[tuple[Range, Range]]:
         """Pairs (local range, global range) along ``split.dim`` that this rank shares over ``split.axis``."""
@@ -177,20 +177,22 @@ class ShardSpec:
     def localise(self, full: Tensor, local: Tensor) -> None:
         """Copy this rank's part of the global tensor ``full`` into ``local``; padding becomes zero."""
         local.zero_()
-        for part in self.parts:
-            local[part.local.index] = full[part.whole.index].to(local)
+        for piece in self.parts:
+            local[piece.local.index] = full[piece.whole.index].to(local)
 
     def element_numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Global flat indices of the elements ``start ... stop - 1`` of this rank's flattened tensor, int64; undefined
         for padding."""
         left = torch.arange(start, stop, device=device)
-        numbers, stride = torch.zeros_like(left), 1
+        numbers = torch.zeros_like(left)
+        stride = 1
         for dim in reversed(range(len(self.global_shape))):
-            own = torch.zeros(self.local_shape[dim], dtype=torch.int64)
+            indices = torch.zeros(self.local_shape[dim], dtype=torch.int64)
             for run in self._runs[dim]:
-                own[slice(*run.local)] = torch.arange(*run.whole)
-            numbers += own.to(device)[left % len(own)] * stride
-            left, stride = left // len(own), stride * self.global_shape[dim]
+                indices[slice(*run.local)] = torch.arange(*run.whole)
+            numbers += indices.to(device)[left % len(indices)] * stride
+            left = left // len(indices)
+            stride = stride * self.global_shape[dim]
         return numbers
 
     @cached_property
@@ -202,19 +204,19 @@ class ShardSpec:
         return split.ranges[dict(self.indices)[split.axis]]
 
     def _runs_of(self, dim: int, extent: int) -> Iterator[_Run]:
-        held: list[tuple[Range, bool, tuple[str, ...]]] = [((0, extent), True, ())]
+        runs: list[tuple[Range, bool, tuple[str, ...]]] = [((0, extent), True, ())]
         for split in (split for split in self.splits if split.dim == dim):
             lower = split.ranges[: dict(self.indices)[split.axis]]
-            held = [
+            runs = [
                 (both, owned and not any(piece in ranges for ranges in lower), shared + _sharing_axes(split, piece))
                 for piece in self._held(split)
-                for before, owned, shared in held
+                for before, owned, shared in runs
                 if (both := _common(before, piece))
             ]
-        at = 0
-        for (start, stop), owned, shared in held:
-            yield _Run((at, at + stop - start), (start, stop), owned, shared)
-            at += stop - start
+        offset = 0
+        for (start, stop), owned, shared in runs:
+            yield _Run((offset, offset + stop - start), (start, stop), owned, shared)
+            offset += stop - start
 
 
 def _sharing_axes(split: Split, piece: Range) -> tuple[str, ...]:
@@ -236,10 +238,10 @@ def split(
 ) -> ShardSpec:
     """Equal contiguous parts along ``dim``; with ``padded``, equal parts of that larger size."""
     extent = shape[dim]
-    part = (padded or extent) // size
-    bounds = [(min(i * part, extent), min((i + 1) * part, extent)) for i in range(size)]
+    length = (padded or extent) // size
+    bounds = [(min(i * length, extent), min((i + 1) * length, extent)) for i in range(size)]
     ranges = tuple(((start, stop),) if start < stop else () for start, stop in bounds)
-    return ShardSpec(tuple(shape), (Split(dim, axis, ranges, part if padded else 0),), ((axis, index),))
+    return ShardSpec(tuple(shape), (Split(dim, axis, ranges, length if padded else 0),), ((axis, index),))
 
 
 def split_fused(
@@ -268,7 +270,8 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
     if groups >= size:
         return replace(split(shape, 0, index, size), fused=fused)
     sharers = size // groups
-    group_rows, own_query = queries + 2 * head_size, heads // size * head_size
+    group_rows = queries + 2 * head_size
+    own_query = heads // size * head_size
     ranges = []
     for i in range(size):
         base = i // sharers * group_rows
@@ -301,8 +304,8 @@ def spec_of(parameter: nn.Parameter) -> ShardSpec:
 
 def allocate(spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """An uninitialized parameter with its ``ShardSpec``; padding is set to zero, because nothing fills it later."""
-    held = sum(part.local.numel for part in spec.parts)
-    make = torch.empty if held == prod(spec.local_shape) else torch.zeros
+    elements = sum(piece.local.numel for piece in spec.parts)
+    make = torch.empty if elements == prod(spec.local_shape) else torch.zeros
     parameter = nn.Parameter(make(spec.local_shape, dtype=dtype, device=device))
     parameter.shard_spec = spec
     return parameter

@@ -29,8 +29,12 @@ _TABLE = 2**16
 """Factors that are kept; those of larger indices are computed on each use."""
 _ROW = 4096
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+# digits of pi
+_ROW_SEED = 0x243F6A8885A308D3
+_COLUMN_SEED = 0x13198A2E03707344
+_GOLDEN = -0x61C8864680B583EB
+_FIRST = -0x40A7B892E31B1A47
+_SECOND = -0x6B2FB644ECCEEE15
 
 
 def box_sum(values: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
@@ -46,8 +50,8 @@ def box_sum(values: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
     rows = _row_factors(Box(box.start[:-1], box.stop[:-1]), shape[:-1], words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     height = max(CHUNK // max(words.shape[1], 1), 1)
-    for part, factors in zip(words.split(height), rows.split(height), strict=True):
-        total += _rows_sum(part, columns).mul_(factors).sum()
+    for chunk, factors in zip(words.split(height), rows.split(height), strict=True):
+        total += _rows_sum(chunk, columns).mul_(factors).sum()
     return total
 
 
@@ -55,8 +59,8 @@ def _rows_sum(words: Tensor, columns: Tensor) -> Tensor:
     """The sum of each row's words times ``columns``, at most ``CHUNK`` columns at a time."""
     if words.shape[1] <= CHUNK:
         return words.to(torch.int64).mul_(columns).sum(1)
-    parts = zip(words.split(CHUNK, 1), columns.split(CHUNK), strict=True)
-    return torch.stack([part.to(torch.int64).mul_(own).sum(1) for part, own in parts]).sum(0)
+    chunks = zip(words.split(CHUNK, 1), columns.split(CHUNK), strict=True)
+    return torch.stack([chunk.to(torch.int64).mul_(factors).sum(1) for chunk, factors in chunks]).sum(0)
 
 
 def _row_factors(box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -64,7 +68,7 @@ def _row_factors(box: Box, shape: tuple[int, ...], device: torch.device) -> Tens
     ranges = list(box.flat_ranges(shape)) if shape else [(0, 1)]
     if len(ranges) == 1:
         return _factors(*ranges[0], _ROW_SEED, device)
-    return torch.cat([_factors(*each, _ROW_SEED, device) for each in ranges])
+    return torch.cat([_factors(*span, _ROW_SEED, device) for span in ranges])
 
 
 def _factors(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
@@ -123,10 +127,10 @@ def bit_hash(x: Tensor) -> Tensor:
 
 def hash_on_device(data: Tensor) -> Tensor:
     """The hash of bytes ``[n]`` without a copy to the host; its values differ from those on a CPU."""
-    whole = data.numel() // _ROW * _ROW
+    full_rows = data.numel() // _ROW * _ROW
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for part, width in ((data[:whole], _ROW), (data[whole:], data.numel() - whole)):
+    for chunk, width in ((data[:full_rows], _ROW), (data[full_rows:], data.numel() - full_rows)):
         if width:
-            shape = (part.numel() // width, width)
-            total = total * 3 + box_sum(part.view(shape), Box((0, 0), shape), shape)
+            shape = (chunk.numel() // width, width)
+            total = total * 3 + box_sum(chunk.view(shape), Box((0, 0), shape), shape)
     return total

@@ -43,7 +43,8 @@ def raising_on_all_ranks(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure, message = error, str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+        failure = error
+        message = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
     by_rank = gather_from_all_ranks(message, device)
     if failure is not None:
         raise failure
@@ -56,7 +57,9 @@ class StringBroadcast:
     """Texts from the first rank of ``group`` to the others; it is at most ``ahead`` texts ahead of them."""
 
     def __init__(self, group: Group, device: torch.device, *, ahead: int) -> None:
-        self._group, self._device, self._ahead = group, device, ahead
+        self._group = group
+        self._device = device
+        self._ahead = ahead
         self._sent: deque[list[tuple[torch.Tensor, dist.Work | None]]] = deque()
 
     @property
@@ -79,9 +82,10 @@ class StringBroadcast:
         data = _encoded(text, self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
         messages = [size, data] if data.numel() else [size]
-        others = range(1, self._group.size())
+        targets = range(1, self._group.size())
         # The tensors are kept until they have arrived.
-        self._sent.append([(each, dist.isend(each, group=group, group_dst=to)) for to in others for each in messages])
+        pairs = [(to, tensor) for to in targets for tensor in messages]
+        self._sent.append([(tensor, dist.isend(tensor, group=group, group_dst=to)) for to, tensor in pairs])
         while len(self._sent) > self._ahead:
             for _, handle in self._sent.popleft():
                 assert handle is not None, "this rank is in the group"
@@ -125,5 +129,5 @@ def _encoded(text: str, device: torch.device) -> torch.Tensor:
 
 def listed(names: Sequence[object], most: int = 8) -> str:
     """Join the names with commas; a long list is cut after ``most`` names, with the number of the rest."""
-    shown = ", ".join(map(str, names[:most]))
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    first_names = ", ".join(map(str, names[:most]))
+    return f"{first_names} and {len(names) - most} more" if len(names) > most else first_names

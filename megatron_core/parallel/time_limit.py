@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
     """Run ``action``; returns ``otherwise`` if it fails or takes longer than ``seconds`` (it then continues in a
     thread)."""
-    found: list[Result] = []
-    start_thread(lambda: found.append(action())).join(seconds)
-    return found[0] if found else otherwise
+    results: list[Result] = []
+    start_thread(lambda: results.append(action())).join(seconds)
+    return results[0] if results else otherwise
 
 
 def start_thread(action: Callable[[], None]) -> threading.Thread:

@@ -21,7 +21,9 @@ class Copied:
     """The handle of copies in a stream. With ``for_host`` its ``wait`` blocks the host, else the current stream."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, *, for_host: bool) -> None:
-        self._event, self._device, self._for_host = event, device, for_host
+        self._event = event
+        self._device = device
+        self._for_host = for_host
 
     def wait(self) -> None:
         """Wait for the copies."""
@@ -54,7 +56,8 @@ class Lane:
 
     def __init__(self, name: Direction, device: torch.device) -> None:
         """``device``: the device of the copies; the CPU for files."""
-        self._name, self._device = name, device
+        self._name = name
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._executor = ThreadPoolExecutor(1, name.replace(" ", "-")) if self._stream is None else None
 
@@ -64,8 +67,8 @@ class Lane:
         The caller must neither change nor free the memory of ``call`` before it has waited for the handle.
         ``for_host``: whether the host reads the result, and not the device.
         """
-        where, kind = self._name.split()
-        handle: Transfer = METER.run(kind, where, size, lambda: self._started(call, for_host=for_host))
+        where, operation = self._name.split()
+        handle: Transfer = METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))
         return handle
 
     def copy(self, to: Tensor, source: Tensor, *, for_host: bool = False) -> Transfer:

@@ -11,10 +11,10 @@ from megatron_core.config.tree import smallest_factor
 Add = Callable[[Tensor, Tensor], Tensor]
 
 
-def tree_sum(parts: Sequence[Tensor], add: Add = torch.add) -> Tensor:
-    """The sum of ``parts``: neighbours in groups of the smallest prime factor of their number, then the sums of the
+def tree_sum(terms: Sequence[Tensor], add: Add = torch.add) -> Tensor:
+    """The sum of ``terms``: neighbours in groups of the smallest prime factor of their number, then the sums of the
     groups in the same way; each addition rounds to the dtype of the parts. ``Tensor.add_`` overwrites the parts."""
-    values = list(parts)
+    values = list(terms)
     while len(values) > 1:
         width = smallest_factor(len(values))
         values = [reduce(add, values[first : first + width]) for first in range(0, len(values), width)]

@@ -45,8 +45,13 @@ class Watchdog:
         # A separate connection, if torch supports it, because calls on a shared one may block.
         clone = getattr(store, "clone", lambda: store)
         self._store = dist.PrefixStore("watchdog", clone())
-        self._rank, self._size, self._limit, self._status = rank, size, limit, status
-        self.prefix, self._iteration, self._beat = "", 0, 0.0
+        self._rank = rank
+        self._size = size
+        self._limit = limit
+        self._status = status
+        self.prefix = ""
+        self._iteration = 0
+        self._beat = 0.0
         self._answered = self._leaving = False
         self._main = threading.main_thread().ident
         self._host = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
@@ -54,7 +59,8 @@ class Watchdog:
 
     def beat(self, iteration: int) -> None:
         """A step starts; from the first one on, a rank without progress is reported."""
-        self._iteration, self._beat = iteration, time.monotonic()
+        self._iteration = iteration
+        self._beat = time.monotonic()
 
     def rest(self) -> None:
         """Stop checking for progress, because the remaining work may be slow."""
@@ -81,15 +87,15 @@ class Watchdog:
         ``error``: its traceback replaces the current location of this rank.
         """
         self._answered = self._leaving = True
-        own = self._place()
+        answer = self._place()
         if error is not None:
-            own["line"] = _line(traceback.extract_tb(error.__traceback__))
-        answers: dict[int, dict[str, Any]] = {self._rank: own}
+            answer["line"] = _line(traceback.extract_tb(error.__traceback__))
+        answers: dict[int, dict[str, Any]] = {self._rank: answer}
         is_first: list[bool] = []  # stays empty while the store does not answer
 
         def ask() -> None:
             is_first.append(self._store.add("first", 1) == 1)
-            self._store.set(f"answer/{self._rank}", json.dumps(own))
+            self._store.set(f"answer/{self._rank}", json.dumps(answer))
             if is_first[0]:
                 self._store.set("reason", reason)
             deadline = time.monotonic() + ANSWERS
@@ -111,9 +117,9 @@ class Watchdog:
             reason += f"; no answer yet from rank {', '.join(map(str, silent))}"
         self._print(f"{self.prefix} error: {reason}".lstrip())
         asking.join(ANSWERS + POLL - EARLY)
-        found = describe(reason, dict(answers), self._size)
-        self._print(found.partition("\n")[2])
-        return found
+        report = describe(reason, dict(answers), self._size)
+        self._print(report.partition("\n")[2])
+        return report
 
     def _watch(self) -> None:
         while True:
@@ -121,10 +127,10 @@ class Watchdog:
             if self._leaving:
                 return
             try:
-                called = self._store.check(["reason"])
+                is_requested = self._store.check(["reason"])
             except (RuntimeError, OSError):
                 return  # the store is gone: collectives will fail on their own
-            if called:
+            if is_requested:
                 self._answer_and_exit()
             idle = time.monotonic() - max(self._beat, RECORDER.last)
             if self._beat and idle > SLACK * self._limit:
@@ -153,8 +159,8 @@ class Watchdog:
 
 def _line(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line outside torch and this package."""
-    own = [f for f in stack if not f.filename.startswith((*LIBRARIES, "<"))] or list(stack)
-    frame = own[-1]
+    frames = [f for f in stack if not f.filename.startswith((*LIBRARIES, "<"))] or list(stack)
+    frame = frames[-1]
     return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
 
 

@@ -20,7 +20,8 @@ class Watched:
     """The handle of a collective that calls ``after`` once, when it is complete."""
 
     def __init__(self, work: Any, after: Callable[[], None]) -> None:
-        self._work, self._after = work, after
+        self._work = work
+        self._after = after
         self._done = False
 
     def wait(self) -> None:

@@ -71,7 +71,8 @@ class World:
         """
         read_launcher()
         size = read_integer("WORLD_SIZE", 1, least=1)
-        rank, local_rank = read_integer("RANK", 0), read_integer("LOCAL_RANK", 0)
+        rank = read_integer("RANK", 0)
+        local_rank = read_integer("LOCAL_RANK", 0)
         if size > 1 and "RANK" not in os.environ:
             raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {WAY_OUT}")
         if rank >= size:

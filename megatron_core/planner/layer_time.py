@@ -28,27 +28,20 @@ class LayerClock:
     """Times of the layers of a configuration on a machine with ``world_size`` ranks."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, world_size: int, vocab_size: int) -> None:
-        self.config = config
-        self.hardware = hardware
+        self.config, self.hardware = config, hardware
         self.vocab_size = vocab_size
-        parallel = config.parallel
-        model = config.model
+        parallel, model = config.parallel, config.model
         self.rings = Rings(hardware, parallel, world_size)
         self.rate = hardware.flops(config.training.compute_dtype)
         self.fast_rate = hardware.product_flops.get("float8", self.rate)  # without float8 products are emulated
-        self.eight_bit = False
-        self.bytes = number_size(config.training.compute_dtype)
+        self.eight_bit, self.bytes = False, number_size(config.training.compute_dtype)
         self.stream_bytes = number_size(config.residual_dtype)
-        self.tp = parallel.tensor_model_parallel_size
-        self.cp = parallel.context_parallel_size
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
-        self.attention_kind = attention_of(model)
-        self.heads = model.num_attention_heads / self.tp
-        query = self.attention_kind.query_head_size
-        value = self.attention_kind.value_head_size
-        self.queries = self.heads * query
-        self.outputs = self.heads * value
+        self.attention_kind, self.heads = attention_of(model), model.num_attention_heads / self.tp
+        query, value = self.attention_kind.query_head_size, self.attention_kind.value_head_size
+        self.queries, self.outputs = self.heads * query, self.heads * value
 
     # --- single operations
 
@@ -56,13 +49,11 @@ class LayerClock:
         """Seconds of ``count`` products of ``[m, k]`` and ``[k, n]``."""
         if min(m, k, n) <= 0:
             return 0.0
-        edge = self.hardware.product_edge
-        size = self.bytes
+        edge, size = self.hardware.product_edge, self.bytes
         flops = 2 * m * k * n * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
         arithmetic = flops / (self.fast_rate if self.eight_bit else self.rate)
-        moved = (1 if self.eight_bit else size) * (m * k + k * n) + (
-            size if result_bytes is None else result_bytes
-        ) * m * n
+        result = size if result_bytes is None else result_bytes
+        moved = (1 if self.eight_bit else size) * (m * k + k * n) + result * m * n
         return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
 
     def elements(self, size: float) -> float:
@@ -82,11 +73,8 @@ class LayerClock:
     def linear(self, rows: float, inputs: float, outputs: float, count: float = 1) -> tuple[float, float, float]:
         """Seconds of a linear layer's forward, input gradient and weight gradient (accumulated in float32 or wider)."""
         wide = 2 * max(self.bytes, 4)
-        dense = (
-            self.product(rows, inputs, outputs, count=count),
-            self.product(rows, outputs, inputs, count=count),
-            self.product(outputs, rows, inputs, count=count, result_bytes=wide),
-        )
+        of_rows = self.product(rows, inputs, outputs, count=count), self.product(rows, outputs, inputs, count=count)
+        dense = (*of_rows, self.product(outputs, rows, inputs, count=count, result_bytes=wide))
         if not self.eight_bit:
             return dense
         forward, backward, weight_grad = self.casts(rows, inputs, outputs)
@@ -96,15 +84,13 @@ class LayerClock:
         """Seconds of the casts to 8 bits before each product of a linear layer.
 
         Forward casts input and weight; the input gradient casts the output's gradient (and its transpose) and the
-        weight; the weight gradient casts the input. The scale of a whole matrix or row needs an additional pass;
-        backward reuses the scales of forward.
+        weight; the weight gradient casts the input.
         """
+        # The scale of a whole matrix or row needs an additional pass; backward reuses the scales of forward.
         n = self.bytes
         scale = n * (self.config.training.fp8_recipe in ("tensorwise", "rowwise"))
-        first = self.elements(scale + n + 1)
-        again = self.elements(n + 1)
-        both = self.elements(scale + n + 2)
-        weight = inputs * outputs
+        first, again = self.elements(scale + n + 1), self.elements(n + 1)
+        both, weight = self.elements(scale + n + 2), inputs * outputs
         return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
     def pair(
@@ -117,10 +103,8 @@ class LayerClock:
         weight gradient (Korthikanti et al. 2022, section 4.2.2). ``joined``: another pair, with the same input, has the
         reductions of both; only gathers of the input are left.
         """
-        first = self.linear(rows, inputs, inner_in)
-        second = self.linear(rows, inner_out, outputs)
-        ring = self.rings.ring("tp")
-        size = self.bytes * self.tokens * self.config.model.hidden_size
+        first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
+        ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
         gather = ring.gather(size)
         if joined:
             inputs_of_part = gather if self.parts > 1 else 0.0
@@ -153,12 +137,9 @@ class LayerClock:
     def core_attention(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of scores, softmax and weighted values."""
         # Communication of context parallelism.
-        config = self.config
-        model = self.config.model
-        length = config.data.seq_length
-        batch = config.training.micro_batch_size
-        sent = layer_traffic(config, layer)
-        ring = self.rings.ring("cp")
+        config, model = self.config, self.config.model
+        length, batch = config.data.seq_length, config.training.micro_batch_size
+        sent, ring = layer_traffic(config, layer), self.rings.ring("cp")
         comm = [
             sent_bytes / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
             for sent_bytes in (sent.forward, sent.backward)
@@ -173,15 +154,13 @@ class LayerClock:
             kinds = [{"attention": times[0]}, {"attention": times[1]}]
             kernels = (1.0, 3.0)
         else:
-            count = batch * self.heads
-            queries = length / self.cp
+            count, queries = batch * self.heads, length / self.cp
             scores = self.product(queries, self.attention_kind.query_head_size, length, count=count)
             values = self.product(queries, length, self.attention_kind.value_head_size, count=count)
             drops = model.attention_dropout > 0
             # Blocks of queries leave out the keys after them; tiles of context parallelism do not.
             share = computed_weights(model, length) / length**2 if queries == length else 1.0
-            scores = share * scores
-            values = share * values
+            scores, values = share * scores, share * values
             size = share * count * queries * length
             kinds = [
                 {"attention": scores + values, "elements": self.elements(size * self.bytes * (4 if drops else 2))},
@@ -218,8 +197,7 @@ class LayerClock:
 
     def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
-        model = self.config.model
-        passes = []
+        model, passes = self.config.model, []
         if model.has_attention(layer) and model.has_sparse_attention:
             passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
         elif model.has_attention(layer):
@@ -231,8 +209,7 @@ class LayerClock:
 
     def between(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""
-        model = self.config.model
-        n = self.bytes
+        model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         added = model.has_mixer(layer) + model.has_mlp(layer)
         norms = added * (2 if model.norm_placement == "sandwich" else 1)
@@ -243,8 +220,7 @@ class LayerClock:
         dropped = 2 if model.hidden_dropout else 0
         backward = n * (rows * (3 * norms + (3 + dropped) * added) + 2 * rotated + 3 * normed)
         wider = (self.stream_bytes - n) * rows * added  # a norm reads the residual stream, a sum also writes it
-        forward = forward + 3 * wider
-        backward = backward + 4 * wider
+        forward, backward = forward + 3 * wider, backward + 4 * wider
         kernels = norms + added + 2 * bool(rotated) + 2 * bool(normed)
         return (
             {"elements": self.elements(forward), "launches": self.launches(kernels)},
@@ -262,8 +238,7 @@ class LayerClock:
 
     def mlp(self, width: float, *, joined: bool = False) -> Passes:
         """A dense MLP of ``width`` over all tensor-parallel ranks; ``joined`` as in ``pair``."""
-        hidden = self.config.model.hidden_size
-        inner = width / self.tp
+        hidden, inner = self.config.model.hidden_size, width / self.tp
         gated = 2 if self.config.model.gated_linear_unit else 1
         forward, backward = self.activation(self.tokens, inner)
         pair = self.pair(self.tokens, hidden, gated * inner, inner, hidden, joined=joined)
@@ -271,10 +246,8 @@ class LayerClock:
 
     def replaced(self) -> Passes:
         """A linear layer in place of attention or MLP; tensor-parallel ranks gather its outputs or exchange them."""
-        hidden = self.config.model.hidden_size
-        ring = self.rings.ring("tp")
-        linear = self.linear(self.tokens, hidden, hidden / self.tp)
-        size = self.bytes * self.tokens * hidden
+        hidden, ring = self.config.model.hidden_size, self.rings.ring("tp")
+        linear, size = self.linear(self.tokens, hidden, hidden / self.tp), self.bytes * self.tokens * hidden
         gathering = ring.gather(size)
         moved = ring.all_to_all(size / self.tp) if self.parts > 1 else 0.0
         products = [{"products": seconds, "launches": self.launches(1)} for seconds in linear]
@@ -282,12 +255,9 @@ class LayerClock:
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
-        model = self.config.model
-        parallel = self.config.parallel
-        hidden = model.hidden_size
-        outer = model.expert_hidden_size
-        etp = parallel.expert_tensor_size
-        local_tokens = self.tokens / self.tp
+        model, parallel = self.config.model, self.config.parallel
+        hidden, outer = model.hidden_size, model.expert_hidden_size
+        etp, local_tokens = parallel.expert_tensor_size, self.tokens / self.tp
         rows = local_tokens * model.moe_router_topk * etp
         local = (model.num_experts or 1) / parallel.expert_model_parallel_size
         inner = model.expert_ffn_size / etp
@@ -296,8 +266,7 @@ class LayerClock:
         second = self.linear(rows / local, inner, outer, local)
         # Of every token: the products of the router, and of latents, which have the same sizes both ways.
         router = self.linear(local_tokens, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
-        moved = self.exchange()
-        reducing = 0.0
+        moved, reducing = self.exchange(), 0.0
         if self.tp > 1 and self.parts == 1:
             reducing = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
         forward, backward = self.activation(rows, inner)
@@ -318,8 +287,7 @@ class LayerClock:
 
     def exchange(self) -> float:
         """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
-        model = self.config.model
-        parallel = self.config.parallel
+        model, parallel = self.config.model, self.config.parallel
         row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
         if model.moe_token_dispatcher_type == "alltoall":
@@ -374,8 +342,7 @@ class LayerClock:
         model = self.config.model
         size = self.bytes * self.tokens * model.hidden_size
         joined = self.linear(self.tokens, 2 * model.hidden_size, model.hidden_size / self.tp)
-        gather = 2 * self.rings.ring("tp").gather(size)
-        norms = self.elements(10 * size / self.parts)
+        gather, norms = 2 * self.rings.ring("tp").gather(size), self.elements(10 * size / self.parts)
         projection = Passes(
             {"products": joined[0], "elements": norms, "tp": gather},
             {"products": joined[1], "elements": 1.5 * norms, "tp": gather},
@@ -398,8 +365,7 @@ class LayerClock:
 
     def embedding(self) -> Passes:
         """The embedding, its reduction over tensor-parallel ranks, positions and dropout."""
-        size = self.bytes * self.tokens * self.config.model.hidden_size
-        ring = self.rings.ring("tp")
+        size, ring = self.bytes * self.tokens * self.config.model.hidden_size, self.rings.ring("tp")
         comm = ring.gather(size) if self.parts > 1 else ring.reduce(size)
         return Passes(
             {"elements": self.elements(4 * size), "launches": self.launches(4), "tp": comm},
@@ -409,13 +375,11 @@ class LayerClock:
 
     def head(self) -> Passes:
         """The last norm, the output layer and the loss."""
-        model = self.config.model
-        n = self.bytes
+        model, n = self.config.model, self.bytes
         columns = padded_vocabulary(self.config, self.vocab_size) / self.tp
         products = self.linear(self.tokens, model.hidden_size, columns)
         again = products[0] if model.fuses_output_layer_with_loss else 0.0
-        ring = self.rings.ring("tp")
-        size = n * self.tokens * model.hidden_size
+        ring, size = self.rings.ring("tp"), n * self.tokens * model.hidden_size
         gather = ring.gather(size) if self.parts > 1 else 0.0
         logits = n * self.tokens * columns
         return Passes(

@@ -43,10 +43,8 @@ SHAPE = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 """Settings that distinguish layouts in the result; of layouts with equal values only the fastest is kept."""
-MOST_CHUNKS = 8
-LISTING = 0.5
-SEEDING = 0.2
-RESERVE = 0.05
+MOST_CHUNKS, LISTING = 8, 0.5
+SEEDING, RESERVE = 0.2, 0.05
 """Shares of the time limit for the list of points, for a sample of them, and for the end of what has begun."""
 
 
@@ -123,8 +121,7 @@ class Search:
                 "global_batch_size=None: layouts are compared on the same batch; give --global-batch-size, the "
                 "number of sequences of an optimizer step"
             )
-        limit = TimeLimit(self.seconds, self.clock)
-        frontier = Frontier(self._points_of)
+        limit, frontier = TimeLimit(self.seconds, self.clock), Frontier(self._points_of)
         seeds = list[Settings]()
         for bound, group in self._groups():
             frontier.add(bound, group)
@@ -196,8 +193,7 @@ class Search:
 
     def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, Settings]]:
         """Yield the points of a group and lower bounds of their times."""
-        batch = self.config.training.global_batch_size or 1
-        micro = group.settings["micro_batch_size"]
+        batch, micro = self.config.training.global_batch_size or 1, group.settings["micro_batch_size"]
         for stages in self._stages[group.room]:
             copies = group.room // stages["pipeline_model_parallel_size"]
             if batch % (micro * copies) == 0:
@@ -235,8 +231,7 @@ class Search:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
         legal = []
         for pp, schedule in product(divisors(room), TRAINING):
-            chunks = SCHEDULES[schedule].chunks
-            most = min(MOST_CHUNKS, self.config.model.num_layers // pp)
+            chunks, most = SCHEDULES[schedule].chunks, min(MOST_CHUNKS, self.config.model.num_layers // pp)
             for v in range(2, most + 1) if chunks is None else [1]:
                 stages = {
                     "pipeline_model_parallel_size": pp,
@@ -265,10 +260,8 @@ class Search:
 
     def _bound(self, settings: Settings) -> float:
         """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
-        times = self._times(settings)
-        batch = self.config.training.global_batch_size or 1
-        full = settings["recompute_granularity"] == "full"
-        away = settings["cpu_offloading"]
+        times, batch = self._times(settings), self.config.training.global_batch_size or 1
+        full, away = settings["recompute_granularity"] == "full", settings["cpu_offloading"]
         counts = Counter(times.kinds)
         layers = sum(
             counts[layer_kind] * sum(times.layer(times.kinds.index(layer_kind), recomputed=full, offloaded=away).sums)
@@ -319,8 +312,7 @@ class Search:
                 if pipeline.least_seconds >= worst:
                     return
                 footprint = self._footprint(pipeline)
-            pipeline = pipeline.variant(config)
-            footprint = footprint.variant(config)
+            pipeline, footprint = pipeline.variant(config), footprint.variant(config)
             rank, memory = footprint.worst()
             if not self.fits(memory):
                 self.too_large += 1

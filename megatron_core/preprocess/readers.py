@@ -33,8 +33,7 @@ TEXT_COLUMN = re.compile(
     r"(large_)?(string|binary)|(string|binary)_view|fixed_size_binary\[\d+\]|dictionary<values=(large_)?(string|binary),.*"
 )
 """Pattern of the types of columns with texts; lists and structs of texts are not among them."""
-MOST_ROWS = 4096
-MOST_EMPTY_ROWS = 1 << 20
+MOST_ROWS, MOST_EMPTY_ROWS = 4096, 1 << 20
 ROWS_PER_BYTE = 16
 """A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused.
 
@@ -91,8 +90,7 @@ def read_blocks(
 ) -> Iterator[ContentBlock]:
     """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet from row `start` on.
 
-    folder: place of the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its
-    end.
+    folder: for the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its end.
     """
     if source.kind == "parquet":
         yield from parquet_blocks(source, keys, limits, folder, start)
@@ -115,15 +113,12 @@ def read_texts(
     with TemporaryDirectory() as folder:
         for path in paths:
             source = describe(path)
-            lines = 0
-            raw = 0
+            lines, raw = 0, 0
             for block in read_blocks(source, keys, separator, Limits(), Path(folder)):
-                batch = block.batch(tuple(keys))
-                word = DOCUMENT_WORDS[source.kind]
+                batch, word = block.batch(tuple(keys)), DOCUMENT_WORDS[source.kind]
                 broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]
                 yield list(chain.from_iterable(batch.texts)), block.raw - raw, broken
-                lines = lines + batch.lines
-                raw = block.raw
+                lines, raw = lines + batch.lines, block.raw
 
 
 # JSON Lines
@@ -139,8 +134,7 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
         stream.skip_to(start - 1)
         _skip_line(stream, stop)  # only up to stop: else every range within a line of 1 GB would read its rest
     while stop is None or stream.position < stop:
-        first = stream.position == 0
-        size = limits.batch_bytes
+        first, size = stream.position == 0, limits.batch_bytes
         data = stream.read(size if stop is None else min(size, stop - stream.position))
         if not data:
             return
@@ -188,8 +182,7 @@ def is_array(data: bytes) -> bool:
 def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
     """Parse lines of JSON to the texts under the keys; blank lines are skipped."""
     lines = BytesIO(data).readlines()  # takes a third of the time of bytes.split
-    numbers = []
-    documents = []
+    numbers, documents = [], []
     broken = []
     for number, line in enumerate(lines, 1):
         if line.isspace():  # takes a hundredth of the time of parsing the line
@@ -205,15 +198,12 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
 
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
-    """Return the texts under the keys of a line of JSON; null is an empty text. ValueError, LookupError or TypeError if
-    a text is missing or invalid."""
+    """Return the texts under the keys of a line of JSON; null is an empty text. Errors: as ``parse`` catches."""
     try:
-        document = orjson.loads(line)
-        lenient = False
+        document, lenient = orjson.loads(line), False
     except ValueError:
         # json is slower and accepts more: a byte-order mark, NaN, nesting of any depth, halves of surrogate pairs.
-        document = json.loads(line)
-        lenient = True
+        document, lenient = json.loads(line), True
     texts = ["" if (text := document[key]) is None else text for key in keys]
     if not all(type(text) is str for text in texts):
         raise TypeError
@@ -235,10 +225,10 @@ def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
         return f"is not JSON ({error}); correct or remove the line"
     if not isinstance(document, dict):
         return f'is {_kind(document)}, expected an object such as {{"text": ...}} on each line'
-    missing = [key for key in keys if key not in document]
-    if missing:
-        there = ", ".join(sorted(document)[:10]) or "none"
-        return f"has no key {missing[0]!r}; its keys: {there}; choose with --json-keys"
+    for key in keys:
+        if key not in document:
+            there = ", ".join(sorted(document)[:10]) or "none"
+            return f"has no key {key!r}; its keys: {there}; choose with --json-keys"
     for key in keys:
         if not isinstance(document[key], str | None):
             return f"has {_kind(document[key])} under {key!r}, expected a string"
@@ -262,8 +252,7 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
     stream.skip_to(start)
     texts: list[str] = []
     numbers: list[int] = []
-    batch = Batch(numbers=numbers)
-    end = 0
+    batch, end = Batch(numbers=numbers), 0
     first = start == 0
     for end, data in split(stream, separator.encode("utf-8") if separator else None, limits.document_bytes):
         batch.lines += 1
@@ -282,8 +271,7 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
         if batch.size >= limits.batch_bytes:
             batch.texts = [texts] * keys
             yield ContentBlock(batch, end, stream.raw)
-            texts = []
-            numbers = []
+            texts, numbers = [], []
             batch = Batch(numbers=numbers)
     if batch.lines:
         batch.texts = [texts] * keys
@@ -297,10 +285,8 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         yield stream.position, (data if len(data) <= most else None)
         return
     # A bytearray grows in place. Bytes are copied at each read: 80 MB without a separator took 27 s instead of 0.2.
-    start = stream.position
-    buffered = bytearray()
-    begin = 0
-    long = False
+    start, buffered = stream.position, bytearray()
+    begin, long = 0, False
     while data := stream.read(1 << 16):
         # A separator can span two reads.
         searched = max(begin, len(buffered) - len(separator) + 1)
@@ -315,8 +301,7 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         if len(buffered) > most:
             # From here on only the length is needed, for the position of the next document.
             dropped = len(buffered) - len(separator) + 1
-            start = start + dropped
-            long = True
+            start, long = start + dropped, True
             del buffered[:dropped]
     if buffered or long:
         yield start + len(buffered), (None if long else bytes(buffered))
@@ -382,8 +367,7 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
     import pyarrow
 
     values = [[value or b"" for value in column.cast(pyarrow.large_binary()).to_pylist()] for column in columns]
-    numbers = []
-    documents = []
+    numbers, documents = [], []
     broken = []
     for number, row in enumerate(zip(*values, strict=True), 1):
         try:

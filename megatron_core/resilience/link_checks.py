@@ -63,7 +63,7 @@ class LinkChecks(Callback):
         LINKS.seals_messages = False
 
     def _compare(self) -> None:
-        with METER.phase("other", whole=True):
+        with METER.phase("other", inclusive=True):
             world = self.run.world
             found = wrong_deliveries(self.run.groups, world.device, world.launcher_rank)
         if found:

@@ -105,7 +105,7 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
     weights: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
     for part in run.parts:
         weights |= part.evaluated_weights()
-    with METER.phase("evaluation", whole=True):
+    with METER.phase("evaluation", inclusive=True):
         run.optimizer.synchronize()
         for suffix, context in weights.items():
             with context():
@@ -142,7 +142,7 @@ def save(run: Run, called: Callbacks, *, may_fail: bool = False, temporary: bool
     """
     run.optimizer.synchronize()
     called.call("before_save", temporary)
-    with METER.phase("checkpoint", whole=True):
+    with METER.phase("checkpoint", inclusive=True):
         if may_fail:
             saved = run.saver.try_to_save(run.state, temporary=temporary)
         else:

@@ -10,9 +10,9 @@ from megatron_core.config.attention import attention_of
 from megatron_core.config.bad_steps import BadStepConfig
 from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
-from megatron_core.config.mixers import Mamba2
 from megatron_core.config.validate import problems
 from megatron_core.features.outer_steps.settings import OuterConfig
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
 from megatron_core.verify.together import shared_micro_batches
 

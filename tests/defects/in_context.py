@@ -37,7 +37,7 @@ IN_CONTEXT = (
         "labels are shifted after the cut",
         "parallel.micro_batch:MicroBatch.of",
         "lengths = batch.get(",
-        "parts['labels'] = parts['tokens'].roll(-1, 1)\n    lengths = batch.get(",
+        "entries['labels'] = entries['tokens'].roll(-1, 1)\n    lengths = batch.get(",
         "cp2 p2p",
         "C25",
         culprit="*; the loss is wrong before it or the loss that is reported",

@@ -61,8 +61,8 @@ IN_LATENTS = (
     Defect(  # C5
         "later tokens are sought in each rank's own part of the sequence",
         "parallel.micro_batch:LaterTokens.of",
-        "parts.append(split.local(whole).to(device, non_blocking=True))",
-        "parts.append(_ahead(split.local(labels if parts is found[0] else masks), ahead).to(device))",
+        "shifted.append(split.local(sequences).to(device, non_blocking=True))",
+        "shifted.append(_ahead(split.local(labels if shifted is by_name[0] else masks), ahead).to(device))",
         "cp2 tp2 sp, multi-token prediction",
         "C5 C25",
         culprit="output of mtp",

@@ -72,7 +72,7 @@ IN_OUTER = (
     Defect(
         "scales of 4-bit numbers are those of a rank's part of a tensor",
         "features.outer_steps.optimizer:OuterOptimizer._largest",
-        "all_reduce_(found[shard], shard.bucket.dp_group, maximum=True)",
+        "all_reduce_(maxima[shard], shard.bucket.dp_group, maximum=True)",
         "pass",
         "fp4, 2 groups of dp2",
         culprit="updated weight ",

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 from megatron_core.config import RunConfig
 from megatron_core.verify.ranks import run_ranks
-from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
 from tests.features.outer_steps import test_optimizer as test_outer
+from tests.resilience import test_host_copy
 from tests.resilience.processes import test_rendezvous
 
 
@@ -75,7 +75,7 @@ def apart() -> None:
 
 JOINS = partial(as_the_other_group, 3)
 COPY_OF_GROUPS = "features.outer_steps.state:load_copy"
-COPIED = "copied = copied_pieces(held, optimizer, outer, reader.state[GROUP])"
+COPIED = "copied = copied_pieces(stored, optimizer, outer, reader.state[GROUP])"
 LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
     # The state.
@@ -232,14 +232,14 @@ IN_RECOVERY = (
     RecoveryDefect(
         "the outer momentum is not restored",
         COPY_OF_GROUPS,
-        "reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))",
+        "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
         f"{COPIED}; reader.fill(piece for piece in copied if 'outer.momentum' not in piece.name)",
         IN_GROUP,
     ),
     RecoveryDefect(
         "global weights are not restored",
         COPY_OF_GROUPS,
-        "reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))",
+        "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
         f"{COPIED}; reader.fill(piece for piece in copied if 'outer.weights' not in piece.name)",
         IN_GROUP,
     ),

@@ -14,8 +14,8 @@ IN_RECURRENCES = (
     Defect(
         "every part of a sequence begins with a state of 0",
         f"{EXCHANGE}.state_before",
-        "[states[part] for part in self._own]",
-        "[states[0] for part in self._own]",
+        "[states[number] for number in self._own]",
+        "[states[0] for number in self._own]",
         "delta net, cp2",
         culprit=FIRST,
     ),
@@ -30,7 +30,7 @@ IN_RECURRENCES = (
     Defect(
         "transitions are combined in the order of ranks",
         f"{EXCHANGE}.__init__",
-        "[places[part] for part in range(2 * size)]",
+        "[places[number] for number in range(2 * size)]",
         "list(range(2 * size))",
         "delta net, cp2",
         "C24",
@@ -374,8 +374,8 @@ IN_RECURRENCES = (
     Defect(
         "gradients do not reach the gates after the convolution",
         f"{SHORT}._gated",
-        "outputs.flatten(-2) * rest",
-        "outputs.flatten(-2) * rest.detach()",
+        "outputs.flatten(-2) * gates",
+        "outputs.flatten(-2) * gates.detach()",
         "lfm2, dp2 zero3",
         culprit="gradient",
     ),

@@ -46,8 +46,8 @@ IN_SPARSE_ATTENTION = (
     Defect(
         "keys of earlier documents are selected",
         f"{MODULE}:_hidden",
-        "(at < first[..., None])",
-        "(at < 0)",
+        "(key_positions < first[..., None])",
+        "(key_positions < 0)",
         "sparse attention, packed, cp2",
         "C45",
         culprit=FIRST,
@@ -90,7 +90,7 @@ IN_SPARSE_ATTENTION = (
     Defect(
         "the loss counts the tokens of the first sequence-parallel part",
         f"{CORE}._loss",
-        "self.split.tp_rank if parts > 1 else 0",
+        "self.split.tp_rank if splits > 1 else 0",
         "0",
         "sparse attention, tp2 sp",
         culprit=INDEXER,

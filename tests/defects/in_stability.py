@@ -64,8 +64,8 @@ IN_STABILITY = (
     Defect(
         "a rank scales the first rows of the whole weight",
         "features.qk_clip.clip:QKClip._scale",
-        "spec.localise(whole.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)",
-        "local.copy_(whole[: len(local)].view(-1, *[1] * (local.dim() - 1)).expand(local.shape))",
+        "spec.localise(factors.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)",
+        "local.copy_(factors[: len(local)].view(-1, *[1] * (local.dim() - 1)).expand(local.shape))",
         "muonclip of latents, tp2 sp",
         culprit="updated weight decoder.layers.*.self_attention.linear_q*",
     ),

@@ -66,8 +66,8 @@ IN_WORLDS = (
     WorldDefect(
         "instances of more than eight ranks are joined to others",
         "parallel.groups:ParallelGroups._levels",
-        "ranks[i::part] for i in range(part)",
-        "ranks[i :: min(part, 8)] for i in range(part)",
+        "ranks[i::size] for i in range(size)",
+        "ranks[i :: min(size, 8)] for i in range(size)",
         "dp64 zero1",
         "dp8 zero1",
         {"num_distributed_optimizer_instances": 4},

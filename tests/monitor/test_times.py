@@ -36,7 +36,7 @@ def test_phases_sum_to_the_whole() -> None:
     meter.start(ParallelGroups.single(), CPU)
     with meter.phase("data"):
         time.sleep(0.02)
-        with meter.phase("checkpoint", whole=True), meter.phase("forward"):
+        with meter.phase("checkpoint", inclusive=True), meter.phase("forward"):
             time.sleep(0.01)
     meter.keep_spans = True
     times = meter.take()

@@ -21,7 +21,7 @@ even the command line, which may not import ``parallel``."""
 
 WAITING = {
     "fp8": "config.fp8",
-    "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
+    "recurrent": ("config.recurrent config.hybrid"),
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",

@@ -126,8 +126,8 @@ DEFECTS = {
         ("dpo", "cp2"),
         (
             "features.preferences.objective:preference_loss",
-            'paired(own - reference, group, "sum", "sum")',
-            "own - reference",
+            'paired(log_probs - reference, group, "sum", "sum")',
+            "log_probs - reference",
         ),
     ),
     "every context-parallel rank counts the whole loss": (
@@ -146,7 +146,7 @@ DEFECTS = {
         ("packed", "tp2 sp"),
         (
             "features.conversations.dataset:ConversationDataset._sample",
-            "np.concatenate([np.arange(each, dtype=np.int64) for each in lengths])",
+            "np.concatenate([np.arange(size, dtype=np.int64) for size in lengths])",
             f"np.arange(length) % {inputs.LENGTH}",
         ),
     ),

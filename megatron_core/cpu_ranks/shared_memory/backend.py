@@ -19,7 +19,9 @@ def register() -> None:
 
 def _create(opts: Any, _: Any) -> Any:
     """Create a process group; all ranks choose gloo if some of them cannot share memory."""
-    store, rank, size = opts.store, opts.group_rank, opts.group_size
+    store = opts.store
+    rank = opts.group_rank
+    size = opts.group_size
     ranks = list(opts.global_ranks_in_group)
     if not ranks:  # group of all ranks
         _current[:] = [Host(dist.PrefixStore("host", store), rank, size)]

@@ -57,14 +57,17 @@ class SharedMemoryGroup(_ProcessGroup):
 
     def __init__(self, host: Host, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
-        self._rank, self._size, self._store, self._timeout = rank, len(ranks), store, timeout
+        self._rank = rank
+        self._size = len(ranks)
+        self._store = store
+        self._timeout = timeout
         self._host = host  # kept, so that its memory stays mapped as long as this group
         self._native: Any = library()
-        self._members = Members(ranks, [host.peers[each] for each in ranks], timeout, self._native)
+        self._members = Members(ranks, [host.peers[member] for member in ranks], timeout, self._native)
         rings = exchange_numbers(store, "rings", self._native.rings(host.endpoint, self._size), rank, self._size)
         if min(rings) < 0:
             raise RuntimeError(f"no shared memory for a group of {self._size} ranks; use --distributed-backend gloo")
-        arenas = [host.peers[each].address for each in ranks]
+        arenas = [host.peers[member].address for member in ranks]
         self._table = ctypes.c_int64 * self._size
         self._group = self._native.group(host.endpoint, self._size, rank, self._table(*arenas), self._table(*rings))
         self._members.group = self._group
@@ -89,19 +92,21 @@ class SharedMemoryGroup(_ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Sum, minimum or maximum, in place."""
         (x,) = tensors
-        dtype, reduction = DTYPES.get(x.dtype), REDUCTIONS.get(opts.reduceOp.op)
+        dtype = DTYPES.get(x.dtype)
+        reduction = REDUCTIONS.get(opts.reduceOp.op)
         if dtype is None or reduction is None:
             return self._gloo.allreduce(tensors, opts)
-        address, size = _bytes_of(x), x.nbytes
+        address = _bytes_of(x)
+        size = x.nbytes
         if size <= 2 * PIECE:
             return self._start(ALL_REDUCE, address, size, address, size, opts, [x], dtype, reduction)
         piece = max(PIECE, -(-size // MOST_PIECES // 64) * 64)
         starts = range(0, size, piece)
         handles: list[dist.Work] = []
         for start in starts:
-            part = min(piece, size - start)
+            length = min(piece, size - start)
             handles.append(
-                self._post(ALL_REDUCE, address + start, part, address + start, part, opts, [x], dtype, reduction)
+                self._post(ALL_REDUCE, address + start, length, address + start, length, opts, [x], dtype, reduction)
             )
             if not _is_async(opts) and len(handles) > 1:
                 handles[-2].wait()
@@ -110,7 +115,8 @@ class SharedMemoryGroup(_ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Broadcast from the group's rank ``opts.rootRank``."""
         (x,) = tensors
-        address, size = _bytes_of(x), x.nbytes
+        address = _bytes_of(x)
+        size = x.nbytes
         return self._start(BROADCAST, address, size, address, size, opts, [x], root=opts.rootRank)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any) -> dist.Work:
@@ -121,7 +127,8 @@ class SharedMemoryGroup(_ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> dist.Work:
         """Reduce ``x`` (sum, minimum or maximum) and keep this rank's part."""
         _check_size(x, output.numel() * self._size, output)
-        dtype, reduction = DTYPES.get(x.dtype), REDUCTIONS.get(opts.reduceOp.op)
+        dtype = DTYPES.get(x.dtype)
+        reduction = REDUCTIONS.get(opts.reduceOp.op)
         if dtype is None or reduction is None:
             return self._gloo.reduce_scatter_tensor(output, x, opts)
         addresses = _bytes_of(x), x.nbytes, _bytes_of(output), output.nbytes
@@ -159,20 +166,22 @@ class SharedMemoryGroup(_ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into a list; shapes may differ, numbers of elements may not."""
-        (x,), (parts,) = inputs, outputs
+        (x,) = inputs
+        (outputs_of_ranks,) = outputs
         flat = x.new_empty(self._size * x.numel())
         work = self.all_gather_single(flat, x, opts)
-        return self._finish(Finished(parts, [work], partial(_spread, flat, parts)), opts)
+        return self._finish(Finished(outputs_of_ranks, [work], partial(_spread, flat, outputs_of_ranks)), opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """Reduce the list and keep this rank's tensor."""
-        (output,), (parts,) = outputs, inputs
-        return self.reduce_scatter_single(output, _joined(parts), opts)
+        (output,) = outputs
+        (inputs_of_ranks,) = inputs
+        return self.reduce_scatter_single(output, _joined(inputs_of_ranks), opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor j of ``inputs`` to rank j."""
-        flat = outputs[0].new_empty(sum(part.numel() for part in outputs))
-        sizes = [part.numel() for part in outputs], [part.numel() for part in inputs]
+        flat = outputs[0].new_empty(sum(tensor.numel() for tensor in outputs))
+        sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
         work = self.all_to_all_single(flat, _joined(inputs), *sizes, opts)
         return self._finish(Finished(outputs, [work], partial(_spread, flat, outputs)), opts)
 
@@ -191,14 +200,18 @@ class SharedMemoryGroup(_ProcessGroup):
         return self._finish(Finished(outputs, [self.reduce_scatter_single(*pair, opts) for pair in pairs]), opts)
 
     # torch 2.13 renamed these.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # Rare operations.
 
-    gather, scatter = _over_gloo("gather"), _over_gloo("scatter")
-    reduce, allgather_coalesced = _over_gloo("reduce"), _over_gloo("allgather_coalesced")
+    gather = _over_gloo("gather")
+    scatter = _over_gloo("scatter")
+    reduce = _over_gloo("reduce")
+    allgather_coalesced = _over_gloo("allgather_coalesced")
 
     @property
     def _gloo(self) -> Any:
@@ -214,11 +227,11 @@ class SharedMemoryGroup(_ProcessGroup):
 
     def _post(
         self,
-        kind: int,
+        code: int,
         source: int | None,
         size: int,
         target: int | None,
-        part: int,
+        length: int,
         opts: Any,
         filled: list[Tensor],
         dtype: int = 0,
@@ -227,20 +240,21 @@ class SharedMemoryGroup(_ProcessGroup):
         root: int = 0,
         splits: tuple[Any, Any] = (None, None),
     ) -> Pending:
-        """Expose ``size`` bytes at ``source`` to the other ranks; completion fills ``target``, ``part`` bytes from
+        """Expose ``size`` bytes at ``source`` to the other ranks; completion fills ``target``, ``length`` bytes from
         each."""
-        native, group = self._native, self._group
+        native = self._native
+        group = self._group
         waits = not _is_async(opts)
-        number = native.post(group, kind, dtype, reduction, root, source, size, splits[0], waits)
+        number = native.post(group, code, dtype, reduction, root, source, size, splits[0], waits)
         if number < 0:
             number = self._insist(
-                lambda: native.post(group, kind, dtype, reduction, root, source, size, splits[0], waits), KINDS[kind]
+                lambda: native.post(group, code, dtype, reduction, root, source, size, splits[0], waits), KINDS[code]
             )
 
         def attempt(slice_: int) -> int:
-            return native.complete(group, number, kind, dtype, reduction, root, target, part, splits[1], slice_)
+            return native.complete(group, number, code, dtype, reduction, root, target, length, splits[1], slice_)
 
-        work = Pending(self._members, KINDS[kind], number, attempt, filled)
+        work = Pending(self._members, KINDS[code], number, attempt, filled)
         limit = opts.timeout.total_seconds() if opts is not None else 0
         if limit > 0:
             work.limit = limit
@@ -303,18 +317,18 @@ def _bytes_of(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _check_size(whole: Tensor, numel: int, part: Tensor) -> None:
-    if whole.numel() != numel or whole.dtype != part.dtype:
+def _check_size(flat: Tensor, numel: int, piece: Tensor) -> None:
+    if flat.numel() != numel or flat.dtype != piece.dtype:
         raise ValueError(
-            f"{list(whole.shape)} of {whole.dtype} cannot hold one {list(part.shape)} of {part.dtype} per rank"
+            f"{list(flat.shape)} of {flat.dtype} cannot hold one {list(piece.shape)} of {piece.dtype} per rank"
         )
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy the elements of ``flat`` into ``parts``, in order."""
-    for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values.view(part.shape))
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of ``flat`` into ``tensors``, in order."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

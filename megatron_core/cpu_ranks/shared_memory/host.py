@@ -24,7 +24,8 @@ INTERFACE = 1
 """Version of csrc/cpu/transport/transport.h that this file calls."""
 SPIN = 50
 """Microseconds of busy waiting before a wait sleeps, if each rank has a core: twice the time of a wakeup."""
-_NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_NUMBER = ctypes.c_int64
+_POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface": (_NUMBER, ()),
     "endpoint": (_POINTER, (_POINTER, _NUMBER, _NUMBER)),
@@ -54,7 +55,8 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = loaded[f"megatron_transport_{name}"]
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
             setattr(loaded, name, function)
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}; run pip install . (or -e .) again"
@@ -107,10 +109,10 @@ class Host:
         self.peers: dict[int, Peer] = {}
         descriptor = -1
         try:
-            own, descriptor = self._open_arena()
+            address, descriptor = self._open_arena()
         except _Unavailable as error:
-            own = f"\n{error}"
-        cards = _exchange(store, "arena", own, rank, size)
+            address = f"\n{error}"
+        cards = _exchange(store, "arena", address, rank, size)
         self.hosts = [card.split("\n")[0] for card in cards]
         reason = cards[rank].split("\n")[1] if descriptor < 0 else ""
         if descriptor >= 0:
@@ -140,7 +142,8 @@ class Host:
         loaded = library()
         if isinstance(loaded, str):
             raise _Unavailable(loaded)
-        bytes_, token = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), secrets.token_hex(16)
+        bytes_ = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        token = secrets.token_hex(16)
         descriptor = -1
         try:
             descriptor = os.memfd_create("megatron")
@@ -178,12 +181,12 @@ def _map(card: list[str], rank: int) -> Peer:
     return Peer(int(pid), start_time, address, mapping)
 
 
-def _exchange(store: dist.Store, name: str, own: str, rank: int, size: int) -> list[str]:
+def _exchange(store: dist.Store, name: str, text: str, rank: int, size: int) -> list[str]:
     """Gather one text from every rank."""
-    store.set(f"{name}/{rank}", own)
+    store.set(f"{name}/{rank}", text)
     return [store.get(f"{name}/{other}").decode() for other in range(size)]
 
 
-def exchange_numbers(store: dist.Store, name: str, own: int, rank: int, size: int) -> list[int]:
+def exchange_numbers(store: dist.Store, name: str, number: int, rank: int, size: int) -> list[int]:
     """Gather one integer from every rank."""
-    return [int(text) for text in _exchange(store, name, str(own), rank, size)]
+    return [int(text) for text in _exchange(store, name, str(number), rank, size)]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megatron_core.cpu_ranks.shared_memory.work import Members, Pending
 
-NOT_YET, OTHER_TAG, OTHER_SIZE = 1, -1, -2
+NOT_YET = 1
+OTHER_TAG = -1
+OTHER_SIZE = -2
 """Constants of csrc/cpu/transport/transport.h."""
 
 
@@ -20,7 +22,10 @@ class Receive(Pending):
 
     def __init__(self, messages: Messages, x: Tensor, address: int, sender: int, tag: int) -> None:
         super().__init__(messages.members, "receive", 0, None, [x])
-        self.address, self.bytes, self.sender, self.tag = address, x.nbytes, sender, tag
+        self.address = address
+        self.bytes = x.nbytes
+        self.sender = sender
+        self.tag = tag
         self._messages = messages
 
     def _attempt(self, slice_: int) -> int:
@@ -35,7 +40,9 @@ class Messages:
     """The incoming messages of a group."""
 
     def __init__(self, native: Any, group: int, members: Members) -> None:
-        self.members, self._native, self._group = members, native, group
+        self.members = members
+        self._native = native
+        self._group = group
         self._next: dict[int, int] = defaultdict(int)  # number of the next message of each sender
         self._wanted: dict[int, list[Receive]] = defaultdict(list)
         self._unmatched: dict[int, list[tuple[int, int]]] = defaultdict(list)  # number and tag of each message
@@ -68,10 +75,10 @@ class Messages:
 
     def _sort(self, sender: int, number: int) -> None:
         """Deliver a message to the first receive of its tag, or keep it."""
-        found = (ctypes.c_int64 * 5)()
-        self._native.posted(self._group, sender, 1, number, found)
-        tag = found[3]
-        receive = next((each for each in self._wanted[sender] if each.tag == tag), None)
+        header = (ctypes.c_int64 * 5)()
+        self._native.posted(self._group, sender, 1, number, header)
+        tag = header[3]
+        receive = next((wanted for wanted in self._wanted[sender] if wanted.tag == tag), None)
         if receive is None:
             self._unmatched[sender].append((number, tag))
         else:
@@ -84,10 +91,10 @@ class Messages:
             self._group, receive.sender, number, receive.tag, receive.address, receive.bytes, slice_
         )
         if code == OTHER_SIZE:
-            found = (ctypes.c_int64 * 5)()
-            self._native.posted(self._group, receive.sender, 1, number, found)
+            header = (ctypes.c_int64 * 5)()
+            self._native.posted(self._group, receive.sender, 1, number, header)
             raise RuntimeError(
-                f"rank {self.members.ranks[receive.sender]} sent {found[4]} bytes, but this rank expects "
+                f"rank {self.members.ranks[receive.sender]} sent {header[4]} bytes, but this rank expects "
                 f"{receive.bytes}; send and receive tensors of equal shape and dtype"
             )
         receive.done = code == 0

@@ -28,7 +28,9 @@ class Members:
     """The processes of a group's ranks."""
 
     def __init__(self, ranks: Sequence[int], peers: Sequence[Peer], timeout: timedelta, native: Any) -> None:
-        self.ranks, self._peers, self._native = list(ranks), list(peers), native
+        self.ranks = list(ranks)
+        self._peers = list(peers)
+        self._native = native
         self.limit = timeout.total_seconds()
         self.group = 0
         """Handle of the native group, once it is created."""
@@ -60,11 +62,11 @@ class Members:
 
     def _mismatch(self, what: str, number: int, member: int) -> str:
         """Describe the operation that a member called instead of the expected one."""
-        found = (ctypes.c_int64 * 5)()
-        self._native.posted(self.group, member, 0, number, found)
-        kind, dtype, reduction, root, size = found
+        header = (ctypes.c_int64 * 5)()
+        self._native.posted(self.group, member, 0, number, header)
+        operation, dtype, reduction, root, size = header
         return (
-            f"{what} over ranks {self.ranks}: rank {self.ranks[member]} called {KINDS[kind]} (dtype {dtype}, "
+            f"{what} over ranks {self.ranks}: rank {self.ranks[member]} called {KINDS[operation]} (dtype {dtype}, "
             f"reduction {reduction}, root {root}, {size} bytes) instead, or with other sizes; all ranks of a group "
             "must call the same collectives in the same order"
         )
@@ -75,8 +77,11 @@ class Pending(FilledWork):
 
     def __init__(self, members: Members, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]) -> None:
         super().__init__(filled)
-        self._members, self._what, self._number = members, what, number
-        self._given, self.limit = attempt, members.limit
+        self._members = members
+        self._what = what
+        self._number = number
+        self._given = attempt
+        self.limit = members.limit
         self.done = False
 
     def _attempt(self, slice_: int) -> int:
@@ -106,23 +111,24 @@ class Finished(Pending):
     """The handle of a complete operation, or of one that completes with other handles and a final step."""
 
     def __init__(
-        self, filled: list[Tensor], parts: Sequence[dist.Work] = (), last: Callable[[], object] | None = None
+        self, filled: list[Tensor], works: Sequence[dist.Work] = (), final_step: Callable[[], object] | None = None
     ) -> None:
         FilledWork.__init__(self, filled)
-        self._parts, self._last = parts, last
-        self.done = not parts and last is None
+        self._parts = works
+        self._last = final_step
+        self.done = not works and final_step is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Complete the parts, then run the final step."""
         if not self.done:
-            for part in self._parts:
-                part.wait(timeout) if timeout else part.wait()
+            for work in self._parts:
+                work.wait(timeout) if timeout else work.wait()
             self._finish()
         return True
 
     def is_completed(self) -> bool:
         """Whether the operation is complete or can be completed now."""
-        if not self.done and all([part.is_completed() for part in self._parts]):
+        if not self.done and all([work.is_completed() for work in self._parts]):
             self._finish()
         return self.done
 

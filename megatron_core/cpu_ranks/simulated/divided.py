@@ -66,8 +66,8 @@ class _Packet(NamedTuple):
     @classmethod
     def of_call(cls, call: Call) -> _Packet:
         """Copy a call."""
-        part = Part(None, tuple(call.part.send), tuple(call.part.receive))
-        return cls(call._replace(part=part), None if call.part.values is None else _Packed.of(call.part.values))
+        emptied = Part(None, tuple(call.part.send), tuple(call.part.receive))
+        return cls(call._replace(part=emptied), None if call.part.values is None else _Packed.of(call.part.values))
 
     @classmethod
     def of_message(cls, message: Message) -> _Packet:
@@ -124,12 +124,15 @@ class Connections:
     """One process's connections to the others and to their parent."""
 
     def __init__(
-        self, own: int, parts: Sequence[Sequence[int]], peers: Mapping[int, Connection], parent: Connection
+        self, index: int, ranks_of_parts: Sequence[Sequence[int]], peers: Mapping[int, Connection], parent: Connection
     ) -> None:
-        self._own, self._peers, self._parent = own, peers, parent
-        self._part_of = {rank: part for part, ranks in enumerate(parts) for rank in ranks}
+        self._own = index
+        self._peers = peers
+        self._parent = parent
+        self._part_of = {rank: number for number, ranks in enumerate(ranks_of_parts) for rank in ranks}
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self._sent, self._received = [0] * len(parts), [0] * len(parts)
+        self._sent = [0] * len(ranks_of_parts)
+        self._received = [0] * len(ranks_of_parts)
         self._world: SimulatedWorld | None = None
         self._telling = threading.Lock()
         """Held while a thread sends to the parent: a rank may wait while the main thread reports an end or a failure,
@@ -142,7 +145,7 @@ class Connections:
 
     def _read(self) -> None:
         """Empty all connections, so that no process has to wait for another one before it can send."""
-        part_of = {connection: part for part, connection in self._peers.items()} | {self._parent: self._own}
+        part_of = {connection: process for process, connection in self._peers.items()} | {self._parent: self._own}
         while True:
             for connection in wait(list(part_of)):
                 assert isinstance(connection, Connection), "these are connections"
@@ -153,7 +156,7 @@ class Connections:
 
     def homes(self, ranks: Sequence[int]) -> list[int]:
         """The other processes that have some of ``ranks``."""
-        return [part for part in dict.fromkeys(self._part_of[rank] for rank in ranks) if part != self._own]
+        return [process for process in dict.fromkeys(self._part_of[rank] for rank in ranks) if process != self._own]
 
     def repeat(self, homes: Sequence[int], call: Call) -> None:
         """Repeat a rank's call of a collective in the processes ``homes``."""
@@ -184,11 +187,11 @@ class Connections:
     def wait(self) -> None:
         """Wait for the next item and deliver it."""
         try:
-            found = self._inbox.get(timeout=PATIENCE)
+            received = self._inbox.get(timeout=PATIENCE)
         except Empty:
             self._tell(Idle(list(self._sent), list(self._received)))
-            found = self._inbox.get()
-        self._deliver(*found)
+            received = self._inbox.get()
+        self._deliver(*received)
 
     def _deliver(self, sender: int, item: Any) -> None:
         assert self._world is not None, "open was called"
@@ -196,18 +199,18 @@ class Connections:
             self._tell(Stopped(*self._world.stuck()))
             return
         self._received[sender] += 1
-        found = item.open()
-        channel = self._world.channel(found.channel)
+        content = item.open()
+        channel = self._world.channel(content.channel)
         try:
-            channel.deliver(found) if isinstance(found, Message) else channel.join(found)
+            channel.deliver(content) if isinstance(content, Message) else channel.join(content)
         except MegatronError as error:
             self._world.end(f"{type(error).__name__}: {error}")
 
     def report_end(self, results: Mapping[int, Any]) -> None:
         """Send the results of this process's ranks to the parent."""
         self._tell(Results(results))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        self._tell(Ended(list(self._sent), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._tell(Ended(list(self._sent), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
 
     def report_failure(self, text: str) -> None:
         """Send the reason of a failure to the parent."""
@@ -229,24 +232,26 @@ def consecutive(size: int, processes: int) -> list[range]:
     return [range(size * i // processes, size * (i + 1) // processes) for i in range(processes)]
 
 
-def run_divided(parts: Sequence[Sequence[int]], function: Callable[[], Any], timeout: float | None) -> Divided:
-    """Call ``function()`` on all ranks of a simulated world, those of each of ``parts`` in a forked process.
+def run_divided(divided: Sequence[Sequence[int]], function: Callable[[], Any], timeout: float | None) -> Divided:
+    """Call ``function()`` on all ranks of a simulated world, those of each of ``divided`` in a forked process.
 
     Errors: ``WorldError`` as in ``SimulatedWorld.run``.
     """
-    size, processes = sum(map(len, parts)), len(parts)
+    size = sum(map(len, divided))
+    processes = len(divided)
     context: Any = mp.get_context("fork")
     pairs = {(a, b): context.Pipe() for b in range(processes) for a in range(b)}
-    parents = [context.Pipe() for _ in parts]
+    parents = [context.Pipe() for _ in divided]
     started = []
     try:
-        for own in range(processes):
-            peers = {b if a == own else a: ends[own == b] for (a, b), ends in pairs.items() if own in (a, b)}
-            others = [end for ends in (*pairs.values(), *parents) for end in ends]
-            kept = [*peers.values(), parents[own][1]]
-            closed = [end for end in others if end not in kept]
-            connections = Connections(own, parts, peers, parents[own][1])
-            process = context.Process(target=_run_part, args=(size, parts[own], connections, closed, function, timeout))
+        for index in range(processes):
+            peers = {b if a == index else a: ends[index == b] for (a, b), ends in pairs.items() if index in (a, b)}
+            ends_ = [end for ends in (*pairs.values(), *parents) for end in ends]
+            needed = [*peers.values(), parents[index][1]]
+            closed = [end for end in ends_ if end not in needed]
+            connections = Connections(index, divided, peers, parents[index][1])
+            options = (size, divided[index], connections, closed, function, timeout)
+            process = context.Process(target=_run_part, args=options)
             process.start()
             started.append(process)
         for end in (*(end for ends in pairs.values() for end in ends), *(ends[1] for ends in parents)):
@@ -284,7 +289,8 @@ class _Parent:
     """Collects the results of a divided world and finds deadlocks."""
 
     def __init__(self, size: int, connections: Sequence[Connection]) -> None:
-        self._size, self._connections = size, connections
+        self._size = size
+        self._connections = connections
         self._idle: dict[int, Idle] = {}
         self._ended: dict[int, Ended] = {}
         self._stopped: dict[int, Stopped] = {}
@@ -292,7 +298,7 @@ class _Parent:
 
     def wait(self) -> Divided:
         """Return when all ranks have ended."""
-        part_of = {connection: part for part, connection in enumerate(self._connections)}
+        part_of = {connection: process for process, connection in enumerate(self._connections)}
         while len(self._ended) < len(self._connections):
             for connection in wait(list(part_of)):
                 assert isinstance(connection, Connection), "these are connections"
@@ -300,34 +306,34 @@ class _Parent:
                     self._take(part_of[connection], connection.recv())
                 except EOFError:
                     raise WorldError("a process of the simulated world ended without a result") from None
-        used = self._ended.values()
+        ends = self._ended.values()
         return Divided(
             [self._results[rank] for rank in range(self._size)],
-            sum(each.processor_seconds for each in used),
-            sum(each.bytes for each in used),
+            sum(end.processor_seconds for end in ends),
+            sum(end.bytes for end in ends),
         )
 
-    def _take(self, part: int, item: Any) -> None:
+    def _take(self, process: int, item: Any) -> None:
         if isinstance(item, Failed):
             raise WorldError(item.text)
         if isinstance(item, Results):
             self._results.update(item.of_rank)
         elif isinstance(item, Stopped):
-            self._stopped[part] = item
+            self._stopped[process] = item
             if len(self._stopped) == len(self._idle):
                 raise WorldError(
                     report.deadlock(
-                        [each for _, found in sorted(self._stopped.items()) for each in found.waiting],
-                        sum(found.ended for found in self._stopped.values()) + len(self._results),
+                        [text for _, stopped in sorted(self._stopped.items()) for text in stopped.waiting],
+                        sum(stopped.ended for stopped in self._stopped.values()) + len(self._results),
                     )
                 )
         else:
-            (self._ended if isinstance(item, Ended) else self._idle)[part] = item
+            (self._ended if isinstance(item, Ended) else self._idle)[process] = item
             if isinstance(item, Ended):
-                self._idle.pop(part, None)
+                self._idle.pop(process, None)
             if self._nothing_moves():
-                for each in self._idle:
-                    self._connections[each].send(DESCRIBE)
+                for idle in self._idle:
+                    self._connections[idle].send(DESCRIBE)
 
     def _nothing_moves(self) -> bool:
         """Whether each process has ended or waits, and has received everything that the others sent to it.
@@ -337,11 +343,11 @@ class _Parent:
         """
         if not self._idle or len(self._idle) + len(self._ended) < len(self._connections):
             return False
-        sent = {part: found.sent for part, found in self._idle.items()}
-        sent |= {part: found.sent for part, found in self._ended.items()}
+        sent = {process: state.sent for process, state in self._idle.items()}
+        sent |= {process: state.sent for process, state in self._ended.items()}
         return all(
-            sent[sender][receiver] == found.received[sender]
-            for receiver, found in self._idle.items()
+            sent[sender][receiver] == state.received[sender]
+            for receiver, state in self._idle.items()
             for sender in sent
             if sender != receiver
         )

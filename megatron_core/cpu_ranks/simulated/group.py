@@ -73,7 +73,9 @@ class _Received(_Work):
 
     def __init__(self, group: SimulatedGroup, receive: Receive, sender: int) -> None:
         super().__init__([receive.buffer])
-        self._group, self._receive, self._sender = group, receive, sender
+        self._group = group
+        self._receive = receive
+        self._sender = sender
 
     def _source_rank(self) -> int:
         """Called by torch."""
@@ -89,13 +91,15 @@ class _Received(_Work):
             buffer = self._receive.buffer
             return f"for a message of {_form(buffer)} from rank {ranks[self._sender]}"
 
-        own, sender = ranks[self._group.rank()], ranks[self._sender]
-        self._receive.waiting = Waiting(own, "message", describe, lambda: [sender])
+        receiver = ranks[self._group.rank()]
+        sender = ranks[self._sender]
+        self._receive.waiting = Waiting(receiver, "message", describe, lambda: [sender])
         self._group.channel.scheduler.wait(self._receive.waiting)
         self._receive.waiting = None  # it refers to this handle, and would keep the buffer until a garbage collection
 
     def _finish(self) -> None:
-        message, buffer = self._receive.message, self._receive.buffer
+        message = self._receive.message
+        buffer = self._receive.buffer
         assert message is not None, "the message has arrived"
         if message.numel() != buffer.numel() or message.dtype != buffer.dtype:
             raise LayoutError(
@@ -109,23 +113,27 @@ class _Received(_Work):
 class _Collective(_Work):
     """The handle of a collective; ``target`` is filled with this rank's result."""
 
-    def __init__(self, group: SimulatedGroup, meeting: Meeting, target: Tensor | None, last: Any = None) -> None:
+    def __init__(self, group: SimulatedGroup, meeting: Meeting, target: Tensor | None, finish: Any = None) -> None:
         super().__init__([] if target is None else [target])
-        self._group, self._meeting, self._target, self._last = group, meeting, target, last
+        self._group = group
+        self._meeting = meeting
+        self._target = target
+        self._last = finish
 
     def _is_ready(self) -> bool:
         return self._meeting.results is not None
 
     def _sleep(self) -> None:
-        meeting, ranks = self._meeting, self._group.channel.ranks
+        meeting = self._meeting
+        ranks = self._group.channel.ranks
 
         def missing() -> list[int]:
             return [ranks[rank] for rank in meeting.missing()]
 
         def describe() -> str:
             call = f"{meeting.signature}, call {meeting.number} over ranks {in_short(ranks)}"
-            others = missing()
-            return f"in {call}, for rank{'s' * (len(others) > 1)} {in_short(others)}"
+            absent = missing()
+            return f"in {call}, for rank{'s' * (len(absent) > 1)} {in_short(absent)}"
 
         waiting = Waiting(ranks[self._group.rank()], meeting.signature.kind, describe, missing)
         meeting.waiting.append(waiting)
@@ -150,7 +158,9 @@ class SimulatedGroup(_ProcessGroup):
 
     def __init__(self, channel: Channel, index: int) -> None:
         super().__init__(index, len(channel.ranks))
-        self.channel, self._index, self._calls = channel, index, 0
+        self.channel = channel
+        self._index = index
+        self._calls = 0
 
     def getBackendName(self) -> str:
         """The backend's name in torch.distributed."""
@@ -178,7 +188,8 @@ class SimulatedGroup(_ProcessGroup):
         self, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         """Send part j of ``x`` to rank j; splits count rows of dim 0 and default to equal parts."""
-        send, receive = self._splits(x, input_splits), self._splits(output, output_splits)
+        send = self._splits(x, input_splits)
+        receive = self._splits(output, output_splits)
         signature = Signature("all-to-all", x.dtype, x[:1].numel() if len(x) else output[:1].numel())
         if not len(x) and not len(output):
             signature = Signature("all-to-all", x.dtype, x.shape[1:].numel())
@@ -201,37 +212,40 @@ class SimulatedGroup(_ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into a list; shapes may differ, numbers of elements may not."""
-        (x,), (parts,) = inputs, outputs
+        (x,) = inputs
+        (outputs_of_ranks,) = outputs
         flat = x.new_empty(self.size() * x.numel())
-        return self._call("all-gather", x, flat, last=partial(_spread, flat, parts))
+        return self._call("all-gather", x, flat, finish=partial(_spread, flat, outputs_of_ranks))
 
     # torch 2.13 renamed these.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def _call(
         self,
-        kind: str,
+        name: str,
         x: Tensor,
         target: Tensor,
         *,
         detail: str = "",
         root: int = 0,
-        last: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> dist.Work:
-        return self._meet(Signature(kind, x.dtype, x.numel(), detail), Part(_flat(x)), target, root=root, last=last)
+        return self._meet(Signature(name, x.dtype, x.numel(), detail), Part(_flat(x)), target, root=root, finish=finish)
 
     def _meet(
         self,
         signature: Signature,
-        part: Part,
+        contribution: Part,
         target: Tensor | None,
         *,
         root: int = 0,
-        last: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._calls += 1
-        meeting = self.channel.call(Call(self.channel.key, self._index, self._calls, signature, part, root))
-        return _Collective(self, meeting, target, last)
+        meeting = self.channel.call(Call(self.channel.key, self._index, self._calls, signature, contribution, root))
+        return _Collective(self, meeting, target, finish)
 
     def _splits(self, x: Tensor, rows: Sequence[int]) -> Sequence[int]:
         """Rows of ``x`` for each rank."""
@@ -264,7 +278,7 @@ def _form(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
-def _spread(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy the elements of ``flat`` into ``parts``, in order."""
-    for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values.view(part.shape))
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of ``flat`` into ``tensors``, in order."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

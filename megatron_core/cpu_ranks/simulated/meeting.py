@@ -50,7 +50,9 @@ class Meeting:
     __slots__ = ("left", "number", "parts", "results", "root", "signature", "waiting")
 
     def __init__(self, number: int, signature: Signature, size: int, root: int) -> None:
-        self.number, self.signature, self.root = number, signature, root
+        self.number = number
+        self.signature = signature
+        self.root = root
         self.parts: list[Part | None] = [None] * size
         self.left = size
         """Number of ranks that have not called it."""
@@ -59,28 +61,28 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Group ranks that have not called it."""
-        return [rank for rank, part in enumerate(self.parts) if part is None]
+        return [rank for rank, contribution in enumerate(self.parts) if contribution is None]
 
     def complete(self) -> None:
         """Compute the result of every rank."""
-        parts = [part for part in self.parts if part is not None]
-        size = len(parts)
-        values = [part.values for part in parts if part.values is not None]
-        kind = self.signature.kind
-        if kind == "all-reduce":
+        contributions = [c for c in self.parts if c is not None]
+        size = len(contributions)
+        values = [c.values for c in contributions if c.values is not None]
+        operation = self.signature.kind
+        if operation == "all-reduce":
             self.results = [_reduced(values, self.signature.detail)] * size
-        elif kind == "reduce-scatter":
+        elif operation == "reduce-scatter":
             if self.signature.numel % size:
                 raise LayoutError(
                     f"a {self.signature} over {size} ranks needs a multiple of {size} elements; pad the tensor"
                 )
             self.results = list(_reduced(values, self.signature.detail).view(size, -1))
-        elif kind == "all-gather":
-            self.results = [torch.cat([each.view(-1) for each in values])] * size
-        elif kind == "broadcast":
+        elif operation == "all-gather":
+            self.results = [torch.cat([value.view(-1) for value in values])] * size
+        elif operation == "broadcast":
             self.results = [values[self.root].clone()] * size
-        elif kind == "all-to-all":
-            self.results = _exchanged(parts)
+        elif operation == "all-to-all":
+            self.results = _exchanged(contributions)
         else:
             self.results = [None] * size
         self.parts = []
@@ -91,31 +93,30 @@ def _reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
     dtype = values[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = values[0].view(-1).to(wide, copy=True)
-    for each in values[1:]:
+    for value in values[1:]:
         if reduction == "sum":
-            total.add_(each.view(-1))
+            total.add_(value.view(-1))
         else:
-            torch.maximum(total, each.view(-1), out=total) if reduction == "max" else torch.minimum(
-                total, each.view(-1), out=total
+            torch.maximum(total, value.view(-1), out=total) if reduction == "max" else torch.minimum(
+                total, value.view(-1), out=total
             )
     return total.to(dtype)
 
 
-def _exchanged(parts: Sequence[Part]) -> list[Tensor | None]:
+def _exchanged(contributions: Sequence[Part]) -> list[Tensor | None]:
     """The rows for each rank, in the order of the senders."""
-    sent = np.array([part.send for part in parts])  # [sender, receiver]
-    received = np.array([part.receive for part in parts]).T
+    sent = np.array([c.send for c in contributions])  # [sender, receiver]
+    received = np.array([c.receive for c in contributions]).T
     for sender, receiver in np.argwhere(sent != received)[:1]:
         raise LayoutError(
-            f"in an all-to-all of {len(parts)} ranks the group's rank {sender} sends {sent[sender, receiver]} "
+            f"in an all-to-all of {len(contributions)} ranks the group's rank {sender} sends {sent[sender, receiver]} "
             f"rows to rank {receiver}, which expects {received[sender, receiver]}; give the same number"
         )
     # One selection of rows for all ranks: 64 x 64 parts of a few rows each would take milliseconds.
-    counts, ends = sent.T.flatten(), sent.cumsum().reshape(sent.shape).T.flatten()
+    counts = sent.T.flatten()
+    ends = sent.cumsum().reshape(sent.shape).T.flatten()
     order = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
-    rows = torch.cat([part.values for part in parts if part.values is not None]).index_select(
-        0, torch.from_numpy(order)
-    )
+    rows = torch.cat([c.values for c in contributions if c.values is not None]).index_select(0, torch.from_numpy(order))
     return list(rows.split(sent.sum(0).tolist()))
 
 
@@ -171,7 +172,9 @@ class Channel:
     """The collectives and messages of a group, shared by its ranks; ``ranks`` are global."""
 
     def __init__(self, key: ChannelKey, scheduler: Scheduler, elsewhere: Elsewhere) -> None:
-        self.key, self.ranks, self.scheduler = key, key[0], scheduler
+        self.key = key
+        self.ranks = key[0]
+        self.scheduler = scheduler
         self._elsewhere, self._homes = elsewhere, elsewhere.homes(self.ranks)
         self._meetings: dict[int, Meeting] = {}
         self._messages: dict[tuple[int, int, int], deque[Tensor]] = {}
@@ -190,7 +193,7 @@ class Channel:
             meeting = Meeting(call.number, call.signature, len(self.ranks), call.root)
             self._meetings[call.number] = meeting
         elif meeting.signature != call.signature:
-            first = next(rank for rank, each in enumerate(meeting.parts) if each is not None)
+            first = next(rank for rank, contribution in enumerate(meeting.parts) if contribution is not None)
             raise LayoutError(
                 f"call {call.number} over ranks {in_short(self.ranks)} is {call.signature} on rank "
                 f"{self.ranks[call.caller]} and {meeting.signature} on rank {self.ranks[first]}; all ranks of a group "
@@ -201,8 +204,8 @@ class Channel:
         if meeting.left == 0:
             del self._meetings[call.number]
             meeting.complete()
-            for each in meeting.waiting:
-                self.scheduler.resume(each)
+            for sleeper in meeting.waiting:
+                self.scheduler.resume(sleeper)
             meeting.waiting = []  # they refer to the meeting, and would keep its results until a garbage collection
         return meeting
 
@@ -226,7 +229,8 @@ class Channel:
 
     def receive(self, key: tuple[int, int, int], buffer: Tensor) -> Receive:
         """Receive the next message of ``key`` in the order of sending."""
-        receive, arrived = Receive(buffer), self._messages.get(key)
+        receive = Receive(buffer)
+        arrived = self._messages.get(key)
         if arrived:
             receive.message = arrived.popleft()
         else:

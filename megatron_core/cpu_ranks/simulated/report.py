@@ -48,37 +48,37 @@ def stuck(waiting: Sequence[Waiting], contexts: Mapping[int, Context]) -> list[S
     frames = sys._current_frames()
     return [
         Stuck(
-            each.rank,
-            (each.kind, place_of(frames[each.thread])),
-            f"{name_of(each.rank, contexts[each.rank])} waits {each.describe()}",
-            each.others(),
+            thread.rank,
+            (thread.kind, place_of(frames[thread.thread])),
+            f"{name_of(thread.rank, contexts[thread.rank])} waits {thread.describe()}",
+            thread.others(),
         )
-        for each in waiting
+        for thread in waiting
     ]
 
 
 def deadlock(waiting: Sequence[Stuck], ended: int) -> str:
     """Which ranks wait for what, and where; ``ended`` ranks have returned. The last line is the reason in one line."""
     places: dict[tuple[str, str], list[Stuck]] = {}
-    for each in waiting:
-        places.setdefault(each.place, []).append(each)
+    for rank in waiting:
+        places.setdefault(rank.place, []).append(rank)
     lines = []
-    for (_, place), there in list(places.items())[:SHOWN]:
-        lines.append(f"  {len(there)} rank{'s' * (len(there) > 1)} in {place or 'the interpreter'}:")
-        lines += [f"    {each.said}" for each in there[:EXAMPLES]]
+    for (_, position), there in list(places.items())[:SHOWN]:
+        lines.append(f"  {len(there)} rank{'s' * (len(there) > 1)} in {position or 'the interpreter'}:")
+        lines += [f"    {rank.said}" for rank in there[:EXAMPLES]]
         if len(there) > EXAMPLES:
-            lines.append(f"    and {in_short([each.rank for each in there[EXAMPLES:]])}")
+            lines.append(f"    and {in_short([rank.rank for rank in there[EXAMPLES:]])}")
     if len(places) > SHOWN:
         lines.append(f"  and {len(places) - SHOWN} other places")
     some_ended = f", and {ended} have ended" if ended else ""
-    cause = " and ".join(f"{each.said}, {each.place[1]}" for each in _circle(waiting)[:2])
+    cause = " and ".join(f"{rank.said}, {rank.place[1]}" for rank in _circle(waiting)[:2])
     lines.append(f"deadlock: {len(waiting)} ranks wait for each other{some_ended}; {cause}")
     return "\n".join(lines)
 
 
 def _circle(waiting: Sequence[Stuck]) -> list[Stuck]:
     """Ranks of which each waits for the next, and the last for the first; or one that waits for a rank that ended."""
-    of_rank = {each.rank: each for each in waiting}
+    of_rank = {rank.rank: rank for rank in waiting}
     chain = [waiting[0]]
     while True:
         following = next((of_rank[rank] for rank in chain[-1].others if rank in of_rank), None)
@@ -112,20 +112,20 @@ def place_of(frame: FrameType | None) -> str:
 def _place(frames: Sequence[FrameType]) -> str:
     """Module, action of the pipeline, and line, from the innermost frame outwards."""
     words = []
-    modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
+    modules = [owner for frame in frames if isinstance(owner := frame.f_locals.get("self"), nn.Module)]
     if modules:
         words.append(f"module {_name_within(modules[0], modules[-1])}")
     action = next((frame.f_locals.get("action") for frame in frames if frame.f_code.co_name == "_run_action"), None)
     if action is not None:
         words.append(f"action {action}")
-    own = next((frame for frame in frames if not frame.f_code.co_filename.startswith((*LIBRARIES, "<"))), None)
-    if own is not None:
-        words.append(f"{os.path.relpath(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}")
+    caller = next((frame for frame in frames if not frame.f_code.co_filename.startswith((*LIBRARIES, "<"))), None)
+    if caller is not None:
+        words.append(f"{os.path.relpath(caller.f_code.co_filename)}:{caller.f_lineno} in {caller.f_code.co_name}")
     return ", ".join(words)
 
 
 def _name_within(module: nn.Module, root: nn.Module) -> str:
-    names: Iterator[str] = (name for name, each in root.named_modules() if each is module)
-    kind = type(module).__name__
+    names: Iterator[str] = (name for name, child in root.named_modules() if child is module)
+    class_name = type(module).__name__
     name = next(names, "")
-    return f"{name} ({kind})" if name else kind
+    return f"{name} ({class_name})" if name else class_name

@@ -24,7 +24,10 @@ class Waiting:
     def __init__(
         self, rank: int, kind: str, describe: Callable[[], str], others: Callable[[], list[int]] = list
     ) -> None:
-        self.rank, self.kind, self.describe, self.others = rank, kind, describe, others
+        self.rank = rank
+        self.kind = kind
+        self.describe = describe
+        self.others = others
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         self.lock.acquire()
@@ -68,11 +71,11 @@ class Scheduler:
 
     def give_way(self) -> None:
         """Let the thread that was resumed last run first, and continue afterwards."""
-        own = threading.Lock()
-        own.acquire()
-        self._ready.insert(-1, own)
+        lock = threading.Lock()
+        lock.acquire()
+        self._ready.insert(-1, lock)
         self.pass_on()
-        own.acquire()
+        lock.acquire()
 
     @property
     def waiting(self) -> list[Waiting]:

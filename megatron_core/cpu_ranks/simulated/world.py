@@ -46,7 +46,8 @@ class TorchWorld:
 
     def add(self, group: SimulatedGroup) -> None:
         """Make a group known."""
-        self.pg_map[group], self.pg_backend_config[group] = (BACKEND, None), BACKEND
+        self.pg_map[group] = (BACKEND, None)
+        self.pg_backend_config[group] = BACKEND
         self.pg_names[group] = f"simulated {self.group_count}"
         self.pg_group_ranks[group] = {rank: index for index, rank in enumerate(group.channel.ranks)}
         self.group_count += 1
@@ -68,7 +69,9 @@ class SimulatedWorld:
     """Runs a function on the ``ranks`` of this process, each in a thread of its own; make one for each run."""
 
     def __init__(self, size: int, ranks: Sequence[int], others: OtherProcesses) -> None:
-        self.size, self._ranks, self._others = size, ranks, others
+        self.size = size
+        self._ranks = ranks
+        self._others = others
         self._scheduler = Scheduler(others)
         self._channels: dict[ChannelKey, Channel] = {}
         self._contexts: dict[int, Context] = {}
@@ -89,14 +92,16 @@ class SimulatedWorld:
         before = threading.stack_size(STACK)
         try:
             for rank in self._ranks:
-                turn, self._contexts[rank] = self._scheduler.add(), new_rank()
+                turn = self._scheduler.add()
+                self._contexts[rank] = new_rank()
                 arguments = (self._contexts[rank].run, self._run_rank, rank, turn, function)
-                threading.Thread(target=lambda call, *given: call(*given), args=arguments, daemon=True).start()
+                threading.Thread(target=lambda call, *values: call(*values), args=arguments, daemon=True).start()
         finally:
             threading.stack_size(before)
         self._scheduler.pass_on()
         if not self._ended.wait(timeout):
-            ranks, left = len(self._ranks), len(self._ranks) - len(self._results)
+            ranks = len(self._ranks)
+            left = len(self._ranks) - len(self._results)
             raise WorldError(
                 f"{left} of {ranks} ranks did not finish within timeout={timeout} s; give a longer one, or None"
             )

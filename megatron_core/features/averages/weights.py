@@ -31,13 +31,13 @@ def averaged_weights(run: Run) -> Iterator[None]:
 
     Collective calls of all ranks, which gather the averages as an update gathers weights.
     """
-    kept = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in run.optimizer.shards]
+    saved = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in run.optimizer.shards]
     for shard in run.optimizer.shards:
         shard.bucket.weight_shard.copy_(shard.state[AVERAGE.name])
     gather_weights([run.data_parallel])
     try:
         yield
     finally:
-        for weights, values in kept:
+        for weights, values in saved:
             weights.copy_(values)
         gather_weights([run.data_parallel])

@@ -23,7 +23,8 @@ DIVIDED = "the layers run as several graphs with {parts} between them"
 
 def compile_block(config: RunConfig, block: TransformerBlock, device: torch.device) -> str:
     """Compile the layers of a stage; see ``Feature.convert_layers``."""
-    backend, packs = config.training.compile_backend, config.data.reset_attention_mask
+    backend = config.training.compile_backend
+    packs = config.data.reset_attention_mask
     divided = compile_layers(block.layers, backend=backend, packs_documents=packs)
     return f"compile=True: {divided}" if divided else ""
 
@@ -36,15 +37,15 @@ def compile_layers(
     A layer is one graph unless one of its parts depends on data of the host: the lengths of packed documents, the rows
     of each expert, or messages of context parallelism. Generation, whose numbers of tokens change, stays eager.
     """
-    found: dict[str, None] = {}
+    eager_parts: dict[str, None] = {}
     for layer in layers:
         separate_parts([layer])
         eager = dict(_eager_parts(layer, packs_documents=packs_documents))
-        for part in eager.values():
-            keep_out_of_graphs(part)
-        found |= dict.fromkeys(eager)
+        for module in eager.values():
+            keep_out_of_graphs(module)
+        eager_parts |= dict.fromkeys(eager)
         compile_forward(layer, fullgraph=not eager, backend=backend, eager_if=_generates)
-    return DIVIDED.format(parts=", ".join(found)) if found else ""
+    return DIVIDED.format(parts=", ".join(eager_parts)) if eager_parts else ""
 
 
 def _generates(hidden: Tensor, context: SequenceContext) -> bool:

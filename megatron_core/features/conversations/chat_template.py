@@ -15,7 +15,8 @@ from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, 
 from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
 CONFIG_FILE = "tokenizer_config.json"
-DEFAULT, TOOL_USE = "default", "tool_use"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 """Names of the templates for conversations without and with tools."""
 COMPILE_SECONDS = 10.0
 """Time limit for reading a template."""
@@ -113,7 +114,7 @@ class ChatTemplate:
         seconds: float,
     ) -> Rendered:
         messages = list(map(_with_reasoning, messages))
-        asked = {
+        values = {
             "messages": messages,
             "tools": tools,
             "variables": {**self._tokens, **variables},
@@ -121,23 +122,23 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            reply = self._request(asked, seconds)
+            reply = self._request(values, seconds)
         except TimeoutError:
             raise DataError(f"the chat template did not end within {seconds:g} seconds; correct it") from None
         pairs = {name: [(first, second) for first, second in reply[name]] for name in ("marks", "beginnings")}
         text = reply["text"]
-        given = json.dumps([messages, tools], ensure_ascii=False, default=str) if self._refused else ""
+        source = json.dumps([messages, tools], ensure_ascii=False, default=str) if self._refused else ""
         for token in self._refused:
-            if text.count(token) > given.count(token):
+            if text.count(token) > source.count(token):
                 raise DataError(
                     f"the chat template writes {token}, which this kind of tokenizer encodes as ordinary text; use "
                     "--tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json, or another --chat-template"
                 )
         return Rendered(text, **pairs)
 
-    def _request(self, asked: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """Render the template; without ``asked`` compile it."""
-        return PROCESS.request({"template": self._key, "render": asked}, self._sources, seconds)
+    def _request(self, values: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Render the template; without ``values`` compile it."""
+        return PROCESS.request({"template": self._key, "render": values}, self._sources, seconds)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,24 +173,24 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str
 def _templates_in_files(folder: Path) -> dict[str, str]:
     """The templates in separate files, by name."""
     default = folder / TEMPLATE_FILE
-    found = {DEFAULT: _read(default)} if default.is_file() else {}
-    others = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
-    return found | {path.stem: _read(path) for path in others if path.is_file()}
+    templates = {DEFAULT: _read(default)} if default.is_file() else {}
+    further_files = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    return templates | {path.stem: _read(path) for path in further_files if path.is_file()}
 
 
 def _templates_in_config(path: Path) -> dict[str, str]:
     """The templates in a tokenizer_config.json, by name: a text, or a list of objects with name and template."""
-    found = read_object(path).get("chat_template") if path.is_file() else None
-    if found is None or isinstance(found, str):
-        return {} if found is None else {DEFAULT: found}
-    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
-        found = {each.get("name"): each.get("template") for each in found}
-    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+    templates = read_object(path).get("chat_template") if path.is_file() else None
+    if templates is None or isinstance(templates, str):
+        return {} if templates is None else {DEFAULT: templates}
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for pair in templates.items() for text in pair):
         raise ConfigError(
-            f"{path}: chat_template is {quoted(found)}, neither a string nor a list of objects with name and "
+            f"{path}: chat_template is {quoted(templates)}, neither a string nor a list of objects with name and "
             "template; copy the file again, or give --chat-template FILE"
         )
-    return found
+    return templates
 
 
 def _read(path: Path) -> str:

@@ -30,20 +30,21 @@ class ConversationFile:
     """JSON Lines with messages in a schema of ``message_schemas``; the offsets of the lines are kept in memory."""
 
     def __init__(self, path: str) -> None:
-        self.path, self._begins = Path(path), array("q")
+        self.path = Path(path)
+        self._begins = array("q")
         if self.path.exists() and not self.path.is_file():
             raise DataError(
                 f"{path} is not a regular file; --sft and --dpo need JSON Lines in a file that it can read in any order"
             )
         try:
             with self.path.open("rb") as file:
-                at = 0
+                position = 0
                 for line in file:
                     if line.strip():
                         if not self._begins:
                             self._check_format(line)
-                        self._begins.append(at)
-                    at += len(line)
+                        self._begins.append(position)
+                    position += len(line)
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}; --sft and --dpo need JSON Lines with messages"
@@ -53,12 +54,13 @@ class ConversationFile:
 
     def _check_format(self, line: bytes) -> None:
         """DataError if the first line is of a file in another format."""
-        begin, name = line.removeprefix(b"\xef\xbb\xbf").lstrip(), self.path
-        for first, (kind, way) in OTHER_FORMATS.items():
+        begin = line.removeprefix(b"\xef\xbb\xbf").lstrip()
+        name = self.path
+        for first, (format_, command) in OTHER_FORMATS.items():
             if begin.startswith(first):
                 raise DataError(
-                    f"{name} is {kind}, expected one object per line (JSON Lines); convert it, for example with "
-                    f"{way.format(old=name, new=name.stem + '_lines.jsonl')}"
+                    f"{name} is {format_}, expected one object per line (JSON Lines); convert it, for example with "
+                    f"{command.format(old=name, new=name.stem + '_lines.jsonl')}"
                 )
 
     def __len__(self) -> int:
@@ -75,8 +77,9 @@ class ConversationFile:
             raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
-        conversations, used = self.parsed(content), {*self.used_keys(content), "tools", "functions", VARIABLES}
-        unused = frozenset(key for key in content if key not in used and content[key] is not None)
+        conversations = self.parsed(content)
+        keys_read = {*self.used_keys(content), "tools", "functions", VARIABLES}
+        unused = frozenset(key for key in content if key not in keys_read and content[key] is not None)
         return Line(conversations, tools_of(content), content, unused)
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
@@ -94,10 +97,12 @@ class ConversationFile:
 
     def place(self, line: int) -> str:
         """The file and number of a line, counted from 1 and including blank lines, as in editors."""
-        left, number = self._begins[line], 1
+        left = self._begins[line]
+        number = 1
         with self.path.open("rb") as file:
             while left and (data := file.read(min(left, 1 << 20))):
-                left, number = left - len(data), number + data.count(b"\n")
+                left = left - len(data)
+                number = number + data.count(b"\n")
         return f"{self.path}, line {number}"
 
 
@@ -124,14 +129,17 @@ class ConversationDataset:
         packs: bool = False,
     ) -> None:
         self.sequence_length = sequence_length
-        self._files, self._lines, self._encoder, self._seed = files, lines, encoder, seed
-        own = encoder.tokenizer
-        self._padding = next((i for i in (getattr(own, "pad", None), own.eod) if i is not None), 0)
+        self._files = files
+        self._lines = lines
+        self._encoder = encoder
+        self._seed = seed
+        tokenizer = encoder.tokenizer
+        self._padding = next((i for i in (getattr(tokenizer, "pad", None), tokenizer.eod) if i is not None), 0)
         self.packs: Sequence[Sequence[int]] = [[line] for line in lines]
         """The lines of each sample of a round."""
         if packs:
             order = KeyedPermutation(len(lines), (seed, PACKING))
-            chosen = (lines[order[at]] for at in range(len(lines)))
+            chosen = (lines[order[index]] for index in range(len(lines)))
             sizes = ((line, sum(len(ids) for ids, _ in self._line(line))) for line in chosen)
             self.packs = first_fit(sizes, sequence_length)
 
@@ -175,8 +183,8 @@ class ConversationDataset:
 
     def place(self, line: int) -> str:
         """The file of a line, and its number there."""
-        file, own = self._find(line)
-        return file.place(own)
+        file, local_line = self._find(line)
+        return file.place(local_line)
 
     def _find(self, line: int) -> tuple[ConversationFile, int]:
         for file in self._files:
@@ -187,11 +195,11 @@ class ConversationDataset:
 
     def read(self, line: int) -> Line:
         """A line of all files together."""
-        file, own = self._find(line)
+        file, local_line = self._find(line)
         try:
-            return file[own]
+            return file[local_line]
         except DataError as error:
-            raise DataError(f"{file.place(own)}: {error}") from None
+            raise DataError(f"{file.place(local_line)}: {error}") from None
 
     def _encodings(self, line: int) -> list[Encoding]:
         """The conversations of a line as texts and tokens."""
@@ -215,10 +223,10 @@ class ConversationDataset:
         missing = max(length + 1 - len(tokens), 0)
         filled = np.array(tokens[: length + 1] + [self._padding] * missing, dtype=np.int64)
         mask = np.array(counted[: length + 1] + [False] * missing, dtype=np.float32)
-        lengths = [each for each in lengths if each]
-        if (rest := length - sum(lengths)) > 0:
-            lengths.append(rest)
-        positions = np.concatenate([np.arange(each, dtype=np.int64) for each in lengths])
+        lengths = [size for size in lengths if size]
+        if (padding := length - sum(lengths)) > 0:
+            lengths.append(padding)
+        positions = np.concatenate([np.arange(size, dtype=np.int64) for size in lengths])
         return {
             "tokens": filled[:-1],
             "labels": filled[1:],

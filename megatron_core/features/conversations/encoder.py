@@ -108,7 +108,8 @@ class ConversationTokenizer:
         beginnings: Sequence[tuple[int, bool]],
     ) -> Rendered:
         """Render messages whose calls have arguments as objects, or as JSON texts if the template needs these."""
-        objects, texts = tool_calls.decoded(messages), tool_calls.encoded(messages)
+        objects = tool_calls.decoded(messages)
+        texts = tool_calls.encoded(messages)
         refusal = None
         try:
             rendered = self.template.render_answers(objects, tools=tools, variables=variables, beginnings=beginnings)
@@ -126,49 +127,53 @@ class ConversationTokenizer:
         except DataError as error:
             raise (refusal or error) from None
 
-    def _of_marks(self, marked: list[Span], all_answers: Sequence[int], counting: Sequence[int]) -> list[Span]:
+    def _of_marks(self, spans: list[Span], all_answers: Sequence[int], counting: Sequence[int]) -> list[Span]:
         """The marked characters of the messages ``counting``."""
         if self.last_only:
-            return marked[-1:] if counting else []
+            return spans[-1:] if counting else []
         if len(counting) == len(all_answers):
-            return marked
-        if len(marked) != len(all_answers):
+            return spans
+        if len(spans) != len(all_answers):
             raise DataError(
-                f"the chat template marks {len(marked)} texts as answers of {len(all_answers)} messages of the "
+                f"the chat template marks {len(spans)} texts as answers of {len(all_answers)} messages of the "
                 "assistant, so weight=0 cannot be applied; use a template that marks each, or none"
             )
-        return [span for span, number in zip(marked, all_answers, strict=True) if number in counting]
+        return [span for span, number in zip(spans, all_answers, strict=True) if number in counting]
 
     def _answers(
         self, messages: Sequence[Message], counting: Sequence[int], beginnings: Sequence[Span]
     ) -> Iterator[Span]:
         """The characters that the messages ``counting`` add to the text after their prompts."""
-        for number, asked, whole in zip(counting, beginnings[::2], beginnings[1::2], strict=True):
-            (asked_length, asked_common), (whole_length, whole_common) = asked, whole
-            if asked_common < asked_length or whole_common < whole_length or whole_length < asked_length:
+        for number, prompt, conversation in zip(counting, beginnings[::2], beginnings[1::2], strict=True):
+            (prompt_length, prompt_common) = prompt
+            (full_length, full_common) = conversation
+            if prompt_common < prompt_length or full_common < full_length or full_length < prompt_length:
                 raise DataError(
                     "the chat template changes earlier messages when later ones are added, so answers cannot be "
                     "located; choose another one with --chat-template, or one that marks answers "
                     f"with {{% generation %}}{'' if self.last_only else ', or add --sft-loss last_answer'}"
                 )
-            if asked_length == whole_length and messages[number].get("content"):
+            if prompt_length == full_length and messages[number].get("content"):
                 raise DataError(
                     "the chat template writes nothing for an answer, so nothing would be learned; choose another "
                     "one with --chat-template"
                 )
-            yield asked_length, whole_length
+            yield prompt_length, full_length
 
     def _count(self, encoding: Encoding, answers: Sequence[Span]) -> None:
         """Mark the tokens of answers and of their ends."""
-        text, ids, offsets, counted = encoding.text, encoding.ids, encoding.offsets, encoding.counted
+        text = encoding.text
+        ids = encoding.ids
+        offsets = encoding.offsets
+        counted = encoding.counted
         if not self.to_end:
             answers = [span for span in answers if span[0] < span[1]]
             self._add_end(encoding, answers)
         for begin, end in answers:
             if not (self.template.marks_answers or self.to_end):
                 end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
-            for number, (first, last) in enumerate(offsets):
-                counted[number] |= first < end and max(last, first + 1) > begin
+            for number, (first, stop) in enumerate(offsets):
+                counted[number] |= first < end and max(stop, first + 1) > begin
             if not self.to_end:
                 last_of_end = self._end_after(encoding, end)
                 encoding.has_end.append(last_of_end is not None)
@@ -191,21 +196,23 @@ class ConversationTokenizer:
     def _end_after(self, encoding: Encoding, end: int) -> int | None:
         """The number of the token that ends the text up to the character ``end``: its last token with a visible
         character, or the first such token after it; None if that does not end generated texts."""
-        text, ids, offsets = encoding.text, encoding.ids, encoding.offsets
+        text = encoding.text
+        ids = encoding.ids
+        offsets = encoding.offsets
         visible = len(text[:end].rstrip())
-        last = bisect_left(offsets, visible, key=_first) - 1
-        for number in range(max(last, 0), len(ids)):
+        final = bisect_left(offsets, visible, key=_first) - 1
+        for number in range(max(final, 0), len(ids)):
             if ids[number] in self._text_ends:
                 return number
             first, after = offsets[number]
-            if number > last and text[first:after].strip():
+            if number > final and text[first:after].strip():
                 return None
         return None
 
     def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
         """End of an answer up to ``end``: after its last ``visible`` character if an end-of-turn token is there."""
-        last = bisect_left(offsets, visible, key=_first) - 1
-        return visible if last >= 0 and ids[last] in self._turn_ends else end
+        final = bisect_left(offsets, visible, key=_first) - 1
+        return visible if final >= 0 and ids[final] in self._turn_ends else end
 
     @cached_property
     def _text_ends(self) -> frozenset[int]:
@@ -224,7 +231,7 @@ def _first(offsets: Span) -> int:
 
 def losses_of(encoding: Encoding, tools: Any) -> Counter[str]:
     """The parts of learned messages, and those that the template leaves out or rewrites, as ``lost NAME``."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for message in encoding.learned:
         content = message.get("content") or ""
         inner, mark, visible = content.partition(THINK[1])
@@ -236,12 +243,12 @@ def losses_of(encoding: Encoding, tools: Any) -> Counter[str]:
         }
         for name, texts in pieces.items():
             texts = [text.strip() for text in texts if text.strip()]
-            found[name] += bool(texts)
-            found[f"lost {name}"] += not all(text in encoding.text for text in texts)
+            counts[name] += bool(texts)
+            counts[f"lost {name}"] += not all(text in encoding.text for text in texts)
     names = [tool.get("function", tool).get("name") for tool in tools or ()]
-    found["tools"] += bool(names)
-    found["lost tools"] += not all(isinstance(name, str) and name in encoding.text for name in names)
-    found["answers"] += len(encoding.has_end)
-    found["no end"] += encoding.has_end.count(False)
-    found["added end"] += encoding.added_end is not None
-    return found
+    counts["tools"] += bool(names)
+    counts["lost tools"] += not all(isinstance(name, str) and name in encoding.text for name in names)
+    counts["answers"] += len(encoding.has_end)
+    counts["no end"] += encoding.has_end.count(False)
+    counts["added end"] += encoding.added_end is not None
+    return counts

@@ -30,9 +30,11 @@ def spread(lines: Sequence[int], most: int) -> Sequence[int]:
 
 def of_lengths(lines: Sequence[Encoded], sequence_length: int) -> Iterator[str]:
     """How many lines are cut; DataError if no answer remains."""
-    kept = sequence_length + 1
-    longest, cut = max(len(ids) for ids, _ in lines), sum(len(ids) > kept for ids, _ in lines)
-    answers, left = sum(any(counted) for _, counted in lines), sum(any(counted[:kept]) for _, counted in lines)
+    room = sequence_length + 1
+    longest = max(len(ids) for ids, _ in lines)
+    cut = sum(len(ids) > room for ids, _ in lines)
+    answers = sum(any(counted) for _, counted in lines)
+    left = sum(any(counted[:room]) for _, counted in lines)
     if not left:
         raise DataError(
             f"seq_length={sequence_length} cuts all {len(lines)} lines that were checked before their "
@@ -48,31 +50,31 @@ def of_lengths(lines: Sequence[Encoded], sequence_length: int) -> Iterator[str]:
 
 def of_losses(lines: Sequence[tuple[Sequence[Encoding], Any]], tokenizer: Tokenizer) -> Iterator[str]:
     """Parts of answers that the template leaves out or rewrites, and answers without an end."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for encodings, tools in lines:
         for encoding in encodings:
-            found += losses_of(encoding, tools)
+            totals += losses_of(encoding, tools)
     checked = f"in {len(lines)} lines that were checked"
-    parts = {
+    descriptions = {
         "reasoning": "the reasoning (reasoning_content, <think>)",
         "text": "the text",
         "calls": "the calls of functions",
     }
-    for name, words in parts.items():
-        if lost := found[f"lost {name}"]:
+    for name, what in descriptions.items():
+        if lost := totals[f"lost {name}"]:
             yield (
-                f"the chat template leaves out or rewrites {words} of {lost} of {found[name]} answers {checked}, so it "
+                f"the chat template leaves out or rewrites {what} of {lost} of {totals[name]} answers {checked}, so it "
                 "is not learned; another template is given with --chat-template"
             )
-    if lost := found["lost tools"]:
-        yield f"the chat template leaves out the tools of {lost} of {found['tools']} conversations {checked}"
-    if found["added end"]:
+    if lost := totals["lost tools"]:
+        yield f"the chat template leaves out the tools of {lost} of {totals['tools']} conversations {checked}"
+    if totals["added end"]:
         ends = {encoding.added_end for encodings, _ in lines for encoding in encodings} - {None}
         names = ", ".join(repr(tokenizer.detokenize([end])) for end in ends if end is not None)
         yield f"the chat template writes no end after last answers, so {names} of generation_config.json is added"
-    if found["no end"]:
+    if totals["no end"]:
         yield (
-            f"{found['no end']} of {found['answers']} answers {checked} have no end: no token that ends generated "
+            f"{totals['no end']} of {totals['answers']} answers {checked} have no end: no token that ends generated "
             "texts follows them, so a chat with the model will not stop; write {{ eos_token }} after the answer in the "
             "template (--chat-template), or the token that does as eos_token_id in generation_config.json"
         )
@@ -103,14 +105,14 @@ def of_keys(lines: Iterable[Line], names: frozenset[str]) -> Iterator[str]:
 
 def _message_keys(content: Mapping[str, Any], names: frozenset[str]) -> set[str]:
     """The keys of messages that neither this package nor the template reads."""
-    found: set[str] = set()
+    unread: set[str] = set()
     for name in (*LISTS.values(), "prompt", "completion", "chosen", "rejected"):
         messages = content.get(name)
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, Mapping):
-                given = {key for key, value in message.items() if value not in (None, "", [], {})}
-                found |= given - {"from", "value", *FLAGS} if is_sharegpt(message) else given - {*KNOWN, *names}
-    return found
+                keys = {key for key, value in message.items() if value not in (None, "", [], {})}
+                unread |= keys - {"from", "value", *FLAGS} if is_sharegpt(message) else keys - {*KNOWN, *names}
+    return unread
 
 
 def _other_roles(talk: Iterable[Mapping[str, Any]], names: frozenset[str]) -> set[str]:
@@ -119,13 +121,14 @@ def _other_roles(talk: Iterable[Mapping[str, Any]], names: frozenset[str]) -> se
 
 def _choices(line: Line) -> Iterator[str]:
     """Choices in which other projects differ."""
-    used = line.content.keys() - line.unused
-    if used.isdisjoint(LISTS.values()) and any(line.content.get(name) for name in CONTEXTS if name in used):
+    keys = line.content.keys() - line.unused
+    if keys.isdisjoint(LISTS.values()) and any(line.content.get(name) for name in CONTEXTS if name in keys):
         yield "the question and its context are joined by an empty line (LLaMA-Factory, ms-swift: one line break)"
-    prompt, completion = line.content.get("prompt"), line.content.get("completion")
-    if {"prompt", "completion"} <= used and isinstance(prompt, str) and isinstance(completion, str):
+    prompt = line.content.get("prompt")
+    completion = line.content.get("completion")
+    if {"prompt", "completion"} <= keys and isinstance(prompt, str) and isinstance(completion, str):
         yield "prompt and completion are texts of a chat with the template (trl: without it)"
-    if isinstance(completion, list) and "completion" in used:
+    if isinstance(completion, list) and "completion" in keys:
         roles = {message.get("role") for message in completion}
         if roles != {"assistant"}:
             yield "only the assistant's messages of a completion are learned (trl: all)"

@@ -52,8 +52,8 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     values = {key: _flag(message[key], key) for key in FLAGS if message.get(key) is not None}
     learned = {key: value == FLAGS[key] for key, value in values.items()}
     if len(set(learned.values())) > 1:
-        given = " and ".join(f"{key}={_shown(message[key])}" for key in learned)
-        raise DataError(f"{given} of one message contradict each other; remove one of them")
+        flags_given = " and ".join(f"{key}={_shown(message[key])}" for key in learned)
+        raise DataError(f"{flags_given} of one message contradict each other; remove one of them")
     if message["role"] != "assistant":
         for key in learned:
             if learned[key] and key not in ONLY_ANSWERS:

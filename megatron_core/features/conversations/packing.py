@@ -16,20 +16,22 @@ def first_fit(documents: Iterable[tuple[int, int]], length: int) -> list[list[in
     sequences with all sequences open).
     """
     packs: list[list[int]] = []
-    room, numbers = np.zeros(OPEN, dtype=np.int64), np.zeros(OPEN, dtype=np.int64)
+    room = np.zeros(OPEN, dtype=np.int64)
+    numbers = np.zeros(OPEN, dtype=np.int64)
     opened = 0
     for document, tokens in documents:
         tokens = min(tokens, length)
         fits = room[:opened] >= tokens
         if fits.any():
-            at = int(fits.argmax())
+            position = int(fits.argmax())
         else:
             if opened == OPEN:  # close the oldest
                 room[:-1], numbers[:-1] = room[1:].copy(), numbers[1:].copy()
                 opened -= 1
-            at, opened = opened, opened + 1
-            room[at], numbers[at] = length, len(packs)
+            position = opened
+            opened = opened + 1
+            room[position], numbers[position] = length, len(packs)
             packs.append([])
-        packs[numbers[at]].append(document)
-        room[at] -= tokens
+        packs[numbers[position]].append(document)
+        room[position] -= tokens
     return packs

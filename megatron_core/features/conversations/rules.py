@@ -15,7 +15,8 @@ EXCLUDED = (
 
 def conversation_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that do not apply to conversations."""
-    data, values = config.data, config.flat()
+    data = config.data
+    values = config.flat()
     if values["sft"] and values.get("dpo"):
         yield "sft=True and dpo=True exclude one another; keep one of them"
     if not (values["sft"] or values.get("dpo")):
@@ -31,5 +32,5 @@ def conversation_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if data.dataloader_type != "single":
         assigned.append(f"dataloader_type={data.dataloader_type}")
     if assigned:
-        kind = "sft" if values["sft"] else "dpo"
-        yield f"{kind}=True cannot be used with {' and '.join(assigned)}; each conversation is a document of its own"
+        flag = "sft" if values["sft"] else "dpo"
+        yield f"{flag}=True cannot be used with {' and '.join(assigned)}; each conversation is a document of its own"

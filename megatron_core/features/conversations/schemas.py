@@ -94,12 +94,12 @@ def keys_of(line: Mapping[str, Any]) -> set[str]:
     """The keys of a line that ``messages_of`` reads."""
     schema = schema_of(line)
     if schema in LISTS:
-        used = {LISTS[schema]}
+        keys = {LISTS[schema]}
     elif isinstance(line.get("prompt"), list) and "completion" in line:
-        used = {"prompt", "completion"}
+        keys = {"prompt", "completion"}
     else:
         return question_keys(line) | _first_keys(line, ANSWERS)
-    return used | system_keys(line)
+    return keys | system_keys(line)
 
 
 def question_keys(line: Mapping[str, Any]) -> set[str]:
@@ -114,8 +114,8 @@ def system_keys(line: Mapping[str, Any]) -> set[str]:
 
 def _first_keys(line: Mapping[str, Any], *choices: tuple[str, ...]) -> set[str]:
     """The first key of each choice that has a value."""
-    found = (next((name for name in names if line.get(name) is not None), None) for names in choices)
-    return {name for name in found if name is not None}
+    first_names = (next((name for name in names if line.get(name) is not None), None) for names in choices)
+    return {name for name in first_names if name is not None}
 
 
 def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
@@ -126,9 +126,9 @@ def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{key} must be a string or a list of messages")
     messages = [_turn(message) for message in _objects(line, key)]
-    last = messages[-1]
-    if role == "assistant" and last["role"] != role:
-        raise DataError(f"{key} ends with a message of {last['role']!r}; it must end with the assistant's answer")
+    answer = messages[-1]
+    if role == "assistant" and answer["role"] != role:
+        raise DataError(f"{key} ends with a message of {answer['role']!r}; it must end with the assistant's answer")
     return messages
 
 
@@ -150,9 +150,9 @@ def history(line: Mapping[str, Any]) -> list[Message]:
         raise DataError("history must be a list of pairs [question, answer]")
     roles = ("user", "assistant")
     return [
-        {"role": role, "content": checked_text(own, "history")}
+        {"role": role, "content": checked_text(text, "history")}
         for pair in pairs
-        for role, own in zip(roles, pair, strict=True)
+        for role, text in zip(roles, pair, strict=True)
     ]
 
 
@@ -179,17 +179,17 @@ def _turn(message: Mapping[str, Any]) -> Message:
                 f"from={shortened(repr(message['from']))} is not a known speaker ({known}); rename it, or give lines "
                 "with messages, which may have tool_calls"
             )
-        found: Message = {"role": role, "content": checked_text(message.get("value"), "value"), **flags}
+        turn: Message = {"role": role, "content": checked_text(message.get("value"), "value"), **flags}
     else:
-        found = openai(message)
-        role = found["role"]
+        turn = openai(message)
+        role = turn["role"]
         if role.lower() in CALLS:
             raise DataError(
                 f"role={role!r} is the text of a call; write a message of the assistant with tool_calls instead"
             )
-        found["role"] = SPEAKERS.get(role.lower(), role)
-    is_learned(found)  # checks its flags
-    return found
+        turn["role"] = SPEAKERS.get(role.lower(), role)
+    is_learned(turn)  # checks its flags
+    return turn
 
 
 def is_sharegpt(message: Mapping[str, Any]) -> bool:
@@ -207,34 +207,34 @@ def openai(message: Mapping[str, Any]) -> Message:
     content, flags = _joined(message.get("content"))
     if content is not None or not message.get("tool_calls"):
         content = checked_text(content, "content")
-    found = {**message, **flags, "role": role, "content": content}
+    converted = {**message, **flags, "role": role, "content": content}
     for key in REASONING:
-        if isinstance(found.get(key), list):
-            found[key], _ = _joined(found[key], key)
-    return {key: value for key, value in found.items() if value is not None}
+        if isinstance(converted.get(key), list):
+            converted[key], _ = _joined(converted[key], key)
+    return {key: value for key, value in converted.items() if value is not None}
 
 
 def _joined(content: Any, name: str = "content") -> tuple[Any, dict[str, Any]]:
     """The text of text parts, and their common flag."""
     is_text = isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+        isinstance(section, dict) and isinstance(section.get("text"), str) for section in content
     )
     if not is_text:
         return content, {}
-    values = [{key: part[key] for key in FLAGS if part.get(key) is not None} for part in content]
+    values = [{key: section[key] for key in FLAGS if section.get(key) is not None} for section in content]
     if any(value != values[0] for value in values) or (name != "content" and any(values)):
         raise DataError(
             f"the parts of {name} have different flags (train, weight), but a message is learned as a whole or not at "
             "all; remove the flags, or give all parts the same"
         )
-    return "".join(part["text"] for part in content), values[0] if values else {}
+    return "".join(section["text"] for section in content), values[0] if values else {}
 
 
 def _objects(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    found = line[name]
-    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+    objects = line[name]
+    if not isinstance(objects, list) or not all(isinstance(entry, Mapping) for entry in objects):
         raise DataError(f"{name} must be a list of objects")
-    return found
+    return objects
 
 
 def _first(line: Mapping[str, Any], names: tuple[str, ...]) -> str:

@@ -41,12 +41,12 @@ class TemplateProcess:
         os.register_at_fork(after_in_child=self._leave)
         atexit.register(self._end)
 
-    def request(self, asked: Mapping[str, Any], sources: Sequence[str | None], seconds: float) -> dict[str, Any]:
+    def request(self, content: Mapping[str, Any], sources: Sequence[str | None], seconds: float) -> dict[str, Any]:
         """The reply to a request about the template of ``sources``.
 
         Errors: ``TimeoutError`` after ``seconds``; ``DataError`` if the template or the request cannot be used.
         """
-        request = {**asked, "sources": None, "seconds": seconds}
+        request = {**content, "sources": None, "seconds": seconds}
         deaths: list[int] = []
         with self._lock:
             while len(deaths) < MOST_DEATHS:

@@ -30,7 +30,8 @@ LONGEST_TEXT = 2**24
 """Upper bound on the characters of a text and the elements of a list in a template."""
 MOST_MEMORY = 2**30
 """Address space of the process in bytes; a text of LONGEST_TEXT characters, its parts and its JSON take 0.4 GiB."""
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 """Marks around answers in rendered text: characters that Unicode reserves for internal use."""
 LONGEST_MESSAGE = 2000
 MOST_TEMPLATES = 16
@@ -97,9 +98,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check(left.bit_length() * right)
         return super().call_binop(context, operator, left, right)
 
-    def join(self, parts: Sequence[Any]) -> str:
+    def join(self, values: Sequence[Any]) -> str:
         """``a ~ b``."""
-        texts = [str(part) for part in parts]
+        texts = [str(value) for value in values]
         _check(sum(map(len, texts)))
         return "".join(texts)
 
@@ -141,7 +142,8 @@ def compile_templates(source: str, tool_use: str | None, date: str | None) -> Co
     """Compile the template for conversations without tools and that with tools, by default the same one."""
     environment = Sandbox(date)
     sources = [source] if tool_use is None else [source, tool_use]
-    variables, names = set[str](), set[str]()
+    variables = set[str]()
+    names = set[str]()
     try:
         trees = [environment.parse(text) for text in sources]
         for tree in trees:
@@ -155,22 +157,22 @@ def compile_templates(source: str, tool_use: str | None, date: str | None) -> Co
     return Compiled(templates[0], templates[-1], facts)
 
 
-def render(compiled: Compiled, asked: Mapping[str, Any]) -> dict[str, Any]:
+def render(compiled: Compiled, order: Mapping[str, Any]) -> dict[str, Any]:
     """Render the whole conversation, and its beginnings.
 
     A beginning is the pair (number of messages, add_generation_prompt); its result is the pair (length of its text,
     number of first characters that it has in common with the text of the whole conversation).
     """
-    template = compiled.plain if asked["tools"] is None else compiled.tool_use
-    messages = asked["messages"]
+    template = compiled.plain if order["tools"] is None else compiled.tool_use
+    messages = order["messages"]
 
     def text_of(count: int, add_generation_prompt: bool) -> str:
-        values = {**asked["variables"], "messages": messages[:count], "tools": asked["tools"], "documents": None}
+        values = {**order["variables"], "messages": messages[:count], "tools": order["tools"], "documents": None}
         return _generated(template, {**values, "add_generation_prompt": add_generation_prompt})
 
-    text, marks = _without_marks(text_of(len(messages), asked["add_generation_prompt"]), compiled)
+    text, marks = _without_marks(text_of(len(messages), order["add_generation_prompt"]), compiled)
     beginnings = []
-    for count, add_generation_prompt in asked["beginnings"]:
+    for count, add_generation_prompt in order["beginnings"]:
         beginning, _ = _without_marks(text_of(count, add_generation_prompt), compiled)
         beginnings.append((len(beginning), _common_length(text, beginning)))
     return {"text": text, "marks": marks, "beginnings": beginnings}
@@ -181,18 +183,19 @@ def _common_length(text: str, beginning: str) -> int:
     if text.startswith(beginning):
         return len(beginning)
     pairs = enumerate(zip(text, beginning, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), len(text))
+    return next((index for index, (one, other) in pairs if one != other), len(text))
 
 
 def _generated(template: Template, values: Mapping[str, Any]) -> str:
     """The text of a template."""
-    written, parts = 0, []
+    written = 0
+    pieces = []
     try:
-        for part in template.generate(values):
-            written += len(part)
+        for piece in template.generate(values):
+            written += len(piece)
             if written > LONGEST_TEXT:
                 raise Refusal(f"the chat template writes more than {LONGEST_TEXT} characters; correct it")
-            parts.append(part)
+            pieces.append(piece)
     except Refusal:
         raise
     except (TemplateError, TypeError, ValueError) as error:
@@ -202,25 +205,26 @@ def _generated(template: Template, values: Mapping[str, Any]) -> str:
         raise Refusal(
             f"the chat template fails with {name}{': ' * bool(str(error))}{_message(error)}; correct it"
         ) from None
-    return "".join(parts)
+    return "".join(pieces)
 
 
 def _without_marks(text: str, compiled: Compiled) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the characters [begin, end) between them."""
     if not compiled.facts["marks_answers"]:
         return text, []
-    parts = re.split(f"([{BEGIN}{END}])", text)
-    found = [part for part in parts if part in (BEGIN, END)]
-    if found != [BEGIN, END] * (len(found) // 2):
+    pieces = re.split(f"([{BEGIN}{END}])", text)
+    delimiters = [piece for piece in pieces if piece in (BEGIN, END)]
+    if delimiters != [BEGIN, END] * (len(delimiters) // 2):
         raise Refusal("a message contains U+FDD0 or U+FDD1, which Unicode reserves for internal use; remove it")
-    length, places = 0, []
-    for part in parts:
-        if part in (BEGIN, END):
+    length = 0
+    places = []
+    for piece in pieces:
+        if piece in (BEGIN, END):
             places.append(length)
         else:
-            length += len(part)
+            length += len(piece)
     marks = list(zip(places[::2], places[1::2], strict=True))
-    return "".join(part for part in parts if part not in (BEGIN, END)), marks
+    return "".join(piece for piece in pieces if piece not in (BEGIN, END)), marks
 
 
 def _message(error: BaseException) -> str:

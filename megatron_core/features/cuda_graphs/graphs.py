@@ -60,7 +60,8 @@ class Slot:
 
     def load(self, context: SequenceContext) -> None:
         """Copy the tensors of a micro-batch into the memory that graphs read."""
-        self.source, self.first = context, None
+        self.source = context
+        self.first = None
         for name, value in _tensors(context).items():
             for mine, theirs in zip(_each(getattr(self.context, name)), _each(value), strict=True):
                 mine.copy_(theirs)
@@ -93,7 +94,7 @@ class StageGraphs:
     def release(self, slot: Slot) -> None:
         """Make a slot available again after the backward of its micro-batch."""
         self._free.append(slot)
-        self._free.sort(key=lambda each: each.number)
+        self._free.sort(key=lambda free: free.number)
 
 
 class _Graph:
@@ -128,13 +129,16 @@ class CallGraph:
         slot: Slot, stage: StageGraphs,
     ) -> None:  # fmt: skip
         """Capture the forward for inputs of these shapes; nothing is computed yet."""
-        self._parameters, self.slot, self._stage = parameters, slot, stage
+        self._parameters = parameters
+        self.slot = slot
+        self._stage = stage
         self.reads_in_place = [x.data_ptr() in stage.outputs for x in inputs]
         self._inputs = [
             (x.detach() if in_place else x.detach().clone()).requires_grad_()
             for x, in_place in zip(inputs, self.reads_in_place, strict=True)
         ]
-        self._forward, self._backward = _Graph(), _Graph()
+        self._forward = _Graph()
+        self._backward = _Graph()
         with torch.enable_grad(), self._forward.captured(slot.pool):
             self._output = function(*self._inputs, slot.context)
         stage.outputs.add(self._output.data_ptr())
@@ -164,19 +168,19 @@ class CallGraph:
     def _capture_backward(self) -> None:
         with self._backward.captured(self.slot.pool):
             # The saved tensors stay in memory: the next replays of the forward write them.
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 self._output,
                 [*self._inputs, *self._parameters],
                 self._grad_output,
                 retain_graph=True,
                 allow_unused=True,
             )
-            for parameter, grad in zip(self._parameters, found[len(self._inputs) :], strict=True):
+            for parameter, grad in zip(self._parameters, gradients[len(self._inputs) :], strict=True):
                 if grad is not None:  # linear layers have added theirs
                     total = main_grad_of(parameter)
                     assert total is not None, "graphs are captured under DataParallel"
                     total.add_(grad)
-            self._grad_inputs = found[: len(self._inputs)]
+            self._grad_inputs = gradients[: len(self._inputs)]
 
     def end_backward(self) -> None:
         """Return the slot if no earlier graph of the micro-batch is left."""
@@ -187,15 +191,16 @@ class CallGraph:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: CallGraph, count: int, *tensors: Tensor) -> Tensor:
-        ctx.graph, ctx.others = graph, len(tensors) - count
+        ctx.graph = graph
+        ctx.others = len(tensors) - count
         return graph.run_forward(tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.graph.run_backward(*grads)
+        gradients = ctx.graph.run_backward(*grads)
         ctx.graph.end_backward()
         # None for the parameters: the hooks of DataParallel run all the same, and find nothing to add.
-        return None, None, *found, *[None] * ctx.others
+        return None, None, *gradients, *[None] * ctx.others
 
 
 class GraphedFunction:
@@ -204,7 +209,9 @@ class GraphedFunction:
     def __init__(
         self, function: Callable[..., Tensor], modules: Iterable[nn.Module | None], stage: StageGraphs, warmups: int
     ) -> None:
-        self._eager, self._stage, self._warmups = function, stage, warmups
+        self._eager = function
+        self._stage = stage
+        self._warmups = warmups
         self._modules = [module for module in modules if module is not None]
         self._graphs: dict[int, CallGraph] = {}
         self._calls = 0
@@ -247,23 +254,25 @@ def graph_layers(layers: Iterable[TransformerLayer], modules: Sequence[str], war
 
     Call it before ``DataParallel``, which does not attach hooks inside of layers with graphs then.
     """
-    stage, eager = StageGraphs(), ""
+    stage = StageGraphs()
+    eager = ""
     for layer in layers:
-        marked, dense = cast(Any, layer), isinstance(layer.mlp, MLP)
+        graphed = cast(Any, layer)
+        dense = isinstance(layer.mlp, MLP)
         attention = layer.input_layernorm, layer.self_attention, layer.post_self_attn_layernorm
         feed_forward = layer.pre_mlp_layernorm, layer.mlp, layer.post_mlp_layernorm
         if not dense and "attn" not in modules:
             eager = EAGER
             continue
-        marked.has_graphs = True
+        graphed.has_graphs = True
         for core in (module for module in layer.modules() if isinstance(module, CoreAttention)):
             core.flex = "never"  # it copies a mask to the device
         if not modules:
-            marked.forward = GraphedFunction(layer.forward, [layer], stage, warmups)
+            graphed.forward = GraphedFunction(layer.forward, [layer], stage, warmups)
         if "attn" in modules:
-            marked.attend = GraphedFunction(layer.attend, attention, stage, warmups)
+            graphed.attend = GraphedFunction(layer.attend, attention, stage, warmups)
         if "mlp" in modules and dense:
-            marked.feed_forward = GraphedFunction(layer.feed_forward, feed_forward, stage, warmups)
+            graphed.feed_forward = GraphedFunction(layer.feed_forward, feed_forward, stage, warmups)
     return eager
 
 
@@ -277,14 +286,14 @@ def _each(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _copy(value: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return tuple(each.clone() for each in value) if isinstance(value, tuple) else value.clone()
+    return tuple(tensor.clone() for tensor in value) if isinstance(value, tuple) else value.clone()
 
 
 def _tensors(context: SequenceContext) -> dict[str, Any]:
     """The fields of a context that are tensors, or tuples of them."""
-    values = {each.name: getattr(context, each.name) for each in fields(context)}
+    values = {entry.name: getattr(context, entry.name) for entry in fields(context)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor | tuple)}
 
 
 def _shapes(context: SequenceContext) -> dict[str, list[torch.Size]]:
-    return {name: [each.shape for each in _each(value)] for name, value in _tensors(context).items()}
+    return {name: [tensor.shape for tensor in _each(value)] for name, value in _tensors(context).items()}

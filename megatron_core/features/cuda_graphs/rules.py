@@ -16,7 +16,9 @@ REFUSED = {
 
 def graph_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that a CUDA graph, which repeats the same kernels on the same memory, excludes."""
-    graphs, parallel, model = config.section(GraphConfig), config.parallel, config.model
+    graphs = config.section(GraphConfig)
+    parallel = config.parallel
+    model = config.model
     if graphs.cuda_graph_impl == "none":
         return
     values = config.flat()

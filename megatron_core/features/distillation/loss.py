@@ -45,9 +45,9 @@ def vocab_parallel_distillation_loss(
             f"logits {list(logits.shape)}, teacher_logits {list(teacher_logits.shape)} and target {list(target.shape)} "
             "do not match; logits are [s, b, v/tp] with the same columns, targets [s, b]"
         )
-    own = VocabularyLoss.of(logits.shape[-1], vocab_size, 0.0, tp_group, "auto")
+    columns = VocabularyLoss.of(logits.shape[-1], vocab_size, 0.0, tp_group, "auto")
     losses, divergence = _DistillationLoss.apply(
-        logits, teacher_logits, target, _Columns(tp_group, own.first, own.valid, weight, temperature)
+        logits, teacher_logits, target, _Columns(tp_group, columns.first, columns.valid, weight, temperature)
     )
     return losses, divergence
 
@@ -73,8 +73,8 @@ class _Columns:
 
     def targets(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each target, and whether it is on this rank; the column is 0 if it is not."""
-        here = (target >= self.first) & (target < self.first + self.valid)
-        return (target - self.first).where(here, 0), here
+        is_local = (target >= self.first) & (target < self.first + self.valid)
+        return (target - self.first).where(is_local, 0), is_local
 
     def parts(self, logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
         """This rank's maxima, sums and target logits of rows ``[n, v/tp]`` -> ``[7, n]`` in float64.
@@ -82,14 +82,16 @@ class _Columns:
         KL(u/T || z/T) is the small difference of logarithms of these sums, and is multiplied by T^2: in float32 it
         would consist of rounding errors, of either sign, for temperatures of 100 or more.
         """
-        z, u = self.local(logits), self.local(teacher)
+        z = self.local(logits)
+        u = self.local(teacher)
         if not self.valid:
             none = z.new_zeros(len(z), dtype=torch.float64)
             lowest = none - torch.inf
             return torch.stack([lowest, none, none, none, lowest, none, none])
-        column, here = self.targets(target)
-        at_target = z.gather(1, column[:, None])[:, 0].where(here, 0.0)
-        largest, largest_of_teacher = z.amax(1), u.amax(1)
+        column, is_local = self.targets(target)
+        at_target = z.gather(1, column[:, None])[:, 0].where(is_local, 0.0)
+        largest = z.amax(1)
+        largest_of_teacher = u.amax(1)
         weights = ((u - largest_of_teacher[:, None]) / self.temperature).exp_()
         mean = _total(weights * (u - z)) / self.temperature
         z = z - largest[:, None]
@@ -97,16 +99,19 @@ class _Columns:
         rows = [largest, *sums, at_target, largest_of_teacher, _total(weights), mean]
         return torch.stack([row.double() for row in rows])
 
-    def joined(self, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def joined(self, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combine the parts of all ranks in one collective -> losses, T^2 KL, and statistics ``[5, n]`` of softmax."""
-        gathered, handle = start_gather_sequence(parts[None], self.group)
+        gathered, handle = start_gather_sequence(local[None], self.group)
         handle.wait()
         largest, exp_sum, soft_sum, at_target, of_teacher, teacher_sum, mean = gathered.unbind(1)
-        top, top_of_teacher, heat = largest.amax(0), of_teacher.amax(0), self.temperature
+        top = largest.amax(0)
+        top_of_teacher = of_teacher.amax(0)
+        heat = self.temperature
         exp_sum = (exp_sum * (largest - top).exp()).sum(0)
         soft_sum = (soft_sum * ((largest - top) / heat).exp()).sum(0)
         factor = ((of_teacher - top_of_teacher) / heat).exp()
-        teacher_sum, mean = (teacher_sum * factor).sum(0), (mean * factor).sum(0)
+        teacher_sum = (teacher_sum * factor).sum(0)
+        mean = (mean * factor).sum(0)
         cross_entropy = exp_sum.log() + top - at_target.sum(0)
         divergence = mean / teacher_sum + (top - top_of_teacher) / heat + soft_sum.log() - teacher_sum.log()
         divergence = heat**2 * divergence.clamp_min(0.0)  # below 0 only by the rounding of each exponential
@@ -117,16 +122,18 @@ class _Columns:
         self, grad_losses: Tensor, logits: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor
     ) -> None:
         """Overwrite rows of ``logits`` ``[n, v/tp]`` by their gradient; ``statistics`` are ``[n, 5]``."""
-        top, exp_sum, soft_sum, top_of_teacher, teacher_sum = (each[:, None] for each in statistics.unbind(1))
-        z, u, heat = self.local(logits) - top, self.local(teacher) - top_of_teacher, self.temperature
+        top, exp_sum, soft_sum, top_of_teacher, teacher_sum = (statistic[:, None] for statistic in statistics.unbind(1))
+        z = self.local(logits) - top
+        u = self.local(teacher) - top_of_teacher
+        heat = self.temperature
         logits[:, self.valid :] = 0
         if not self.valid:
             return
         grad = ((z / heat).exp_() / soft_sum - (u / heat).exp_() / teacher_sum) * (self.weight * heat)
         if self.weight != 1.0:
-            column, here = self.targets(target)
+            column, is_local = self.targets(target)
             of_target = z.exp_() / exp_sum
-            of_target.scatter_add_(1, column[:, None], -here[:, None].to(z))
+            of_target.scatter_add_(1, column[:, None], -is_local[:, None].to(z))
             grad += (1.0 - self.weight) * of_target
         logits[:, : self.valid] = grad * grad_losses[:, None]
 
@@ -140,9 +147,11 @@ class _DistillationLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, target: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
         pieces = columns.pieces(_rows(logits), _rows(teacher), target.reshape(-1))
-        losses, divergence, statistics = columns.joined(torch.cat([columns.parts(*each) for each in pieces], -1))
+        losses, divergence, statistics = columns.joined(torch.cat([columns.parts(*piece) for piece in pieces], -1))
         dtype = wide(logits.dtype)
-        losses, divergence, statistics = losses.to(dtype), divergence.to(dtype).view(target.shape), statistics.to(dtype)
+        losses = losses.to(dtype)
+        divergence = divergence.to(dtype).view(target.shape)
+        statistics = statistics.to(dtype)
         ctx.columns = columns
         ctx.save_for_backward(logits, teacher, target, statistics)
         ctx.mark_non_differentiable(divergence)

@@ -26,26 +26,27 @@ def distillation_settings(path: str) -> tuple[dict[str, float], str]:
     ModelOpt's loss without that of the language model is KL(teacher || student) at a temperature T, and the loss of
     ``--kd-weight 1`` is T^2 times it. Raises ConfigError for a file that cannot be read and for another loss.
     """
-    found = DEFAULTS | _fields(path)
-    temperature, scale = (_positive(path, name, found[name]) for name in ("logit_kl_temperature", "kd_loss_scale"))
-    where, wrong = f"--export-kd-cfg {path}", list[str]()
-    if found["intermediate_layer_pairs"]:
-        pairs = shortened(str(found["intermediate_layer_pairs"]))
+    settings = DEFAULTS | _fields(path)
+    temperature, scale = (_positive(path, name, settings[name]) for name in ("logit_kl_temperature", "kd_loss_scale"))
+    where = f"--export-kd-cfg {path}"
+    wrong = list[str]()
+    if settings["intermediate_layer_pairs"]:
+        pairs = shortened(str(settings["intermediate_layer_pairs"]))
         wrong.append(f"intermediate_layer_pairs={pairs}: only logits are compared; use []")
-    if found["logit_layers"] != DEFAULTS["logit_layers"]:
-        layers = shortened(str(found["logit_layers"]))
+    if settings["logit_layers"] != DEFAULTS["logit_layers"]:
+        layers = shortened(str(settings["logit_layers"]))
         wrong.append(f"logit_layers={layers}: only the outputs of output_layer are compared; remove it")
-    if found["logit_kl_topk"] is not None:
-        wrong.append(f"logit_kl_topk={shortened(str(found['logit_kl_topk']))}: all logits are compared; remove it")
-    if found["skip_lm_loss"] is False:
+    if settings["logit_kl_topk"] is not None:
+        wrong.append(f"logit_kl_topk={shortened(str(settings['logit_kl_topk']))}: all logits are compared; remove it")
+    if settings["skip_lm_loss"] is False:
         weight = scale / (1.0 + scale)
         wrong.append(
             "skip_lm_loss=False: it scales the loss by a ratio of losses of each micro-batch, which depends on the "
             f"layout; for constant weights remove the file and use --kd-weight {weight:g} "
             f"--kd-temperature {temperature:g}"
         )
-    elif found["skip_lm_loss"] is not True:
-        wrong.append(f"skip_lm_loss={shortened(str(found['skip_lm_loss']))}: it must be true")
+    elif settings["skip_lm_loss"] is not True:
+        wrong.append(f"skip_lm_loss={shortened(str(settings['skip_lm_loss']))}: it must be true")
     if wrong:
         raise ConfigError(f"{where}: {'; '.join(wrong)}")
     factor = temperature * temperature

@@ -54,12 +54,12 @@ class Distillation(Objective):
 def teacher_hidden_states(run: Run, teacher: Teacher, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Inputs of the teacher's output layer by micro-batch; empty on ranks without the last stage."""
     by_micro_batch: dict[int, Tensor] = {}
-    last = len(run.layers) - 1
+    final = len(run.layers) - 1
     compute = model_step(run, teacher.model.stages, batches, None, before_output_layer=True)
 
     def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         output = compute(stage, micro, hidden)
-        if stage == last:
+        if stage == final:
             by_micro_batch[micro] = output
             return output.new_zeros(())
         return output
@@ -75,13 +75,13 @@ def logit_losses(
 ) -> dict[int, LogitLoss]:
     """The loss of the student's logits of each micro-batch in ``hidden``, which it releases."""
     settings = run.config.section(DistillationConfig)
-    last = len(run.layers) - 1
+    final = len(run.layers) - 1
 
     def of(micro: int) -> LogitLoss:
         def loss(logits: Tensor, target: Tensor) -> Tensor:
             batch = batches[micro]
             with torch.no_grad():
-                last_stage = teacher.model.stages[last]
+                last_stage = teacher.model.stages[final]
                 only_output_layer = HeadOptions(only_output_layer=True)
                 teacher_logits = last_stage(batch.tokens, hidden_states=hidden.pop(micro), head=only_output_layer)
             losses, divergence = vocab_parallel_distillation_loss(

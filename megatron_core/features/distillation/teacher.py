@@ -47,7 +47,8 @@ def build_teacher(run: Run) -> Teacher:
     Errors: ``CheckpointError`` if its tokens or length do not suit the run, ``ConfigError`` if its model cannot run in
     the layout.
     """
-    config, folder = run.config, run.config.section(DistillationConfig).kd_teacher
+    config = run.config
+    folder = run.config.section(DistillationConfig).kd_teacher
     assert folder is not None, "the run uses distillation"
     weights, stored = open_model(folder, device=run.world.device, name="kd_teacher")
     if (size := weights.state["vocab_size"]) != run.vocab_size:
@@ -119,7 +120,7 @@ def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> Run
     )
     chunks = num_stages // config.parallel.pipeline_model_parallel_size
     reset = OF_STAGES if model.num_experts is not None else OF_STAGES + OF_EXPERTS
-    changed: dict[str, Any] = {each.name: each.default for each in fields(ParallelConfig) if each.name in reset}
+    changed: dict[str, Any] = {field.name: field.default for field in fields(ParallelConfig) if field.name in reset}
     changed |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
     parallel = replace(config.parallel, **changed)
     config = replace(config, model=model, parallel=parallel)

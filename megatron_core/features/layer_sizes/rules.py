@@ -16,7 +16,8 @@ from megatron_core.feature import used_features
 
 def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Faults of the JSON, other settings that it excludes, and sizes of a layer that the layout cannot split."""
-    model, text = config.model, config.model.heterogeneous_layers_config_encoded_json
+    model = config.model
+    text = config.model.heterogeneous_layers_config_encoded_json
     if text is None or min(model.hidden_size, model.num_attention_heads) < 1:
         return
     blocks, faults = read_blocks(text, model.hidden_size, model.num_attention_heads)
@@ -30,13 +31,13 @@ def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{NAME} has only layers without attention and MLP; remove no_op from one of them"
     yield from _other_keys(text, model)
     tp = config.parallel.tensor_model_parallel_size
-    if tp > 1 and any(part.linear for block in blocks for part in (block.attention, block.mlp)):
+    if tp > 1 and any(sublayer.linear for block in blocks for sublayer in (block.attention, block.mlp)):
         yield from uneven("hidden_size", model.hidden_size, "tensor_model_parallel_size", tp)
     # Each layer must be legal as the layers of a model that has its sizes everywhere.
     reported = set(_of_sizes(config, model, world_size))
-    for number, own in _models_of_one_size(model):
-        found = (each for each in _of_sizes(config, own, world_size) if each not in reported)
-        yield from (f"block_configs[{number}] of {NAME}: {each}" for each in found)
+    for number, sized in _models_of_one_size(model):
+        problems_of_layer = (fault for fault in _of_sizes(config, sized, world_size) if fault not in reported)
+        yield from (f"block_configs[{number}] of {NAME}: {fault}" for fault in problems_of_layer)
 
 
 @lru_cache(maxsize=64)  # a search over layouts checks the same model in thousands of them
@@ -46,17 +47,17 @@ def _models_of_one_size(model: ModelConfig) -> tuple[tuple[int, ModelConfig], ..
     for number in range(min(len(model.blocks), model.num_layers)):
         first.setdefault(model.of_layer(number), number)
     none = {NAME: None}
-    return tuple((number, replace(own, **none)) for own, number in first.items())  # type: ignore[arg-type]
+    return tuple((number, replace(layer_model, **none)) for layer_model, number in first.items())  # type: ignore[arg-type]
 
 
 def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterator[str]:
-    whole = replace(config, model=model)
-    yield from model_problems(whole)
-    yield from parallel_problems(whole, world_size)
-    yield from context_problems(whole)
-    for feature in used_features(whole):
+    uniform = replace(config, model=model)
+    yield from model_problems(uniform)
+    yield from parallel_problems(uniform, world_size)
+    yield from context_problems(uniform)
+    for feature in used_features(uniform):
         if feature.problems is not None and feature.problems is not heterogeneous_problems:
-            yield from feature.problems(whole, world_size)
+            yield from feature.problems(uniform, world_size)
 
 
 def _excluded(config: RunConfig) -> Iterator[str]:
@@ -80,15 +81,15 @@ def _excluded(config: RunConfig) -> Iterator[str]:
 
 def _other_keys(text: str, model: ModelConfig) -> Iterator[str]:
     """Keys of the JSON about the whole model that differ from the settings."""
-    found = json.loads(text)
+    content = json.loads(text)
     for key, name in MODEL_KEYS.items():
-        if key in found and found[key] != getattr(model, name):
-            yield f"{NAME} has {key}={found[key]}, but {name}={getattr(model, name)}; change one of them"
-    if found.get("hidden_act", "silu") != "silu" or ("hidden_act" in found and not model.swiglu):
-        yield f"{NAME} has hidden_act={found['hidden_act']}, but swiglu={model.swiglu}; legal: silu with --swiglu"
+        if key in content and content[key] != getattr(model, name):
+            yield f"{NAME} has {key}={content[key]}, but {name}={getattr(model, name)}; change one of them"
+    if content.get("hidden_act", "silu") != "silu" or ("hidden_act" in content and not model.swiglu):
+        yield f"{NAME} has hidden_act={content['hidden_act']}, but swiglu={model.swiglu}; legal: silu with --swiglu"
     tied = model.share_embeddings_and_output_weights
-    if found.get("tie_word_embeddings", tied) != tied:
+    if content.get("tie_word_embeddings", tied) != tied:
         yield (
-            f"{NAME} has tie_word_embeddings={found['tie_word_embeddings']}, but untie_embeddings_and_output_weights="
+            f"{NAME} has tie_word_embeddings={content['tie_word_embeddings']}, but untie_embeddings_and_output_weights="
             f"{not tied}; change one of them"
         )

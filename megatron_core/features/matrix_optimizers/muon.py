@@ -54,10 +54,10 @@ class Muon(MatrixAlgorithm):
     and Emerging-Optimizers.
     """
 
-    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
+    def direction(self, piece: ShardSlice, rates: Rates) -> Tensor:
         """Add the gradient to the momentum; see ``MatrixAlgorithm``."""
-        momentum = part.state["momentum_buffer"]
-        grad = part.grad.mul_(rates.factor).to(momentum.dtype)
+        momentum = piece.state["momentum_buffer"]
+        grad = piece.grad.mul_(rates.factor).to(momentum.dtype)
         momentum.mul_(self.config.muon_momentum).add_(grad)
         nesterov = self.config.muon_nesterov
         return grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
@@ -71,13 +71,13 @@ class Muon(MatrixAlgorithm):
         has_heads = fused is not None and fused.head_size > 0
         if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
             return self._of_part(direction)
-        parts = []
-        for each in separated(direction, fused):
+        matrices = []
+        for matrix in separated(direction, fused):
             if has_heads and self.config.muon_split_heads:
-                parts.append(self._of_part(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
+                matrices.append(self._of_part(matrix.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
             else:
-                parts.append(self._of_part(each))
-        return joined(parts, fused)
+                matrices.append(self._of_part(matrix))
+        return joined(matrices, fused)
 
     def _of_part(self, matrix: Tensor) -> Tensor:
         return self._scaled(self._orthogonal(matrix))
@@ -125,7 +125,8 @@ class AdaMuon(Muon):
 
     def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
         """Return the update of a matrix with this ``direction``; see ``MatrixAlgorithm``."""
-        orthogonal, moment = self.orthogonalized(direction, fused), state["moment2_buffer"]
+        orthogonal = self.orthogonalized(direction, fused)
+        moment = state["moment2_buffer"]
         squares = orthogonal.square()
         if self._is_elementwise:
             moment.lerp_(squares, 1.0 - self.config.adaptive_muon_beta2)

@@ -95,15 +95,15 @@ class Messages:
         """The pieces to each rank, and from each rank."""
         return self.send, self.receive
 
-    def add(self, task: MatrixTask, pieces: Sequence[Piece], source: int, target: int, own: int) -> None:
-        """Add the pieces sent from ``source`` to ``target``; ``own`` is this rank."""
+    def add(self, task: MatrixTask, pieces: Sequence[Piece], source: int, target: int, this_rank: int) -> None:
+        """Add the pieces sent from ``source`` to ``target``; ``this_rank`` is this rank."""
         items = [(task, piece) for piece in pieces]
         self.is_empty = self.is_empty and (source == target or not items)
         if source == target:
-            self.kept += items if source == own else []
-        elif source == own:
+            self.kept += items if source == this_rank else []
+        elif source == this_rank:
             self.send[target] += items
-        elif target == own:
+        elif target == this_rank:
             self.receive[source] += items
 
 
@@ -132,36 +132,41 @@ class Stage:
     """The ranks of this rank's pipeline stage, which hold parts of the same parameters."""
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self.grid, self.group, self.ranks = groups.grid, groups.group("tp-dp-cp"), groups.ranks("tp-dp-cp")
+        self.grid = groups.grid
+        self.group = groups.group("tp-dp-cp")
+        self.ranks = groups.ranks("tp-dp-cp")
         self.own = self.ranks.index(groups.rank)
         self._coordinates = [self.grid.coordinates(rank) for rank in self.ranks]
         self._known: dict[tuple[tuple[str, ...], str, int], Holders] = {}
 
     def holdings(self, task: MatrixTask) -> Iterator[Holding]:
         """Yield the parts of ``task`` in each distinct shard."""
-        bucket, spec = task.bucket, task.spec
+        bucket = task.bucket
+        spec = task.spec
         size = bucket.weights.numel() // bucket.dp_group.size() if bucket.is_sharded else bucket.weights.numel()
-        offset, numel = bucket.offsets[task.number], bucket.parameters[task.number].numel()
+        offset = bucket.offsets[task.number]
+        numel = bucket.parameters[task.number].numel()
         for (indices, shard), ranks in self._holders(bucket, spec.split_axes).items():
             start, stop = max(shard * size - offset, 0), min((shard + 1) * size - offset, numel)
             if start < stop:
-                at = dict(zip(spec.split_axes, indices, strict=True))
-                theirs = _of_rank(spec, tuple((axis, at.get(axis, 0)) for axis, _ in spec.indices))
+                index_of = dict(zip(spec.split_axes, indices, strict=True))
+                theirs = _of_rank(spec, tuple((axis, index_of.get(axis, 0)) for axis, _ in spec.indices))
                 pieces = tuple(_pieces(task.box, theirs, start, stop, offset - shard * size))
                 if pieces:
                     yield Holding(ranks, pieces)
 
     def _holders(self, bucket: Bucket, axes: tuple[str, ...]) -> Holders:
         """Return the ranks with each part of a parameter that is split over ``axes``: (indices, shard) -> ranks."""
-        replicas, shards = "-".join(bucket.kind.replica_axes), bucket.dp_group.size() if bucket.is_sharded else 1
+        replicas = "-".join(bucket.kind.replica_axes)
+        shards = bucket.dp_group.size() if bucket.is_sharded else 1
         if (axes, replicas, shards) not in self._known:
-            found: Holders = {}
-            for number, (rank, at) in enumerate(zip(self.ranks, self._coordinates, strict=True)):
+            holders: Holders = {}
+            for number, (rank, coordinates) in enumerate(zip(self.ranks, self._coordinates, strict=True)):
                 # Instances of hybrid sharding are neighbours in the group over the data axes.
                 shard = self.grid.group_of(rank, replicas).index(rank) % shards
-                key = tuple(at[axis] for axis in axes), shard
-                found[key] = (*found.get(key, ()), number)
-            self._known[axes, replicas, shards] = found
+                key = tuple(coordinates[axis] for axis in axes), shard
+                holders[key] = (*holders.get(key, ()), number)
+            self._known[axes, replicas, shards] = holders
         return self._known[axes, replicas, shards]
 
 
@@ -175,31 +180,32 @@ def _pieces(task: Box, spec: ShardSpec, start: int, stop: int, offset: int) -> I
     ``offset`` in its shard.
     """
     for box, first in flat_boxes(spec.local_shape, start, stop):
-        for part in spec.parts:
-            shift = tuple(a - b for a, b in zip(part.whole.start, part.local.start, strict=True))
-            common = box.intersect(part.local)
-            whole = None if common is None else common.shifted(shift).intersect(task)
-            if whole is not None:
-                inner = whole.shifted(tuple(-by for by in shift)).within(box)
+        for held in spec.parts:
+            shift = tuple(a - b for a, b in zip(held.whole.start, held.local.start, strict=True))
+            common = box.intersect(held.local)
+            global_box = None if common is None else common.shifted(shift).intersect(task)
+            if global_box is not None:
+                inner = global_box.shifted(tuple(-by for by in shift)).within(box)
                 flat = slice(offset + first, offset + first + box.numel)
-                yield Piece(flat, box.shape, inner, whole.within(task), whole.numel, part.owned)
+                yield Piece(flat, box.shape, inner, global_box.within(task), global_box.numel, held.owned)
 
 
 def tasks_of(buckets: Sequence[Bucket]) -> list[MatrixTask]:
     """Return the tasks of ``buckets`` in order."""
-    found = []
+    tasks = []
     for bucket in buckets:
         for number, parameter in enumerate(bucket.parameters):
             spec = spec_of(parameter)
-            shape, inner = spec.global_shape, spec.global_shape[1:]
+            shape = spec.global_shape
+            inner = spec.global_shape[1:]
             count = shape[0]
             if len(shape) > 2:  # a divisor, so that few stacks contain experts of several ranks
                 most = max(1, STACK // prod(inner))
                 count = max(n for n in range(1, shape[0] + 1) if n <= most and shape[0] % n == 0)
             for first in range(0, shape[0], count):
                 box = Box((first, *(0 for _ in inner)), (min(first + count, shape[0]), *inner))
-                found.append(MatrixTask(bucket, number, spec, box))
-    return found
+                tasks.append(MatrixTask(bucket, number, spec, box))
+    return tasks
 
 
 def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], ranks: int) -> list[int]:
@@ -209,17 +215,18 @@ def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], r
     message. Any other task goes to the rank with most of it among the ranks that stay below 1.05 times the mean work.
     """
     costs = [task.cost for task in tasks]
-    work, owners = [0] * ranks, [0] * len(tasks)
+    work = [0] * ranks
+    owners = [0] * len(tasks)
     limit = 1.05 * sum(costs) / ranks
     for number in sorted(range(len(tasks)), key=lambda n: -costs[n]):
-        held = [0] * ranks
+        elements = [0] * ranks
         for holding in holdings[number]:
             for rank in holding.ranks:
-                held[rank] += sum(piece.numel for piece in holding.owned)
+                elements[rank] += sum(piece.numel for piece in holding.owned)
         uncut = not tasks[number].bucket.cuts_parameters
-        whole = [rank for rank in range(ranks) if uncut and held[rank] == tasks[number].box.numel]
+        complete = [rank for rank in range(ranks) if uncut and elements[rank] == tasks[number].box.numel]
         light = [rank for rank in range(ranks) if work[rank] + costs[number] <= limit]
-        order = [(-held[rank], work[rank], rank) for rank in whole or light]
+        order = [(-elements[rank], work[rank], rank) for rank in complete or light]
         owner = min(order)[-1] if order else work.index(min(work))
         owners[number] = owner
         work[owner] += costs[number]
@@ -228,22 +235,24 @@ def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], r
 
 def plan_rounds(buckets: Sequence[Bucket], groups: ParallelGroups) -> list[Round]:
     """Return the rounds of this rank; a collective plan of all ranks of its stage, which have the same buckets."""
-    stage, rounds = Stage(groups), []
+    stage = Stage(groups)
+    rounds = []
     size = len(stage.ranks)
     tasks = tasks_of(sorted(buckets, key=lambda bucket: str(bucket.weights.dtype)))
     holdings = [list(stage.holdings(task)) for task in tasks]
     owners = assign(tasks, holdings, size)
     bounds = _bounds(tasks, size)
     for start, stop in pairwise(bounds):
-        now, before, after = ({task.bucket: None for task in part} for part in (
+        now, before, after = ({task.bucket: None for task in some} for some in (
             tasks[start:stop], tasks[:start], tasks[stop:]
         ))  # fmt: skip
-        own = [task for task, owner in zip(tasks[start:stop], owners[start:stop], strict=True) if owner == stage.own]
-        begins, ends = [b for b in now if b not in before], [b for b in now if b not in after]
-        found = Round(list(now), begins, ends, own, Messages.among(size), Messages.among(size))
+        mine = [task for task, owner in zip(tasks[start:stop], owners[start:stop], strict=True) if owner == stage.own]
+        begins = [b for b in now if b not in before]
+        ends = [b for b in now if b not in after]
+        round_ = Round(list(now), begins, ends, mine, Messages.among(size), Messages.among(size))
         for number in range(start, stop):
-            _add_messages(found, tasks[number], owners[number], holdings[number], stage)
-        rounds.append(found)
+            _add_messages(round_, tasks[number], owners[number], holdings[number], stage)
+        rounds.append(round_)
     return rounds
 
 
@@ -267,7 +276,9 @@ def _bounds(tasks: Sequence[MatrixTask], ranks: int) -> list[int]:
     dtypes = [torch.promote_types(task.bucket.weights.dtype, torch.float32) for task in tasks]
     bounds = {n for n in changes if dtypes[n] != dtypes[n - 1]} | {0, len(tasks)}
     count = max(1, min(ROUNDS, len(tasks) // (2 * ranks)))
-    total, done, cut = sum(task.cost for task in tasks), 0, 1
+    total = sum(task.cost for task in tasks)
+    done = 0
+    cut = 1
     for number, task in enumerate(tasks):
         if cut < count and done * count >= cut * total:
             bounds.add(number)

@@ -34,17 +34,17 @@ class SOAP(MatrixAlgorithm):
     ``soap_split_gate_up``. ``v`` has the elements of the rotated matrix at the places of the matrix.
     """
 
-    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
+    def direction(self, piece: ShardSlice, rates: Rates) -> Tensor:
         """Return the gradient; see ``MatrixAlgorithm``."""
-        return part.grad.mul_(rates.factor).to(torch.promote_types(part.grad.dtype, torch.float32))
+        return piece.grad.mul_(rates.factor).to(torch.promote_types(piece.grad.dtype, torch.float32))
 
     def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
         """Return moments of zeros, factors of zeros and bases of identity matrices; see ``MatrixAlgorithm``."""
         state = {"exp_avg": torch.zeros_like(matrix), "exp_avg_sq": torch.zeros_like(matrix)}
-        for number, part in enumerate(self._parts(matrix, fused)):
-            for side, size in zip(SIDES, part.shape[-2:], strict=True):
+        for number, block in enumerate(self._parts(matrix, fused)):
+            for side, size in zip(SIDES, block.shape[-2:], strict=True):
                 if size <= self.config.soap_max_precondition_dim:
-                    shape = *part.shape[:-2], size, size
+                    shape = *block.shape[:-2], size, size
                     state[_key(f"{side}_factor", number)] = matrix.new_zeros(shape)
                     basis = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
                     state[_key(f"{side}_basis", number)] = basis.expand(shape).contiguous()
@@ -54,11 +54,13 @@ class SOAP(MatrixAlgorithm):
         """Return the update of a matrix with the gradient ``direction``; see ``MatrixAlgorithm``."""
         beta1, beta2 = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
         step = rates.step if self.config.adam_bias_correction else NEVER_CORRECTED
-        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+        mean = state["exp_avg"]
+        variance = state["exp_avg_sq"]
         mean.lerp_(direction, 1.0 - beta1)
-        updates, squares = [], []
-        parts = (self._parts(each, fused) for each in (direction, mean, variance))
-        for number, (grad, momentum, square) in enumerate(zip(*parts, strict=True)):
+        updates = []
+        squares = []
+        blocks = (self._parts(tensor, fused) for tensor in (direction, mean, variance))
+        for number, (grad, momentum, square) in enumerate(zip(*blocks, strict=True)):
             left, right = (state.get(_key(f"{side}_basis", number)) for side in SIDES)
             squares.append(torch.lerp(square, _rotated(grad, left, right).square(), 1.0 - beta2))
             size = squares[-1].div(1.0 - beta2**step).sqrt_().add_(rates.epsilon)

@@ -30,8 +30,8 @@ class MatrixAlgorithm(JointAlgorithm):
     matrices of another round.
     """
 
-    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
-        """Update the state of ``part``, without its weights, and return the flat direction of its matrices.
+    def direction(self, piece: ShardSlice, rates: Rates) -> Tensor:
+        """Update the state of ``piece``, without its weights, and return the flat direction of its matrices.
 
         The result may be a tensor of the state.
         """
@@ -52,15 +52,16 @@ class MatrixAlgorithm(JointAlgorithm):
         """
         raise NotImplementedError
 
-    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
-        """Decay the weights of ``part``, which has no state, and subtract its slice of the results."""
-        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
-        write_copy(part)
+    def apply(self, piece: ShardSlice, update: Tensor, rates: Rates) -> None:
+        """Decay the weights of ``piece``, which has no state, and subtract its slice of the results."""
+        piece.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
+        write_copy(piece)
 
     def attach(self, shards: Sequence[Shard], seed: int) -> None:
         """Receive the shards of this rank; see ``JointAlgorithm``."""
         assert self.groups is not None, "an optimizer passes its groups"
-        self._stage_groups, self._seed = self.groups, seed
+        self._stage_groups = self.groups
+        self._seed = seed
         self._shards = {shard.bucket: shard for shard in shards}
         self._directions: dict[Bucket, Tensor] = {}
         self._updates: dict[Bucket, Tensor] = {}
@@ -73,23 +74,24 @@ class MatrixAlgorithm(JointAlgorithm):
     @cached_property
     def states(self) -> dict[MatrixTask, dict[str, Tensor]]:
         """The state of each matrix of which this rank is the owner."""
-        found = {}
+        states = {}
         for task in (task for now in self.rounds for task in now.tasks):
             weights = task.bucket.weights
             dtype = torch.promote_types(weights.dtype, torch.float32)
             matrix = torch.empty(task.box.shape, dtype=dtype, device=weights.device)
-            found[task] = self.new_state(matrix, task.spec.fused)
-        return found
+            states[task] = self.new_state(matrix, task.spec.fused)
+        return states
 
     def joint_state(self) -> Iterator[TensorBox]:
         """Yield ``states`` as boxes ``KIND.NAME`` of global tensors, which no other rank has."""
         for task, state in self.states.items():
-            lead, first = task.spec.global_shape[:-2], task.box.start[:-2]
-            for kind, tensor in state.items():
-                own = tuple(tensor.shape[-2:])
-                box = Box((*first, 0, 0), (*task.box.stop[:-2], *own))
-                name = f"{kind}.{task.bucket.names[task.number]}"
-                yield TensorBox(name, (*lead, *own), box, tensor, owned=not task.spec.is_copy)
+            lead = task.spec.global_shape[:-2]
+            first = task.box.start[:-2]
+            for moment, tensor in state.items():
+                sizes = tuple(tensor.shape[-2:])
+                box = Box((*first, 0, 0), (*task.box.stop[:-2], *sizes))
+                name = f"{moment}.{task.bucket.names[task.number]}"
+                yield TensorBox(name, (*lead, *sizes), box, tensor, owned=not task.spec.is_copy)
 
     def update_shards(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
         """Update all shards, each with its own rates; see ``JointAlgorithm``."""
@@ -103,7 +105,8 @@ class MatrixAlgorithm(JointAlgorithm):
             results = self._transformed(now, arriving, rates)
             if returning is not None:
                 self._finish_scatter(rounds[number - 1], returning, rates)
-            returning, arriving = self._start_scatter(now, results), following
+            returning = self._start_scatter(now, results)
+            arriving = following
         if returning is not None:
             self._finish_scatter(rounds[-1], returning, rates)
 
@@ -117,15 +120,15 @@ class MatrixAlgorithm(JointAlgorithm):
     def _transformed(self, now: Round, arriving: Arriving, rates: Mapping[Bucket, Rates]) -> dict[MatrixTask, Tensor]:
         """Return the results of this rank's tasks of a round."""
         directions = self._directions
-        whole = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
+        matrices = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
         for item in now.gather.kept:
-            whole[item[0]][item[1].whole] = self._in_direction(item)
-        self._receive(now.gather, arriving, lambda item: whole[item[0]][item[1].whole])
+            matrices[item[0]][item[1].whole] = self._in_direction(item)
+        self._receive(now.gather, arriving, lambda item: matrices[item[0]][item[1].whole])
         for bucket in now.ends:
             del directions[bucket]
         return {
             task: self.transform(tensor, task.spec.fused, self.states[task], rates[task.bucket])
-            for task, tensor in whole.items()
+            for task, tensor in matrices.items()
         }
 
     def _start_scatter(self, now: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
@@ -147,20 +150,20 @@ class MatrixAlgorithm(JointAlgorithm):
         empty = self._updates[now.buckets[0]].new_empty(0)
         if messages.is_empty:
             return empty, Done()
-        parts = [read(item).reshape(-1) for items in messages.send for item in items]
-        send, receive = ([sum(piece.numel for _, piece in items) for items in part] for part in messages.by_rank)
-        return start_all_to_all_rows(torch.cat(parts or [empty]), send, receive, self._stage_groups.group("tp-dp-cp"))
+        rows = [read(item).reshape(-1) for items in messages.send for item in items]
+        send, receive = ([sum(piece.numel for _, piece in items) for items in ranks] for ranks in messages.by_rank)
+        return start_all_to_all_rows(torch.cat(rows or [empty]), send, receive, self._stage_groups.group("tp-dp-cp"))
 
     def _receive(self, messages: Messages, arriving: Arriving, place: Callable[[Item], Tensor]) -> None:
         """Wait for the parts, and copy each to the tensor that ``place`` returns."""
         received, handle = arriving
         handle.wait()
-        at = 0
+        offset = 0
         for items in messages.receive:
             for item in items:
-                part = place(item)
-                part.copy_(received[at : at + part.numel()].view(part.shape))
-                at += part.numel()
+                target = place(item)
+                target.copy_(received[offset : offset + target.numel()].view(target.shape))
+                offset += target.numel()
 
     def _in_direction(self, item: Item) -> Tensor:
         return _in_shard(self._directions[item[0].bucket], item)
@@ -173,37 +176,37 @@ class MatrixAlgorithm(JointAlgorithm):
     def _direction(self, shard: Shard, rates: Rates) -> Tensor:
         """Update the state of a shard, and return its direction on the device of the weights."""
         bucket = shard.bucket
-        found: list[Tensor] = []
+        directions: list[Tensor] = []
         state = {name: tensor.to(bucket.weights.device) for name, tensor in shard.state.items()}
         update = self.direction
-        part = ShardSlice(bucket.grad_shard, bucket.grad_shard, None, state)
-        self._run(shard, part, rates, lambda part: found.append(update(part, rates)))
+        piece = ShardSlice(bucket.grad_shard, bucket.grad_shard, None, state)
+        self._run(shard, piece, rates, lambda piece: directions.append(update(piece, rates)))
         for name, tensor in state.items():
             if tensor is not shard.state[name]:
                 shard.state[name].copy_(tensor)
         shard.placement.evict()
-        return found[0]
+        return directions[0]
 
     def _apply(self, shard: Shard, update: Tensor, rates: Rates) -> None:
         """Update the weights of a shard on the device of the model's weights."""
         bucket = shard.bucket
-        own = shard.main if shard.is_narrow else bucket.weight_shard
-        main = own.to(bucket.weights.device)
+        stored = shard.main if shard.is_narrow else bucket.weight_shard
+        main = stored.to(bucket.weights.device)
         copies_here = shard.is_narrow and main.device == bucket.weight_shard.device
-        part = ShardSlice(bucket.grad_shard, main, bucket.weight_shard if copies_here else None, {})
-        self._run(shard, part, rates, lambda part: self.apply(part, update, rates))
-        if main is not own:
-            own.copy_(main)
+        piece = ShardSlice(bucket.grad_shard, main, bucket.weight_shard if copies_here else None, {})
+        self._run(shard, piece, rates, lambda piece: self.apply(piece, update, rates))
+        if main is not stored:
+            stored.copy_(main)
         if shard.is_narrow and not copies_here:
             bucket.weight_shard.copy_(main)
         for placement in (shard.placement, bucket.placement):
             placement.evict()
 
-    def _run(self, shard: Shard, part: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
+    def _run(self, shard: Shard, piece: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
         if shard.is_rounded:
-            update_rounded(shard.bucket, slice(0, part.main.numel()), part, rates, self._seed, update)
+            update_rounded(shard.bucket, slice(0, piece.main.numel()), piece, rates, self._seed, update)
         else:
-            update(part)
+            update(piece)
 
 
 def _in_shard(shard: Tensor, item: Item) -> Tensor:
@@ -217,7 +220,7 @@ def separated(matrix: Tensor, fused: Fused) -> list[Tensor]:
     return [block.flatten(-3, -2) for block in blocks.split(fused.rows, dim=-2)]
 
 
-def joined(parts: Sequence[Tensor], fused: Fused) -> Tensor:
-    """Return the matrix that consists of ``parts``: the inverse of ``separated``."""
-    blocks = [part.unflatten(-2, (-1, rows)) for part, rows in zip(parts, fused.rows, strict=True)]
+def joined(matrices: Sequence[Tensor], fused: Fused) -> Tensor:
+    """Return the matrix that consists of ``matrices``: the inverse of ``separated``."""
+    blocks = [block.unflatten(-2, (-1, rows)) for block, rows in zip(matrices, fused.rows, strict=True)]
     return torch.cat(blocks, dim=-2).flatten(-3, -2)

@@ -82,10 +82,10 @@ def _with_samples(choices: np.ndarray, num_datasets: int) -> BlendIndex:
     for start in range(0, len(choices), BLOCK):
         block = choices[start : start + BLOCK]
         by_dataset = np.argsort(block, kind="stable")
-        here = np.bincount(block, minlength=num_datasets)
-        first_place = np.cumsum(here) - here
-        samples[start + by_dataset] = np.arange(len(block)) + np.repeat(counts - first_place, here)
-        counts += here
+        counts_of_block = np.bincount(block, minlength=num_datasets)
+        first_place = np.cumsum(counts_of_block) - counts_of_block
+        samples[start + by_dataset] = np.arange(len(block)) + np.repeat(counts - first_place, counts_of_block)
+        counts += counts_of_block
     return BlendIndex(choices, samples, counts)
 
 
@@ -106,8 +106,8 @@ def _choices(weights: np.ndarray, limits: np.ndarray | None, num_samples: int) -
     for start in range(0, num_samples, batch):
         stop = min(start + batch, num_samples)
         firsts = np.arange(start, stop, CHUNK, dtype=np.int64)
-        made, taken = _batch(weights, limits, firsts, taken)
-        choices[start:stop] = made[: stop - start]
+        chosen, taken = _batch(weights, limits, firsts, taken)
+        choices[start:stop] = chosen[: stop - start]
     return choices
 
 

@@ -30,12 +30,12 @@ def read_text(indexed: Any, order: SampleOrder, number: int, length: int, extra_
     They start at row `number` and end x tokens after row `number + 1`; consecutive samples share x tokens.
     """
     first, offset = (int(value) for value in order.sample_index[number])
-    last, stop = (int(value) for value in order.sample_index[number + 1])
+    final, stop = (int(value) for value in order.sample_index[number + 1])
     tokens = np.full(length + extra_tokens, pad, dtype=np.int64)
     filled = 0
-    for entry in range(first, last + 1):
+    for entry in range(first, final + 1):
         document = int(order.document_index[entry])
-        end = stop + extra_tokens if entry == last else int(indexed.sequence_lengths[document])
+        end = stop + extra_tokens if entry == final else int(indexed.sequence_lengths[document])
         count = end - offset
         if count > 0:
             tokens[filled : filled + count] = indexed.get(document, offset, count)
@@ -51,9 +51,11 @@ def divide(text: np.ndarray, extra_tokens: int, pad: int, masked_token: int | No
     the label is `pad` or the token is `masked_token`. Padding is replaced by id 0, which every embedding has.
     """
     if extra_tokens:
-        tokens, labels = text[:-1].copy(), text[1:].copy()
+        tokens = text[:-1].copy()
+        labels = text[1:].copy()
     else:
-        tokens, labels = text.copy(), np.append(text[1:], pad)
+        tokens = text.copy()
+        labels = np.append(text[1:], pad)
     mask = np.ones(len(tokens), dtype=np.float32)
     mask[labels == pad] = 0.0
     if masked_token is not None:
@@ -96,7 +98,8 @@ class MegatronOrderedDataset:
     masked_token: int | None = None
 
     def __post_init__(self) -> None:
-        self.sequence_length, self.source = self.options.sequence_length, self.indexed.path_prefix
+        self.sequence_length = self.options.sequence_length
+        self.source = self.indexed.path_prefix
 
     def __len__(self) -> int:
         return len(self.order)
@@ -110,7 +113,8 @@ class MegatronOrderedDataset:
         """Item `index` of [0, len)."""
         check_place(index, len(self), self.split_name)
         number = int(self.order.shuffle_index[index])
-        length, extra = self.sequence_length, self.options.extra_tokens
+        length = self.sequence_length
+        extra = self.options.extra_tokens
         text = read_text(self.indexed, self.order, number, length, extra, self.pad)
         return divide(text, extra, self.pad, self.masked_token)
 
@@ -200,11 +204,12 @@ def build_megatron_order(
             "give one weight per data set, and a number of samples"
         )
     store = IndexCache(cache)
-    asked = _asked(len(indexed), weights, num_samples, surplus)
+    wanted = _asked(len(indexed), weights, num_samples, surplus)
 
     def build(number: int) -> MegatronOrderedDataset:
-        file, sequences = indexed[number], ranges[number]
-        options = OrderOptions(sequence_length, asked[number], seed, drop_last_partial=drop_last_partial)
+        file = indexed[number]
+        sequences = ranges[number]
+        options = OrderOptions(sequence_length, wanted[number], seed, drop_last_partial=drop_last_partial)
         check_tokens(file.path_prefix, split_name, file.sequence_lengths[sequences.start : sequences.stop], options)
         name = f"GPTDataset-{split_name}"
         order = cached_order(store, name, file.sequence_lengths, np.arange(sequences.start, sequences.stop), options)

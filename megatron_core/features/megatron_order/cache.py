@@ -136,7 +136,8 @@ def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
-        size, checksum = partial.stat().st_size, _checksum(partial)
+        size = partial.stat().st_size
+        checksum = _checksum(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -146,8 +147,8 @@ def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
 
 def _load_array(path: Path, expected: dict[str, Any]) -> np.ndarray:
     """An array mapped from its file; ValueError if it differs from its description."""
-    found: dict[str, Any] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
-    for field, value in found.items():
+    actual: dict[str, Any] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+    for field, value in actual.items():
         if value != expected[field]:
             raise ValueError(f"{path.name} has {field} {value}, expected {expected[field]}")
     with _PARSING:

@@ -24,7 +24,8 @@ class MockSequences:
     max_sequence_length: int = 4096
 
     def __init__(self, vocab_size: int, eod: int) -> None:
-        self._vocab_size, self._eod = vocab_size, eod
+        self._vocab_size = vocab_size
+        self._eod = eod
         generator = np.random.default_rng(self.seed)
         self.sequence_lengths = generator.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
 
@@ -56,7 +57,7 @@ def build_mock_order(
     ranges = split_ranges(THIRDS, len(sequences[0]))
     return [
         build_megatron_order(
-            sequences, [own], None, wanted[name], sequence_length, seed, name, cache=cache, masked_token=masked_token
+            sequences, [span], None, wanted[name], sequence_length, seed, name, cache=cache, masked_token=masked_token
         )
-        for name, own in zip(("train", "valid", "test"), ranges, strict=True)
+        for name, span in zip(("train", "valid", "test"), ranges, strict=True)
     ]

@@ -50,11 +50,11 @@ def build_document_index(
     All epochs are shuffled together, or with `separate_last` the last one after the others. The numbers drawn from
     `state`, and their order, are Megatron-LM's.
     """
-    parts = (epochs - 1, 1) if separate_last and epochs > 1 else (epochs,)
+    epochs_of_parts = (epochs - 1, 1) if separate_last and epochs > 1 else (epochs,)
     index = np.tile(np.asarray(documents, dtype=np.int32), epochs)
     stop = 0
-    for part in parts:
-        start, stop = stop, stop + part * len(documents)
+    for count in epochs_of_parts:
+        start, stop = stop, stop + count * len(documents)
         state.shuffle(index[start:stop])
     return index
 
@@ -92,7 +92,8 @@ def build_sample_index(
     largest = max(len(document_index), int(sizes.max(initial=0)))
     rows = np.zeros((num_samples + 1, 2), dtype=np.int32 if largest <= INT32_MAX else np.int64)
     side: Literal["left", "right"] = "right" if extra_tokens else "left"
-    total, done = 0, 1
+    total = 0
+    done = 1
     for start in range(0, len(document_index), BLOCK):
         if done > num_samples:
             break
@@ -153,8 +154,8 @@ def samples_wanted(
         iterations = train_iters or 0
         train_samples = iterations * global_batch_size
     evaluations = iterations // eval_interval + 1
-    each = eval_iters * (eval_batch_size or global_batch_size)
-    return train_samples, evaluations * each, each
+    per_evaluation = eval_iters * (eval_batch_size or global_batch_size)
+    return train_samples, evaluations * per_evaluation, per_evaluation
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ def build_order(sizes: np.ndarray, documents: Sequence[int] | np.ndarray, option
     """
     documents = np.asarray(documents, dtype=np.int32)
     num_tokens = int(sizes[documents].sum(dtype=np.int64))
-    length, extra = options.sequence_length, options.extra_tokens
+    length = options.sequence_length
+    extra = options.extra_tokens
     epochs = plan_epochs(num_tokens, length, options.num_samples, extra)
     state = np.random.RandomState(options.seed)
     separate = epochs.samples_before_last is not None

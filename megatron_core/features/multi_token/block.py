@@ -34,15 +34,19 @@ class MultiTokenPredictionLayer(nn.Module):
         super().__init__()
         number = context.config.num_layers + depth
         context = context.with_arithmetic_of(number)
-        config, self.tp_group = context.config, context.tp_group
-        size, partial_grad, norm = config.hidden_size, context.sequence_parallel, norm_of(config)
+        config = context.config
+        self.tp_group = context.tp_group
+        size = config.hidden_size
+        partial_grad = context.sequence_parallel
+        norm = norm_of(config)
         self.enorm = norm(context, size, partial_grad=partial_grad)
         self.hnorm = norm(context, size, partial_grad=partial_grad)
         self.eh_proj = context.column_linear(2 * size, size, bias=False)
         self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
         self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
         self.final_layernorm = norm(context, size, partial_grad=partial_grad)
-        self.sequence_parallel, self.recompute = context.sequence_parallel, config.recompute_granularity == "full"
+        self.sequence_parallel = context.sequence_parallel
+        self.recompute = config.recompute_granularity == "full"
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Two tensors ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> normalized h_k, same shape."""
@@ -69,7 +73,8 @@ class MultiTokenPredictionBlock(nn.Module):
     def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
         super().__init__()
         config = self.model_config = context.config
-        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.tp_group = context.tp_group
+        self.sequence_parallel = context.sequence_parallel
         self.arithmetic = context.parallel.arithmetic
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
@@ -78,7 +83,8 @@ class MultiTokenPredictionBlock(nn.Module):
         self.repeats = config.mtp_use_repeated_layer
         self.word_embeddings: nn.Parameter | None = None
         if own_embedding:
-            size, index = self.tp_group.size(), self.tp_group.rank()
+            size = self.tp_group.size()
+            index = self.tp_group.rank()
             padded = context.vocabulary_per_rank(vocab_size) * size
             spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
             self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
@@ -103,7 +109,8 @@ class MultiTokenPredictionBlock(nn.Module):
         tokens = labels
         for depth, name in enumerate(names):
             hidden = self.predict(depth, tokens, hidden, weight, context)
-            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
+            tokens = later.labels[depth]
+            mask = later.masks[depth].transpose(0, 1)
             of_depth = losses_of(hidden, tokens.transpose(0, 1))
             of_depth = of_depth.to(wide(of_depth.dtype)) * mask
             losses = context.add_auxiliary_loss(
@@ -128,7 +135,7 @@ class MultiTokenPredictionBlock(nn.Module):
     def embed(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""
         first = self.tp_group.rank() * weight.shape[0]
-        found = self.arithmetic.lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
+        embedded = self.arithmetic.lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
         combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
-        found = combine(found, self.tp_group)
-        return found if self.scale == 1.0 else found * self.scale
+        embedded = combine(embedded, self.tp_group)
+        return embedded if self.scale == 1.0 else embedded * self.scale

@@ -22,22 +22,25 @@ LARGEST_E4M3 = 448.0
 class Message:
     """The mean over the ranks of ``group`` of their flat tensors ``values``, which it may overwrite.
 
-    ``kind`` is a value of ``outer_exchange``; ``lengths`` and ``largest`` (same dtype as ``values``) are the lengths
+    ``exchange``: a value of ``outer_exchange``; ``lengths`` and ``largest`` (same dtype as ``values``) are the lengths
     of the parts of tensors in ``values`` and the largest absolute value of each of the whole tensors.
     """
 
-    def __init__(self, values: Tensor, kind: str, lengths: Sequence[int], largest: Tensor, group: Group) -> None:
-        self._values, self._kind, self._lengths, self._group = values, kind, list(lengths), group
+    def __init__(self, values: Tensor, exchange: str, lengths: Sequence[int], largest: Tensor, group: Group) -> None:
+        self._values = values
+        self._kind = exchange
+        self._lengths = list(lengths)
+        self._group = group
         self._received: Tensor | None = None
-        if kind == "full":
+        if exchange == "full":
             self._handle: Handle = all_reduce_(values, group, async_op=True)
             return
-        own = values.bfloat16() if kind == "bf16" else self._encoded(largest)
-        self._received = own.new_empty(group.size() * own.numel())
+        encoded = values.bfloat16() if exchange == "bf16" else self._encoded(largest)
+        self._received = encoded.new_empty(group.size() * encoded.numel())
         if group.size() == 1:
-            self._received.copy_(own)
+            self._received.copy_(encoded)
         with METER.labelled(COMPRESSED):
-            self._handle = all_gather_flat_(self._received, own, group, async_op=True)
+            self._handle = all_gather_flat_(self._received, encoded, group, async_op=True)
 
     def wait(self) -> Tensor:
         """Return the mean, when the messages of all ranks have arrived."""
@@ -61,7 +64,8 @@ class Message:
 
     def _decoded(self, row: Tensor) -> Tensor:
         size = len(self._lengths) * self._values.element_size()
-        largest, codes = row[:size].clone().view(self._values.dtype), row[size:]
+        largest = row[:size].clone().view(self._values.dtype)
+        codes = row[size:]
         if self._kind == "fp8":
             relative = codes.view(torch.float8_e4m3fn).to(largest.dtype) / LARGEST_E4M3
         else:

@@ -62,8 +62,8 @@ class Fragment:
 
     def own_weights(self) -> Tensor:
         """A copy of this group's weights."""
-        parts = [piece.main for piece in self.pieces]
-        return torch.cat(parts) if parts else self.weights.new_zeros(0)
+        weights = [piece.main for piece in self.pieces]
+        return torch.cat(weights) if weights else self.weights.new_zeros(0)
 
     def parts(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece with its part of ``flat``."""
@@ -73,7 +73,8 @@ class Fragment:
     def arrive(self) -> None:
         """Wait for the message in flight, if there is one."""
         if self.message is not None:
-            self.mean, self.message = self.message.wait(), None
+            self.mean = self.message.wait()
+            self.message = None
 
 
 class OuterOptimizer:
@@ -102,9 +103,14 @@ class OuterOptimizer:
         """``gather`` starts to gather weights within a group after their shards have changed; ``keeps_sent``: keep sent
         outer gradients, so that they can be sent again after a failure; ``number``: of this group in the job, if other
         groups have been lost."""
-        self.config, self.groups, self._data, self._optimizer = config, groups, data, optimizer
-        self._gather, self.number = gather, groups.outer.rank() if number is None else number
-        self._num_layers, self._keeps_sent = num_layers, keeps_sent
+        self.config = config
+        self.groups = groups
+        self._data = data
+        self._optimizer = optimizer
+        self._gather = gather
+        self.number = groups.outer.rank() if number is None else number
+        self._num_layers = num_layers
+        self._keeps_sent = keeps_sent
         self.fragments = [self._fragment(number) for number in range(config.outer_fragments)]
         self.start()
 
@@ -116,7 +122,9 @@ class OuterOptimizer:
             fragment.weights = torch.zeros(0, dtype=dtype, device=self._data.device)
             fragment.weights = fragment.own_weights()
             fragment.momentum, fragment.mean = torch.zeros_like(fragment.weights), fragment.weights.new_zeros(0)
-            fragment.message, fragment.in_flight, fragment.sent = None, False, None
+            fragment.message = None
+            fragment.in_flight = False
+            fragment.sent = None
 
     @torch.no_grad()
     def start_from_global_weights(self) -> None:
@@ -153,7 +161,8 @@ class OuterOptimizer:
         fragment.momentum.mul_(momentum).add_(fragment.mean)
         direction = fragment.mean.add(fragment.momentum, alpha=momentum)
         fragment.weights.sub_(direction, alpha=self.config.outer_lr)
-        fragment.mean, fragment.sent = fragment.mean.new_zeros(0), None
+        fragment.mean = fragment.mean.new_zeros(0)
+        fragment.sent = None
         return True
 
     def send(self, fragment: Fragment, gradient: Tensor) -> None:
@@ -167,19 +176,16 @@ class OuterOptimizer:
 
     def _largest(self, fragment: Fragment, gradient: Tensor) -> Tensor:
         """The largest absolute value of each piece's whole tensor in this group."""
-        found = {
-            shard: gradient.new_zeros(len(shard.bucket.parameters), dtype=torch.float64) for shard in fragment.buckets
-        }
-        numbers = {
-            shard: {parameter: at for at, parameter in enumerate(shard.bucket.parameters)} for shard in fragment.buckets
-        }
-        for piece, part in fragment.parts(gradient):
-            found[piece.shard][numbers[piece.shard][piece.parameter]] = part.abs().max()
+        parameters = {shard: shard.bucket.parameters for shard in fragment.buckets}
+        maxima = {shard: gradient.new_zeros(len(p), dtype=torch.float64) for shard, p in parameters.items()}
+        numbers = {shard: dict(zip(p, range(len(p)), strict=True)) for shard, p in parameters.items()}
+        for piece, elements in fragment.parts(gradient):
+            maxima[piece.shard][numbers[piece.shard][piece.parameter]] = elements.abs().max()
         for shard in fragment.buckets:
-            all_reduce_(found[shard], shard.bucket.dp_group, maximum=True)
-            reduce_over_tensors(shard.bucket, found[shard], self.groups, maximum=True)
-        each = [found[piece.shard][numbers[piece.shard][piece.parameter]] for piece in fragment.pieces]
-        return torch.stack(each).to(gradient.dtype) if each else gradient.new_zeros(0)
+            all_reduce_(maxima[shard], shard.bucket.dp_group, maximum=True)
+            reduce_over_tensors(shard.bucket, maxima[shard], self.groups, maximum=True)
+        values = [maxima[piece.shard][numbers[piece.shard][piece.parameter]] for piece in fragment.pieces]
+        return torch.stack(values).to(gradient.dtype) if values else gradient.new_zeros(0)
 
     def _write(self, fragments: list[Fragment]) -> None:
         """Mix the global weights of ``fragments`` into this group's weights."""
@@ -187,25 +193,25 @@ class OuterOptimizer:
         self._data.finish_param_sync()
         numbers = {fragment.number for fragment in fragments}
         for shard in self._optimizer.shards:
-            whole = None
-            for name, _, start, stop, at in shard.bucket.pieces():
+            global_weights = None
+            for name, _, start, stop, offset in shard.bucket.pieces():
                 if self._number_of(name) in numbers:
-                    whole = self._global_weights(shard) if whole is None else whole
-                    span = slice(at, at + stop - start)
-                    shard.main[span] = torch.lerp(whole[span], shard.main[span], self.config.outer_alpha)
+                    global_weights = self._global_weights(shard) if global_weights is None else global_weights
+                    span = slice(offset, offset + stop - start)
+                    shard.main[span] = torch.lerp(global_weights[span], shard.main[span], self.config.outer_alpha)
                     write_copy(shard.part(span))
         self._gather()
 
     def _global_weights(self, shard: Shard) -> Tensor:
         """The global weights of a shard, gathered from the other replicas if they hold a part of them."""
-        whole = torch.zeros_like(shard.main)
+        gathered = torch.zeros_like(shard.main)
         for fragment in self.fragments:
-            for piece, part in fragment.parts(fragment.weights):
+            for piece, elements in fragment.parts(fragment.weights):
                 if piece.shard is shard:
-                    whole[piece.at : piece.at + part.numel()] = part
+                    gathered[piece.at : piece.at + elements.numel()] = elements
         if not shard.bucket.is_sharded:
-            all_gather_flat_(whole, whole[own_span(shard.bucket)].clone(), shard.bucket.dp_group)
-        return whole
+            all_gather_flat_(gathered, gathered[own_span(shard.bucket)].clone(), shard.bucket.dp_group)
+        return gathered
 
     @contextmanager
     @torch.no_grad()
@@ -217,7 +223,7 @@ class OuterOptimizer:
         """
         self._optimizer.before_update()
         self._data.finish_param_sync()
-        kept = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in self._optimizer.shards]
+        saved = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in self._optimizer.shards]
         for shard in self._optimizer.shards:
             shard.bucket.weight_shard.copy_(self._global_weights(shard))
         self._gather()
@@ -225,18 +231,20 @@ class OuterOptimizer:
             yield
         finally:
             self._data.finish_param_sync()
-            for weights, values in kept:
+            for weights, values in saved:
                 weights.copy_(values)
             self._gather()
 
     def _fragment(self, number: int) -> Fragment:
-        pieces, shards = [], []
+        pieces = []
+        shards = []
         for shard in self._optimizer.shards:
-            bucket, span = shard.bucket, own_span(shard.bucket)
+            bucket = shard.bucket
+            span = own_span(shard.bucket)
             first = span.start - bucket.shard.start
             pieces += [
-                Piece(shard, name, parameter, start, stop, first + at)
-                for name, parameter, start, stop, at in bucket.pieces(span)
+                Piece(shard, name, parameter, start, stop, first + offset)
+                for name, parameter, start, stop, offset in bucket.pieces(span)
                 if self._number_of(name) == number
             ]
             if any(self._number_of(name) == number for name in bucket.names):
@@ -245,13 +253,14 @@ class OuterOptimizer:
 
     def _number_of(self, name: str) -> int:
         """The fragment of a parameter: i mod P for layer i; the first for the embedding, the last for the head."""
-        part, last = part_of(name, self._num_layers), self.config.outer_fragments - 1
-        if part == 0:
+        number = part_of(name, self._num_layers)
+        final = self.config.outer_fragments - 1
+        if number == 0:
             return 0
-        return last if part > self._num_layers else (part - 1) % self.config.outer_fragments
+        return final if number > self._num_layers else (number - 1) % self.config.outer_fragments
 
 
 def own_span(bucket: Bucket) -> slice:
     """The part of a bucket whose global weights this rank holds, also if it has the whole bucket."""
-    part = bucket.weights.numel() // bucket.dp_group.size()
-    return slice(bucket.dp_group.rank() * part, (bucket.dp_group.rank() + 1) * part)
+    size = bucket.weights.numel() // bucket.dp_group.size()
+    return slice(bucket.dp_group.rank() * size, (bucket.dp_group.rank() + 1) * size)

@@ -34,7 +34,8 @@ class OuterSteps(RunPart):
     """The global weights, which are exchanged between groups, evaluated, and stored as the model."""
 
     def __init__(self, run: Run) -> None:
-        self.run, config = run, run.config
+        self.run = run
+        config = run.config
         self.outer = OuterOptimizer(
             config.section(OuterConfig),
             run.data_parallel,
@@ -48,7 +49,8 @@ class OuterSteps(RunPart):
 
     def notes(self) -> Iterator[str]:
         """See ``RunPart.notes``."""
-        steps, total = self.run.config.section(OuterConfig).outer_steps, self.run.total_iterations
+        steps = self.run.config.section(OuterConfig).outer_steps
+        total = self.run.total_iterations
         if total % steps:
             yield (
                 f"outer_steps={steps} does not divide the {total} iterations: steps after the last exchange do not "
@@ -73,12 +75,12 @@ class OuterSteps(RunPart):
         return self.outer.nbytes
 
     def stored_pieces(
-        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+        self, updated: Iterable[TensorBox], further: Iterable[TensorBox], *, weights_only: bool
     ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """The global weights as the model, and the state of each group with its own prefix."""
         group = self.run.groups.outer.rank()
         of_group = state.pieces_of_group(updated, self.run.optimizer, group)
-        of_first = others if group == 0 else ()
+        of_first = further if group == 0 else ()
         of_all = chain(of_first, state.global_pieces(self.outer, weights_only=weights_only))
         return () if weights_only else of_group, of_all
 
@@ -97,7 +99,8 @@ class OuterSteps(RunPart):
 
     def load(self, config: RunConfig, reader: StateReader) -> bool:
         """Load the state of groups, if ``reader`` has it."""
-        data, optimizer = self.run.data_parallel, self.run.optimizer
+        data = self.run.data_parallel
+        optimizer = self.run.optimizer
         if reader.continues:
             state.load_copy(reader, data, optimizer, self.outer)
             return True

@@ -12,7 +12,8 @@ from megatron_core.features.outer_steps.settings import OuterConfig
 
 def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Groups that do not fit the ranks, impossible schedules of exchanges, and settings that groups exclude."""
-    outer, parallel = config.section(OuterConfig), config.parallel
+    outer = config.section(OuterConfig)
+    parallel = config.parallel
     if outer.outer_steps < 1 or outer.outer_groups < 1:
         return
     copies = world_size // max(parallel.model_parallel_size, 1)
@@ -41,7 +42,8 @@ def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _excluded(config: RunConfig) -> Iterator[str]:
     """The settings of a run that do not work with groups."""
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel = config.parallel
+    optimizer = config.optimizer
     if config.training.fp16:
         yield "fp16=True, whose loss scale would differ between groups; use --bf16"
     if config.training.fp8_format is not None:
@@ -80,7 +82,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
 
 def other_group_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint with the state of another number of groups. Without groups, any number can start from it."""
-    steps, stored_groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
+    steps = stored.get("outer_steps", 0)
+    stored_groups = stored.get("outer_groups", 1)
     outer = config.section(OuterConfig)
     groups = outer.outer_groups if outer.outer_steps else 0
     if steps and stored_groups != groups and not config.checkpoint.no_load_optim:

@@ -69,10 +69,10 @@ def _state(fragment: Fragment, in_flight: bool) -> Iterator[TensorBox]:
         yield from _pieces(fragment, "mean", "outer.mean")
 
 
-def _pieces(fragment: Fragment, kind: str, prefix: str, *, narrow: bool = False) -> Iterator[TensorBox]:
+def _pieces(fragment: Fragment, name_of_state: str, prefix: str, *, narrow: bool = False) -> Iterator[TensorBox]:
     """Boxes ``PREFIX.NAME`` of a flat tensor of ``fragment``; ``narrow``: converted to the dtype of the model's
     weights."""
-    for (_, name, parameter, start, stop, _), flat in fragment.parts(getattr(fragment, kind)):
+    for (_, name, parameter, start, stop, _), flat in fragment.parts(getattr(fragment, name_of_state)):
         flat = flat.to(parameter.dtype) if narrow else flat
         yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, flat)
 
@@ -102,14 +102,15 @@ def load_copy(reader: StateReader, data: DataParallel, optimizer: Optimizer, out
     state from before it was left out is not used: it belongs to an earlier step than Adam's bias correction.
     """
     for fragment in outer.fragments:
-        fragment.message, fragment.in_flight = None, fragment.number in reader.state[IN_FLIGHT]
+        fragment.message = None
+        fragment.in_flight = fragment.number in reader.state[IN_FLIGHT]
         sent = fragment.number in reader.state[SENT]
         fragment.sent = torch.zeros_like(fragment.weights) if sent else None
         if fragment.in_flight and not sent:
             fragment.mean = torch.zeros_like(fragment.weights)
     weights = (piece for bucket in data.all_buckets for piece in weight_pieces(bucket))
-    held = chain(saved_pieces(data, chain(weights, parameter_pieces(data.frozen))), optimizer_pieces(optimizer))
-    reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))
+    stored = chain(saved_pieces(data, chain(weights, parameter_pieces(data.frozen))), optimizer_pieces(optimizer))
+    reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))
     if reader.state[GROUP] != outer.number:
         outer.start_from_global_weights()
     _restore_optimizer(reader, data, optimizer)
@@ -134,7 +135,9 @@ def load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimiz
     pieces += saved_pieces(data, chain(parameter_pieces(data.frozen), frozen))
     # The global weights and their state.
     for fragment in outer.fragments:
-        fragment.message, fragment.sent, fragment.in_flight = None, None, fragment.number in in_flight
+        fragment.message = None
+        fragment.sent = None
+        fragment.in_flight = fragment.number in in_flight
         fragment.mean = torch.zeros_like(fragment.weights) if fragment.in_flight else fragment.mean
         pieces += _pieces(fragment, "weights", "model")  # read from the main weights if there are any
         pieces += [

@@ -56,7 +56,7 @@ class Preferences(Objective):
         def add_margins(margins: Tensor) -> None:
             if report is not None:
                 sums = margins.new_tensor(len(margins)), (margins > 0).sum(), margins.sum()
-                report.add_terms(torch.stack([each.double() for each in sums]) / run.groups.size("cp"))
+                report.add_terms(torch.stack([term.double() for term in sums]) / run.groups.size("cp"))
 
         def sum_losses(micro: int, output: Tensor) -> Tensor:
             return preference_loss(
@@ -88,13 +88,13 @@ def reference_log_probs(run: Run, stages: Mapping[int, GPTModel], batches: Seque
     """``log_probs`` of each micro-batch by the reference, whose ``stages`` may have adapters; empty on ranks without
     the last stage."""
     by_micro_batch: dict[int, Tensor] = {}
-    last = len(run.layers) - 1
+    final = len(run.layers) - 1
     modes = [stage.training for stage in stages.values()]
     compute = model_step(run, stages, batches, None)
 
     def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         output = compute(stage, micro, hidden)
-        if stage == last:
+        if stage == final:
             by_micro_batch[micro] = log_probs(output, batches[micro])
             return by_micro_batch[micro].sum()
         return output
@@ -109,14 +109,14 @@ def reference_log_probs(run: Run, stages: Mapping[int, GPTModel], batches: Seque
 
 
 def preference_loss(
-    own: Tensor, reference: Tensor, group: Group, beta: float, smoothing: float, report: Margins
+    log_probs: Tensor, reference: Tensor, group: Group, beta: float, smoothing: float, report: Margins
 ) -> Tensor:
     """This rank's share of the sum of the losses of pairs; the sum over the context-parallel ``group`` is the loss.
 
-    ``own`` and ``reference`` ``[2 pairs]`` are the log-probabilities of this rank's tokens of chosen and rejected
+    ``log_probs`` and ``reference`` ``[2 pairs]`` are the log-probabilities of this rank's tokens of chosen and rejected
     answers in turn.
     """
-    ratios = paired(own - reference, group, "sum", "sum")
+    ratios = paired(log_probs - reference, group, "sum", "sum")
     margins = beta * (ratios[0::2] - ratios[1::2])
     report(margins.detach())
     losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)

@@ -34,9 +34,14 @@ class QKClip(RunPart):
     """Records the logits of the attention layers of a run, and clips their weights after each update."""
 
     def __init__(self, run: Run) -> None:
-        config, groups, device = run.config, run.groups, run.world.device
-        self.model, self.settings = config.model, config.section(QKClipConfig)
-        self.optimizer, self.groups, self.device = run.optimizer, groups, device
+        config = run.config
+        groups = run.groups
+        device = run.world.device
+        self.model = config.model
+        self.settings = config.section(QKClipConfig)
+        self.optimizer = run.optimizer
+        self.groups = groups
+        self.device = device
         self.layers: list[Attention] = []
         self.recorders: list[MaxLogits] = []
         self.largest = -math.inf
@@ -67,12 +72,13 @@ class QKClip(RunPart):
         if not self.layers:
             return
         # The largest logit of each head of the model, over all ranks that compute parts of the batch.
-        model, heads = self.model, self.model.num_attention_heads
-        own = heads // self.groups.size("tp")
-        first = self.groups.index("tp") * own
+        model = self.model
+        heads = self.model.num_attention_heads
+        local_heads = heads // self.groups.size("tp")
+        first = self.groups.index("tp") * local_heads
         largest = torch.full((len(self.layers), heads), -math.inf, dtype=torch.float64, device=self.device)
         for row, recorder in zip(largest, self.recorders, strict=True):
-            row[first : first + own] = recorder.largest
+            row[first : first + local_heads] = recorder.largest
         all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)
         self.largest = largest.max().item()
         # The factors of the rows of each layer with a large logit.
@@ -93,37 +99,45 @@ class QKClip(RunPart):
 
     def _rows(self, layer: Attention, factors: Tensor) -> dict[nn.Parameter, Tensor]:
         """The factor of each row of the global weights of queries and keys, by this rank's parameters."""
-        alpha, model = self.settings.qk_clip_alpha, self.model
-        query, key = factors**alpha, factors ** (1.0 - alpha)
+        alpha = self.settings.qk_clip_alpha
+        model = self.model
+        query = factors**alpha
+        key = factors ** (1.0 - alpha)
         if isinstance(layer, LatentAttention):
-            plain, turned, value = layer.plain, layer.turned, layer.value
+            plain = layer.plain
+            turned = layer.turned
+            value = layer.value
             up = layer.linear_q_up_proj if layer.has_query_latent else layer.linear_q_proj
-            parts: dict[Any, Blocks] = {
+            blocks_of: dict[Any, Blocks] = {
                 up: ((query, plain), (factors, turned)),
                 layer.linear_kv_up_proj: ((key, plain), (torch.ones_like(key), value)),
             }
         else:
-            d, queries = layer.head_size, model.num_attention_heads // len(factors) * layer.head_size
+            d = layer.head_size
+            queries = model.num_attention_heads // len(factors) * layer.head_size
             one = torch.ones_like(key)
-            parts = {layer.linear_qkv: ((query, queries), (one, queries * layer.gated), (key, d), (one, d))}
-        found = {}
-        for linear, blocks in parts.items():
-            whole = torch.cat([part[:, None].expand(-1, size) for part, size in blocks], dim=1).flatten()
+            blocks_of = {layer.linear_qkv: ((query, queries), (one, queries * layer.gated), (key, d), (one, d))}
+        rows = {}
+        for linear, blocks in blocks_of.items():
+            repeated = torch.cat([factor[:, None].expand(-1, size) for factor, size in blocks], dim=1).flatten()
             for parameter in (linear.weight, linear.bias):
                 if isinstance(parameter, nn.Parameter):
-                    found[parameter] = whole
-        return found
+                    rows[parameter] = repeated
+        return rows
 
     def _scale(self, rows: dict[nn.Parameter, Tensor]) -> None:
         """Multiply the rows of global weights, in this rank's shards of main weights, and copy them to the model's."""
         for shard in self.optimizer.shards if rows else ():
-            for _, parameter, start, stop, at in shard.bucket.pieces():
+            for _, parameter, start, stop, first in shard.bucket.pieces():
                 if parameter not in rows:
                     continue
-                spec, whole = spec_of(parameter), rows[parameter]
-                local = whole.new_empty(spec.local_shape)
-                spec.localise(whole.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)
-                main, weight = (tensor[at : at + stop - start] for tensor in (shard.main, shard.bucket.weight_shard))
+                spec = spec_of(parameter)
+                factors = rows[parameter]
+                local = factors.new_empty(spec.local_shape)
+                spec.localise(factors.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)
+                span = slice(first, first + stop - start)
+                main = shard.main[span]
+                weight = shard.bucket.weight_shard[span]
                 main.mul_(local.view(-1)[start:stop].to(main))
                 if shard.is_narrow:
                     weight.copy_(main)

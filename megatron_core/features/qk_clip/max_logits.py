@@ -22,7 +22,8 @@ class MaxLogits:
     """
 
     def __init__(self, heads: int, device: torch.device, group: Group, window: int | None) -> None:
-        self.group, self.window = group, window
+        self.group = group
+        self.window = window
         self.largest = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
         """``[heads]``: of this rank's heads and queries."""
 
@@ -42,22 +43,22 @@ class MaxLogits:
         other.wait()
         documents = None if context.documents is None else _numbers(context.documents, len(of_keys))
         key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)
-        for block, at in zip(query.detach().split(QUERY_BLOCK), positions.split(QUERY_BLOCK), strict=True):
+        for block, of_queries in zip(query.detach().split(QUERY_BLOCK), positions.split(QUERY_BLOCK), strict=True):
             scores = block.permute(1, 2, 0, 3) @ key / math.sqrt(query.shape[-1])
-            distance = at[:, None] - of_keys
+            distance = of_queries[:, None] - of_keys
             hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
             hidden = hidden[None]
             if documents is not None:
-                hidden = hidden | (documents[:, at, None] != documents[:, None, of_keys])
+                hidden = hidden | (documents[:, of_queries, None] != documents[:, None, of_keys])
             if context.attention_mask is not None:
-                hidden = hidden | context.attention_mask[:, 0][:, at][:, :, of_keys]
-            found = scores.masked_fill(hidden[:, None], -math.inf).amax((0, 2, 3))
-            self.largest = torch.maximum(self.largest, found.to(self.largest.dtype))
+                hidden = hidden | context.attention_mask[:, 0][:, of_queries][:, :, of_keys]
+            largest = scores.masked_fill(hidden[:, None], -math.inf).amax((0, 2, 3))
+            self.largest = torch.maximum(self.largest, largest.to(self.largest.dtype))
 
 
 def _numbers(documents: PackedDocuments, length: int) -> Tensor:
     """The number of the document of each token, ``[b, length]``."""
-    found = torch.zeros(len(documents.lengths), length, dtype=torch.int64, device=documents.device)
-    for row, lengths in zip(found, documents.lengths, strict=True):
+    numbers = torch.zeros(len(documents.lengths), length, dtype=torch.int64, device=documents.device)
+    for row, lengths in zip(numbers, documents.lengths, strict=True):
         row[torch.tensor(list(accumulate(lengths))[:-1], dtype=torch.int64, device=row.device)] = 1
-    return found.cumsum(1)
+    return numbers.cumsum(1)

@@ -11,7 +11,8 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings with which QK-clip cannot record logits or scale weights."""
     if not config.section(QKClipConfig).qk_clip:
         return
-    model, flat = config.model, config.flat()
+    model = config.model
+    flat = config.flat()
     reasons = {
         "dsa_indexer_warmup": "the weights of queries and keys are frozen",
         "compile": "compiled layers do not record logits",
@@ -38,7 +39,8 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"qk_clip=True has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, which has no layer * "
             "or H with attention; remove --qk-clip"
         )
-    pattern, layers = model.linear_attention_freq or (1,), model.num_layers
+    pattern = model.linear_attention_freq or (1,)
+    layers = model.num_layers
     only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)
     if model.experimental_attention_variant is not None and only_recurrent:
         yield (

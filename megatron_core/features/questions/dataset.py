@@ -62,7 +62,9 @@ class ChoiceDataset:
         return {"tokens": filled[:-1], "labels": filled[1:], "loss_mask": mask}
 
     def _add(self, line: Any) -> None:
-        query, choices, gold = checked_text(line["query"], "query"), line["choices"], line["gold"]
+        query = checked_text(line["query"], "query")
+        choices = line["choices"]
+        gold = line["gold"]
         if not isinstance(choices, list) or len(choices) < 2:
             raise DataError("choices must be a list of two or more strings")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
@@ -73,14 +75,14 @@ class ChoiceDataset:
 
     def _encoded(self, query: str, choice: str) -> tuple[list[int], int]:
         """The tokens of a query and a choice, and the number of tokens of the choice."""
-        asked = query.rstrip()
-        whole = self._tokenizer.tokenize(query + choice)
-        if not asked:  # the first token is predicted from the one that ends the document before it
+        question = query.rstrip()
+        tokens = self._tokenizer.tokenize(query + choice)
+        if not question:  # the first token is predicted from the one that ends the document before it
             start = next((i for i in (self._tokenizer.eod, self._tokenizer.bos) if i is not None), None)
             if start is None:
                 raise DataError("query is empty, and the tokenizer has no token before the first one; give a query")
-            return [start, *whole], len(whole)
-        counted = len(whole) - len(self._tokenizer.tokenize(asked))
+            return [start, *tokens], len(tokens)
+        counted = len(tokens) - len(self._tokenizer.tokenize(question))
         if counted < 1:
             raise DataError(f"the choice {choice!r} adds no tokens to its query")
-        return whole, counted
+        return tokens, counted

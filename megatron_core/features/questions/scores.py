@@ -62,41 +62,41 @@ def log_likelihoods(run: Run, dataset: ChoiceDataset) -> Tensor:
     Evaluation uses no dropout and changes neither generators nor counters.
     """
     stages = list(run.stages.values())
-    last = len(run.layers) - 1
+    final = len(run.layers) - 1
     for stage in stages:
         stage.eval()
     loader = run.loader(dataset)
     size = StepSize.of_evaluation(run.config, run.groups.replicas)
     iterations = -(-len(dataset) // size.batch_size)
-    found = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
+    sums = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):
         batches = run.micro_batches(loader.step(iteration * size.batch_size, size.num_microbatches))
         compute = model_step(run, run.stages, batches, None)
 
         def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
             output = compute(stage, micro, hidden)  # noqa: B023 (called in this iteration)
-            if stage < last:
+            if stage < final:
                 return output
             batch = batches[micro]  # noqa: B023
             scores = log_probs(output, batch)
             if run.split.owns_loss:
-                found.index_add_(0, batch.sample_index, scores.to(found.dtype))
+                sums.index_add_(0, batch.sample_index, scores.to(sums.dtype))
             return scores.sum()
 
         run_plan(run, run.plans.evaluation(size.num_microbatches), forward, lengths=message_lengths(batches))
     for stage in stages:
         stage.train()
-    all_reduce_(found, run.groups.group(WORLD))
-    return found[: len(dataset)].cpu()
+    all_reduce_(sums, run.groups.group(WORLD))
+    return sums[: len(dataset)].cpu()
 
 
 def evaluate_choices(run: Run, dataset: ChoiceDataset) -> ChoiceScores:
     """Compare the log-likelihoods of the choices of each question. Source: EleutherAI's lm-eval, multiple_choice."""
     scores = log_likelihoods(run, dataset).split([len(lengths) for lengths in dataset.lengths])
-    correct = [own[gold].item() for own, gold in zip(scores, dataset.gold, strict=True)]
+    correct = [likelihoods[gold].item() for likelihoods, gold in zip(scores, dataset.gold, strict=True)]
     per_character = [
-        own / torch.tensor(lengths, dtype=own.dtype).clamp_min(1)
-        for own, lengths in zip(scores, dataset.lengths, strict=True)
+        likelihoods / torch.tensor(lengths, dtype=likelihoods.dtype).clamp_min(1)
+        for likelihoods, lengths in zip(scores, dataset.lengths, strict=True)
     ]
     return ChoiceScores(
         -sum(correct) / len(correct), _accuracy(scores, dataset.gold), _accuracy(per_character, dataset.gold)
@@ -104,4 +104,4 @@ def evaluate_choices(run: Run, dataset: ChoiceDataset) -> ChoiceScores:
 
 
 def _accuracy(scores: Sequence[Tensor], gold: Sequence[int]) -> float:
-    return sum(int(own.argmax()) == right for own, right in zip(scores, gold, strict=True)) / len(gold)
+    return sum(int(likelihoods.argmax()) == right for likelihoods, right in zip(scores, gold, strict=True)) / len(gold)

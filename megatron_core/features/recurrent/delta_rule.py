@@ -46,7 +46,8 @@ def delta_rule_by_steps(
     """
     if state is None:
         state = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1])
-    outputs, decay = [], decay.unsqueeze(-1) if decay.dim() == 3 else decay
+    outputs = []
+    decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
     for t in range(query.shape[1]):
         state = decay[:, t].exp().unsqueeze(-1) * state
         if first is not None:
@@ -76,7 +77,8 @@ def chunked_delta_rule(
     the next. ``state_after`` returns the state before the first token from the transition of all tokens, for sequences
     that are split over ranks; it replaces ``state``.
     """
-    length, by_channel = query.shape[1], decay.dim() == 4
+    length = query.shape[1]
+    by_channel = decay.dim() == 4
     chunk = min(chunk or (CHANNEL_CHUNK if by_channel else CHUNK), length)
     query, key, value = (in_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
     decay, rate = (in_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
@@ -94,42 +96,44 @@ def chunked_delta_rule(
     system = decayed(weighted).tril(-1)
     sides = torch.cat([value * rate, weighted * start], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    own, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    written, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
 
     # States before the chunks, one after another.
-    late, kept = key * end, start[..., -1, :, None]
+    late = key * end
+    carried = start[..., -1, :, None]
     if state_after is None:
         if state is None:
             state = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1])
-        states, last = _states(state, own, read, late, kept)
+        states, final = _states(state, written, read, late, carried)
     else:
-        states, last = _states_after(state_after, own, read, late, kept)
-    outputs = (query * start) @ states + decayed(query) @ (own - read @ states)
-    return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+        states, final = _states_after(state_after, written, read, late, carried)
+    outputs = (query * start) @ states + decayed(query) @ (written - read @ states)
+    return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), final
 
 
-def _states(state: Tensor, own: Tensor, read: Tensor, late: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _states(state: Tensor, written: Tensor, read: Tensor, late: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states before the chunks, ``[b, heads, chunks, dk, dv]``, and the state after the last one."""
     states = []
-    for n in range(own.shape[2]):
+    for n in range(written.shape[2]):
         states.append(state)
-        update = own[:, :, n] - read[:, :, n] @ state
-        state = kept[:, :, n] * state + late[:, :, n].mT @ update
+        update = written[:, :, n] - read[:, :, n] @ state
+        state = carried[:, :, n] * state + late[:, :, n].mT @ update
     return torch.stack(states, dim=2), state
 
 
 def _states_after(
-    state_after: Callable[[Transition], Tensor], own: Tensor, read: Tensor, late: Tensor, kept: Tensor
+    state_after: Callable[[Transition], Tensor], written: Tensor, read: Tensor, late: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As ``_states``, for a first state that depends on the transition of all chunks.
 
     The columns of the identity and of 0, as states before the first chunk, give factor and shift of every chunk.
     """
-    keys, values = read.shape[-1], own.shape[-1]
-    identity = torch.eye(keys, dtype=own.dtype, device=own.device).expand(*own.shape[:2], -1, -1)
-    columns = torch.cat([identity, own.new_zeros(*own.shape[:2], keys, values)], dim=-1)
-    of_columns = torch.nn.functional.pad(own, (keys, 0))
-    transitions, whole = _states(columns, of_columns, read, late, kept)
-    state = state_after(Transition(*whole.split([keys, values], dim=-1)))
+    keys = read.shape[-1]
+    values = written.shape[-1]
+    identity = torch.eye(keys, dtype=written.dtype, device=written.device).expand(*written.shape[:2], -1, -1)
+    columns = torch.cat([identity, written.new_zeros(*written.shape[:2], keys, values)], dim=-1)
+    of_columns = torch.nn.functional.pad(written, (keys, 0))
+    transitions, composed = _states(columns, of_columns, read, late, carried)
+    state = state_after(Transition(*composed.split([keys, values], dim=-1)))
     factors, shifts = transitions.split([keys, values], dim=-1)
-    return factors @ state.unsqueeze(2) + shifts, whole[..., :keys] @ state + whole[..., keys:]
+    return factors @ state.unsqueeze(2) + shifts, composed[..., :keys] @ state + composed[..., keys:]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.ops import rms_norm
@@ -39,11 +39,14 @@ class GatedDeltaNet(RecurrentLayer):
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__(context, layer_number)
-        sizes, parallel = self.kind(context.config), context.parallel
+        sizes = self.kind(context.config)
+        parallel = context.parallel
         self.shared = sizes.heads // context.config.linear_num_key_heads
         self._make_projections(context, sizes.pieces)
-        self.A_log, self.dt_bias = of_heads(context, sizes.heads), of_heads(context, sizes.pieces[5])
-        self.A_log.init_method, self.dt_bias.init_method = log_of_decay_rates, nn.init.ones_
+        self.A_log = of_heads(context, sizes.heads)
+        self.dt_bias = of_heads(context, sizes.pieces[5])
+        self.A_log.init_method = log_of_decay_rates
+        self.dt_bias.init_method = nn.init.ones_
         # Each rank normalizes only its own heads.
         norm = replicated((self.values,), context.tp_group.rank(), partial_grad=True)
         self.out_norm = allocate(norm, parallel.params_dtype, parallel.device)
@@ -61,16 +64,18 @@ class GatedDeltaNet(RecurrentLayer):
         """Logarithms of the decays ``[b, n, heads]``, or ``[b, n, heads, dk]``, from their projections."""
         return -self.A_log.to(x.dtype).exp() * nn.functional.softplus(x + self.dt_bias.to(x.dtype))
 
-    def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    def _recur(
+        self, convolved: Tensor, gates: Tensor, *, by_steps: bool = False, **extra: Any
+    ) -> tuple[Tensor, Tensor]:
         rule = delta_rule_by_steps if by_steps else chunked_delta_rule
-        return rule(*self._heads(convolved, rest), **given)
+        return rule(*self._heads(convolved, gates), **extra)
 
-    def _heads(self, convolved: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _heads(self, convolved: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return query, key, value, decay and rate of each head, at least in float32."""
         dtype = wide(convolved.dtype)
         query, key, value = convolved.to(dtype).split(self.pieces[:3], dim=-1)
         query, key = (self._normed(x.unflatten(-1, (-1, self.keys))) for x in (query, key))
-        _, rate, decay = rest.split(self.pieces[3:], dim=-1)
+        _, rate, decay = gates.split(self.pieces[3:], dim=-1)
         value = value.unflatten(-1, (-1, self.values))
         return query * self.keys**-0.5, key, value, self._decays(decay.to(dtype)), rate.to(dtype).sigmoid()
 
@@ -79,9 +84,9 @@ class GatedDeltaNet(RecurrentLayer):
         x = x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
         return x.repeat_interleave(self.shared, dim=-2)
 
-    def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
+    def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Norm of each head's output, times its activated gate; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""
-        gate = rest[..., : self.pieces[3]].unflatten(-1, (-1, self.values))
+        gate = gates[..., : self.pieces[3]].unflatten(-1, (-1, self.values))
         normed = rms_norm(outputs, self.out_norm, self.epsilon, backend=self.backend)
         return (normed * self.gate_activation(gate)).flatten(-2)
 
@@ -103,7 +108,8 @@ class KimiDeltaAttention(GatedDeltaNet):
     def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:
         rank = kinds.KimiDelta(context.config).rank
         self.in_proj = fused_linear(context, (*pieces[:3], pieces[4]))
-        self.f_a_proj, self.g_a_proj = DownProjection(context, rank), DownProjection(context, rank)
+        self.f_a_proj = DownProjection(context, rank)
+        self.g_a_proj = DownProjection(context, rank)
         self.f_b_proj = context.column_linear(rank, pieces[5], bias=False)
         self.g_b_proj = context.column_linear(rank, pieces[3], bias=False)
 
@@ -115,5 +121,5 @@ class KimiDeltaAttention(GatedDeltaNet):
         return torch.cat([convolved, gates, rates, decays], dim=-1)
 
     def _decays(self, x: Tensor) -> Tensor:
-        own = nn.functional.softplus(x + self.dt_bias.to(x.dtype)).unflatten(-1, (-1, self.keys))
-        return -self.A_log.to(x.dtype).exp().unsqueeze(-1) * own
+        step = nn.functional.softplus(x + self.dt_bias.to(x.dtype)).unflatten(-1, (-1, self.keys))
+        return -self.A_log.to(x.dtype).exp().unsqueeze(-1) * step

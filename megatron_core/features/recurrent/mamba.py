@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.features.recurrent.state_space import chunked_state_space, state_space_by_steps
 from megatron_core.ops.rows import wide
@@ -46,12 +46,15 @@ class MambaMixer(RecurrentLayer):
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__(context, layer_number)
-        config, sizes = context.config, self.kind(context.config)
+        config = context.config
+        sizes = self.kind(context.config)
         self.in_proj = fused_linear(context, sizes.pieces)
         self.A_log, self.dt_bias, self.D = (of_heads(context, sizes.heads) for _ in range(3))
-        self.A_log.init_method, self.dt_bias.init_method = log_of_decay_rates, bias_of_steps
+        self.A_log.init_method = log_of_decay_rates
+        self.dt_bias.init_method = bias_of_steps
         self.D.init_method = nn.init.ones_
-        self.output_norm, self.norm = config.mamba_output_norm, None
+        self.output_norm = config.mamba_output_norm
+        self.norm = None
         if self.output_norm != "none":
             self.norm = of_heads(context, sizes.pieces[0])
             self.norm.init_method = nn.init.ones_
@@ -66,21 +69,23 @@ class MambaMixer(RecurrentLayer):
         pieces = mixed.split(self.pieces, dim=-1)
         return torch.cat([piece * factor for piece, factor in zip(pieces, self.multipliers, strict=True)], dim=-1)
 
-    def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    def _recur(
+        self, convolved: Tensor, gates: Tensor, *, by_steps: bool = False, **extra: Any
+    ) -> tuple[Tensor, Tensor]:
         dtype = wide(convolved.dtype)
         inputs, key, query = convolved.to(dtype).split(self.pieces[:3], dim=-1)
         key, query = (x.unflatten(-1, (self.groups, self.keys)) for x in (key, query))
         inputs = inputs.unflatten(-1, (-1, self.values))
-        step = nn.functional.softplus(rest[..., self.pieces[3] :].to(dtype) + self.dt_bias.to(dtype))
+        step = nn.functional.softplus(gates[..., self.pieces[3] :].to(dtype) + self.dt_bias.to(dtype))
         step = step.clamp(*self.step_range)
         decay = -self.A_log.to(dtype).exp() * step
         rule = state_space_by_steps if by_steps else chunked_state_space
-        outputs, state = rule(query, key, inputs * step.unsqueeze(-1), decay, **given)
+        outputs, state = rule(query, key, inputs * step.unsqueeze(-1), decay, **extra)
         return outputs + self.D.to(dtype).unsqueeze(-1) * inputs, state
 
-    def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
+    def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         dtype = wide(outputs.dtype)
-        gate = nn.functional.silu(rest[..., : self.pieces[3]].to(dtype))
+        gate = nn.functional.silu(gates[..., : self.pieces[3]].to(dtype))
         gated = outputs.flatten(-2).to(dtype)
         if self.output_norm == "before_gate":
             return (self._normed(gated) * gate).to(outputs.dtype)

@@ -23,7 +23,7 @@ class ParallelMixers(nn.ModuleDict):
     def __init__(
         self, context: LayerContext, layer_number: int, *, mixers: Mapping[str, Callable[..., nn.Module]]
     ) -> None:
-        super().__init__({name: made(context, layer_number) for name, made in mixers.items()})
+        super().__init__({name: make(context, layer_number) for name, make in mixers.items()})
         self.factors = context.config.parallel_mixer_multipliers
         self.joined = JoinedParts.of(list(self.values()), context)
 

@@ -38,8 +38,8 @@ class Decays(NamedTuple):
 
 def in_chunks(x: Tensor, chunk: int) -> Tensor:
     """``[b, s, heads, d]`` -> ``[b, heads, chunks, chunk, d]``, filled up with tokens of 0, which change no state."""
-    rest = -x.shape[1] % chunk
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
+    padding = -x.shape[1] % chunk
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
     return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
 
@@ -58,13 +58,15 @@ def decays_in_chunks(decay: Tensor, first: Tensor | None) -> Decays:
 
     ``first`` ``[b, s]``: True for tokens that start from a state of 0; None: no token does.
     """
-    chunk, total = decay.shape[-2], _running_sum(decay)
+    chunk = decay.shape[-2]
+    total = _running_sum(decay)
     seen = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril()
     from_start = to_end = None
     if first is not None:
         number = in_chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)  # of the document in the chunk
         seen = seen & (number.unsqueeze(-1) == number.unsqueeze(-2))
-        from_start, to_end = number != 0, number != number[..., -1:]
+        from_start = number != 0
+        to_end = number != number[..., -1:]
     between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
     start, end = total.exp(), (total[..., -1:, :] - total).exp()
     if from_start is not None and to_end is not None:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.mixers import Recurrence
 from megatron_core.errors import LayoutError
+from megatron_core.features.recurrent.kinds import Recurrence
 from megatron_core.features.recurrent.states import StateExchange
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, split, split_fused
@@ -38,7 +38,9 @@ class Convolution(nn.Module):
         self, context: LayerContext, pieces: tuple[int, ...], width: int, *, bias: bool, silu: bool = True
     ) -> None:
         super().__init__()
-        rank, size, parallel = context.tp_group.rank(), context.tp_group.size(), context.parallel
+        rank = context.tp_group.rank()
+        size = context.tp_group.size()
+        parallel = context.parallel
         uniform = partial(nn.init.uniform_, a=-1 / math.sqrt(width), b=1 / math.sqrt(width))
         spec = split_fused((sum(pieces), 1, width), pieces, rank, size)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
@@ -49,7 +51,8 @@ class Convolution(nn.Module):
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = uniform
         self.weight.is_vector = self.weight.decays = True  # no matrix, so that Muon does not take it for one
-        self.width, self.activation = width, nn.functional.silu if silu else None
+        self.width = width
+        self.activation = nn.functional.silu if silu else None
 
     def forward(self, window: Tensor, ages: Tensor | None) -> Tensor:
         """``[b, width - 1 + n, c]``, the earlier tokens first -> ``[b, n, c]``.
@@ -57,15 +60,16 @@ class Convolution(nn.Module):
         ``ages`` ``[b, n]``: the number of tokens of the same document before each token; None: all have enough.
         """
         if ages is None:
-            found = nn.functional.conv1d(window.mT, self.weight, self.bias, groups=window.shape[2]).mT
+            output = nn.functional.conv1d(window.mT, self.weight, self.bias, groups=window.shape[2]).mT
         else:
-            count, taps = ages.shape[1], self.weight[:, 0].unbind(-1)
-            found = window.new_zeros(len(window), count, window.shape[2])
-            for at, tap in enumerate(taps):
-                visible = ages >= self.width - 1 - at
-                found = found + (window[:, at : at + count] * tap).masked_fill(~visible.unsqueeze(-1), 0.0)
-            found = found if self.bias is None else found + self.bias
-        return found if self.activation is None else self.activation(found)
+            count = ages.shape[1]
+            taps = self.weight[:, 0].unbind(-1)
+            output = window.new_zeros(len(window), count, window.shape[2])
+            for index, tap in enumerate(taps):
+                visible = ages >= self.width - 1 - index
+                output = output + (window[:, index : index + count] * tap).masked_fill(~visible.unsqueeze(-1), 0.0)
+            output = output if self.bias is None else output + self.bias
+        return output if self.activation is None else self.activation(output)
 
 
 class RecurrentLayer(nn.Module):
@@ -81,10 +85,16 @@ class RecurrentLayer(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, sizes, ranks = context.config, self.kind(context.config), context.tp_group.size()
-        self.layer_number, self.epsilon, self.backend = layer_number, config.norm_epsilon, config.kernel_backend
-        self.keys, self.values = sizes.query_head_size, sizes.value_head_size
-        self.convolved, self.pieces = sizes.convolved // ranks, [piece // ranks for piece in sizes.pieces]
+        config = context.config
+        sizes = self.kind(context.config)
+        ranks = context.tp_group.size()
+        self.layer_number = layer_number
+        self.epsilon = config.norm_epsilon
+        self.backend = config.kernel_backend
+        self.keys = sizes.query_head_size
+        self.values = sizes.value_head_size
+        self.convolved = sizes.convolved // ranks
+        self.pieces = [piece // ranks for piece in sizes.pieces]
         self.state_shape = sizes.heads // ranks, self.keys, self.values
         self.conv1d = Convolution(
             context,
@@ -111,18 +121,20 @@ class RecurrentLayer(nn.Module):
 
     def _divided(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Divide this rank's pieces, ``[..., c]``, into the input of the convolution and the others."""
-        convolved, rest = mixed.split([self.convolved, mixed.shape[-1] - self.convolved], dim=-1)
-        return convolved, rest
+        convolved, gates = mixed.split([self.convolved, mixed.shape[-1] - self.convolved], dim=-1)
+        return convolved, gates
 
-    def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    def _recur(
+        self, convolved: Tensor, gates: Tensor, *, by_steps: bool = False, **extra: Any
+    ) -> tuple[Tensor, Tensor]:
         """Run the recurrence over the convolved pieces and the others, ``[b, n, c]``, at least in float32.
 
-        ``by_steps``: token by token, otherwise in chunks. ``given``: ``state``, ``first`` and ``state_after`` of the
+        ``by_steps``: token by token, otherwise in chunks. ``extra``: ``state``, ``first`` and ``state_after`` of the
         operation. Returns the outputs ``[b, n, heads, dv]`` and the state after the last token.
         """
         raise NotImplementedError
 
-    def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
+    def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Norm and gate of the outputs; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""
         raise NotImplementedError
 
@@ -133,21 +145,23 @@ class RecurrentLayer(nn.Module):
                 f"an attention mask cannot be used with layers of the kind {self.kind.name}, whose states hold all "
                 "earlier tokens; give document_lengths instead"
             )
-        exchange, ages = self.exchange, self._ages(mixed, context)
-        own = mixed.unflatten(0, (exchange.parts, -1)).transpose(1, 2).flatten(0, 1)  # [parts b, n, c]
-        convolved, rest = self._divided(own)
+        exchange = self.exchange
+        ages = self._ages(mixed, context)
+        sequences = mixed.unflatten(0, (exchange.parts, -1)).transpose(1, 2).flatten(0, 1)  # [parts b, n, c]
+        convolved, gates = self._divided(sequences)
         before = exchange.tokens_before(convolved, self.conv1d.width - 1)
         convolved = self.conv1d(torch.cat([before, convolved], dim=1), ages)
 
-        def recur(convolved: Tensor, rest: Tensor) -> Tensor:
-            first, state_after = None if ages is None else ages == 0, None
+        def recur(convolved: Tensor, gates: Tensor) -> Tensor:
+            first = None if ages is None else ages == 0
+            state_after = None
             if exchange.parts > 1:
                 state_after = exchange.state_before
-            outputs, _ = self._recur(convolved, rest, first=first, state_after=state_after)
-            return self._gated(outputs.to(mixed.dtype), rest)
+            outputs, _ = self._recur(convolved, gates, first=first, state_after=state_after)
+            return self._gated(outputs.to(mixed.dtype), gates)
 
         # Backward computes the recurrence again: its products of chunks would be 5 to 10 times as large as its inputs.
-        outputs = (recomputed(recur) if self.training else recur)(convolved, rest)
+        outputs = (recomputed(recur) if self.training else recur)(convolved, gates)
         return outputs.unflatten(0, (exchange.parts, -1)).transpose(1, 2).flatten(0, 1)
 
     def _ages(self, mixed: Tensor, context: SequenceContext) -> Tensor | None:
@@ -161,35 +175,37 @@ class RecurrentLayer(nn.Module):
 
     def _mix_with_cache(self, mixed: Tensor, cache: KeyValueStore) -> Tensor:
         """Update the states of the texts of a step with its tokens ``[tokens, c]``; return ``[tokens, heads * dv]``."""
-        step, width = cache.step, self.conv1d.width - 1
+        step = cache.step
+        width = self.conv1d.width - 1
         shapes = ((width, self.convolved), mixed.dtype), (self.state_shape, wide(mixed.dtype))
         tails, states = cache.states(self.layer_number, *shapes)
-        convolved, rest = self._divided(mixed)
+        convolved, gates = self._divided(mixed)
         outputs = []
 
         def advance(first: int, texts: Tensor, count: int, *, begins: Tensor | None) -> None:
             rows = slice(first, first + len(texts) * count)
-            before, state = tails[texts], states[texts]
+            before = tails[texts]
+            state = states[texts]
             if begins is not None:
                 before = before.masked_fill(begins[:, None, None], 0.0)
                 state = state.masked_fill(begins[:, None, None, None], 0.0)
             window = torch.cat([before, convolved[rows].unflatten(0, (-1, count))], dim=1)
-            own = rest[rows].unflatten(0, (-1, count))
-            output, state = self._recur(self.conv1d(window, None), own, by_steps=count == 1, state=state)
+            pieces = gates[rows].unflatten(0, (-1, count))
+            output, state = self._recur(self.conv1d(window, None), pieces, by_steps=count == 1, state=state)
             tails.index_copy_(0, texts, window[:, window.shape[1] - width :])
             states.index_copy_(0, texts, state)
-            outputs.append(self._gated(output.to(own.dtype), own).flatten(0, 1))
+            outputs.append(self._gated(output.to(pieces.dtype), pieces).flatten(0, 1))
 
         singles = len(step.lengths)
         if singles:
             begins = step.lengths == 1 if step.shortest == 1 else None
             advance(0, step.texts[:singles], 1, begins=begins)
-        at = singles
+        row = singles
         for number, count in enumerate((*(chunk.count for chunk in step.chunks), *step.fresh), start=singles):
             is_fresh = number >= singles + len(step.chunks)
             texts = step.texts[number : number + 1]
-            advance(at, texts, count, begins=torch.ones_like(texts, dtype=torch.bool) if is_fresh else None)
-            at += count
+            advance(row, texts, count, begins=torch.ones_like(texts, dtype=torch.bool) if is_fresh else None)
+            row += count
         return torch.cat(outputs)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear
 from megatron_core.transformer.context import LayerContext
 
@@ -33,9 +33,11 @@ class ShortConvolution(RecurrentLayer):
         before, after, inputs = mixed.split(self.pieces, dim=-1)
         return before * inputs, after
 
-    def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    def _recur(
+        self, convolved: Tensor, gates: Tensor, *, by_steps: bool = False, **extra: Any
+    ) -> tuple[Tensor, Tensor]:
         outputs = convolved.unsqueeze(-1)
-        return outputs, given.get("state", outputs[:, :0])
+        return outputs, extra.get("state", outputs[:, :0])
 
-    def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
-        return outputs.flatten(-2) * rest
+    def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
+        return outputs.flatten(-2) * gates

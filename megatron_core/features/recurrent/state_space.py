@@ -68,40 +68,43 @@ def chunked_state_space(
     next. ``state_after`` returns the state before the first token from the transition of all tokens, for sequences that
     are split over ranks; it replaces ``state``.
     """
-    length, groups = value.shape[1], key.shape[2]
+    length = value.shape[1]
+    groups = key.shape[2]
     chunk = min(chunk or CHUNK, length)
-    query, key = in_chunks(query, chunk), in_chunks(key, chunk)  # [b, groups, chunks, chunk, dk]
+    # [b, groups, chunks, chunk, dk]
+    query = in_chunks(query, chunk)
+    key = in_chunks(key, chunk)
     decays = decays_in_chunks(in_chunks(decay.unsqueeze(-1), chunk), first)
     # Here and below g is a group, s a head of the group, c a chunk, i a token of it, k and v are channels.
     value, between, start, end = (x.unflatten(1, (groups, -1)) for x in (in_chunks(value, chunk), *decays))
-    own = torch.einsum("bgcik,bgsciv->bgsckv", key, value * end).flatten(1, 2)
-    states, last = _states(own, start[..., -1:, :].flatten(1, 2), state, state_after)
+    added = torch.einsum("bgcik,bgsciv->bgsckv", key, value * end).flatten(1, 2)
+    states, final = _states(added, start[..., -1:, :].flatten(1, 2), state, state_after)
     earlier = torch.einsum("bgcik,bgsckv->bgsciv", query, states.unflatten(1, (groups, -1))) * start
     outputs = earlier + ((query @ key.mT).unsqueeze(2) * between.squeeze(-1)) @ value
-    return outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].transpose(1, 2), last
+    return outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].transpose(1, 2), final
 
 
 def _states(
-    own: Tensor, kept: Tensor, state: Tensor | None, state_after: Callable[[Transition], Tensor] | None
+    added: Tensor, carried: Tensor, state: Tensor | None, state_after: Callable[[Transition], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Return the states before the chunks, ``[b, heads, chunks, dk, dv]``, and the state after the last one.
 
-    ``own`` is what the tokens of each chunk add to the state at its end, ``kept`` ``[b, heads, chunks, 1, 1]`` the
+    ``added`` is what the tokens of each chunk add to the state at its end, ``carried`` ``[b, heads, chunks, 1, 1]`` the
     factor of the state before the chunk.
     """
     if state_after is None:
-        state = torch.zeros_like(own[:, :, 0]) if state is None else state
-        found = _transitions(own, kept, state)
-        return torch.stack([each.shift for each in found[:-1]], dim=2), found[-1].shift
-    found = _transitions(own, kept, torch.zeros_like(own[:, :, 0]))
-    state = state_after(found[-1])
-    return torch.stack([each.apply(state) for each in found[:-1]], dim=2), found[-1].apply(state)
+        state = torch.zeros_like(added[:, :, 0]) if state is None else state
+        transitions = _transitions(added, carried, state)
+        return torch.stack([t.shift for t in transitions[:-1]], dim=2), transitions[-1].shift
+    transitions = _transitions(added, carried, torch.zeros_like(added[:, :, 0]))
+    state = state_after(transitions[-1])
+    return torch.stack([t.apply(state) for t in transitions[:-1]], dim=2), transitions[-1].apply(state)
 
 
-def _transitions(own: Tensor, kept: Tensor, state: Tensor) -> list[Transition]:
+def _transitions(added: Tensor, carried: Tensor, state: Tensor) -> list[Transition]:
     """The transitions from before the first chunk to before each chunk, and after the last one; they add ``state``."""
-    found = [Transition(torch.ones_like(kept[:, :, 0]), state)]
-    for n in range(own.shape[2]):
-        factor, shift = found[-1]
-        found.append(Transition(kept[:, :, n] * factor, kept[:, :, n] * shift + own[:, :, n]))
-    return found
+    transitions = [Transition(torch.ones_like(carried[:, :, 0]), state)]
+    for n in range(added.shape[2]):
+        factor, shift = transitions[-1]
+        transitions.append(Transition(carried[:, :, n] * factor, carried[:, :, n] * shift + added[:, :, n]))
+    return transitions

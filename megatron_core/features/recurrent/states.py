@@ -24,13 +24,14 @@ class StateExchange:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        size, rank = group.size(), group.rank()
+        size = group.size()
+        rank = group.rank()
         self.parts = 1 if size == 1 else 2
         """Number of parts of a sequence on a rank."""
         self._own = [0] if size == 1 else [rank, 2 * size - 1 - rank]
         pairs = [(owner, 2 * size - 1 - owner) for owner in range(size)]
-        places = {part: 2 * owner + half for owner, pair in enumerate(pairs) for half, part in enumerate(pair)}
-        self._order = [places[part] for part in range(2 * size)]
+        places = {number: 2 * owner + half for owner, pair in enumerate(pairs) for half, number in enumerate(pair)}
+        self._order = [places[number] for number in range(2 * size)]
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
         """Return the ``count`` tokens before each part of ``x`` ``[parts b, n, c]``; 0 before a sequence.
@@ -54,13 +55,13 @@ class StateExchange:
         of_parts = self._gathered(torch.cat([x.flatten(-2) for x in transition], dim=-1))
         state = torch.zeros_like(transition.shift.unflatten(0, (self.parts, -1))[0])
         states = [state]
-        for each in of_parts[: self._own[-1]]:
-            matrices = each.split([shape.numel() for shape in shapes], dim=-1)
+        for transition_of_part in of_parts[: self._own[-1]]:
+            matrices = transition_of_part.split([shape.numel() for shape in shapes], dim=-1)
             state = Transition(*(x.unflatten(-1, shape) for x, shape in zip(matrices, shapes, strict=True))).apply(
                 state
             )
             states.append(state)
-        return torch.cat([states[part] for part in self._own])
+        return torch.cat([states[number] for number in self._own])
 
     def _gathered(self, x: Tensor) -> Tensor:
         """``[parts b, ...]`` of each rank -> ``[all parts, b, ...]`` in the order of the sequence."""

@@ -54,7 +54,8 @@ class Indexer(nn.Module):
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
         config = context.config
-        self.heads, self.channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.heads = config.dsa_indexer_n_heads
+        self.channels = config.dsa_indexer_head_dim
         self.linear_wq_b = DownProjection(
             context, self.heads * self.channels, inputs=config.q_lora_rank or config.hidden_size
         )
@@ -64,18 +65,18 @@ class Indexer(nn.Module):
         epsilon = config.dsa_indexer_k_norm_epsilon
         self.k_norm = Norm(layer_norm, self.channels, partial_grad=context.sequence_parallel, epsilon=epsilon)
         self.linear_weights_proj = DownProjection(context, self.heads)
-        self.turned, self.interleaved = config.qk_pos_emb_head_dim, config.dsa_indexer_rope_interleaved
-        self.split, self.backend, self.has_rotary = (
-            context.split,
-            config.kernel_backend,
-            config.has_rotary(layer_number),
-        )
+        self.turned = config.qk_pos_emb_head_dim
+        self.interleaved = config.dsa_indexer_rope_interleaved
+        self.split = context.split
+        self.backend = config.kernel_backend
+        self.has_rotary = config.has_rotary(layer_number)
         if not config.trains_indexers:
             self.requires_grad_(False)
 
     def forward(self, hidden: Tensor, query_latent: Tensor, context: SequenceContext) -> Index:
         """Of the tokens of ``hidden`` ``[n, b, h]`` and ``query_latent`` ``[n, b, r]``."""
-        hidden, query_latent = hidden.detach(), query_latent.detach()
+        hidden = hidden.detach()
+        query_latent = query_latent.detach()
         query = self._rotated(self.linear_wq_b(query_latent).unflatten(-1, (self.heads, self.channels)), context)
         key = self._rotated(self.k_norm(self.linear_wk(hidden)).unsqueeze(2), context).squeeze(2)
         return Index(query, key, self.linear_weights_proj(hidden))
@@ -103,13 +104,17 @@ class SparseAttention(nn.Module):
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__()
         config = context.config
-        self.layer_number, self.split = layer_number, context.split
+        self.layer_number = layer_number
+        self.split = context.split
         self.indexer = Indexer(context, layer_number)
         self.topk = sys.maxsize if config.dsa_indexer_warmup else config.dsa_indexer_topk
         self.unfused = config.attention_backend == "unfused"
-        self.coefficient, self.sparse_loss = config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss
-        self.num_heads, self.backend = config.num_attention_heads, config.kernel_backend
-        self.tp_group, self.cp_group = context.tp_group, context.cp.whole
+        self.coefficient = config.dsa_indexer_loss_coeff
+        self.sparse_loss = config.dsa_indexer_use_sparse_loss
+        self.num_heads = config.num_attention_heads
+        self.backend = config.kernel_backend
+        self.tp_group = context.tp_group
+        self.cp_group = context.cp.whole
         self.sequence_parallel = context.sequence_parallel
 
     def forward(
@@ -119,7 +124,8 @@ class SparseAttention(nn.Module):
         index = self.indexer(hidden, query_latent, context)
         index_keys = gather_from_sequence(index.key, self.tp_group) if self.sequence_parallel else index.key
         index = replace(index, key=_in_order(index_keys, self.cp_group))
-        key, value = _in_order(key, self.cp_group), _in_order(value, self.cp_group)
+        key = _in_order(key, self.cp_group)
+        value = _in_order(value, self.cp_group)
         positions = context.positions
         if positions is None:
             positions = torch.arange(len(query), device=query.device)
@@ -150,14 +156,15 @@ class SparseAttention(nn.Module):
     @torch.no_grad()
     def _select(self, index: Index, positions: Tensor, context: SequenceContext) -> Tensor:
         """Positions of the selected keys of all local queries, int64 ``[b, n, k]``."""
-        own, chosen = self.split.residual(positions), []
-        for rows in torch.arange(len(own), device=own.device).split(QUERY_BLOCK):
+        local_positions = self.split.residual(positions)
+        chosen = []
+        for rows in torch.arange(len(local_positions), device=local_positions.device).split(QUERY_BLOCK):
             scores = index_scores(index.query[rows], index.key, index.weights[rows])
-            chosen.append(select_keys(scores, _hidden(own[rows], len(index.key), context), self.topk))
-        found = torch.cat(chosen, dim=1)
+            chosen.append(select_keys(scores, _hidden(local_positions[rows], len(index.key), context), self.topk))
+        selected = torch.cat(chosen, dim=1)
         if self.sequence_parallel:
-            found = gather_from_sequence(found.transpose(0, 1).contiguous(), self.tp_group).transpose(0, 1)
-        return found
+            selected = gather_from_sequence(selected.transpose(0, 1).contiguous(), self.tp_group).transpose(0, 1)
+        return selected
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
         """Attention to the keys that are not ``hidden`` ``[b, n, t]``."""
@@ -180,11 +187,12 @@ class SparseAttention(nn.Module):
         context: SequenceContext,
     ) -> Tensor:
         """The sum of the divergences, over the ``selected`` or all keys, of this rank's queries whose tokens count."""
-        parts = self.tp_group.size() if self.sequence_parallel else 1
+        splits = self.tp_group.size() if self.sequence_parallel else 1
         # Rows are numbered within the part of a rank; a block has the same rows of all parts.
-        query, positions = query.unflatten(0, (parts, -1)), positions.unflatten(0, (parts, -1))
-        selected = None if selected is None else selected.unflatten(1, (parts, -1))
-        own = self.split.tp_rank if parts > 1 else 0
+        query = query.unflatten(0, (splits, -1))
+        positions = positions.unflatten(0, (splits, -1))
+        selected = None if selected is None else selected.unflatten(1, (splits, -1))
+        tp_rank = self.split.tp_rank if splits > 1 else 0
         total = torch.zeros((), dtype=wide(query.dtype), device=query.device)
 
         def divergence(rows: Tensor, queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -192,14 +200,14 @@ class SparseAttention(nn.Module):
             if selected is not None:
                 hidden = hidden | not_selected(selected[:, :, rows].flatten(1, 2), len(key))
             target = self._target(query[:, rows].flatten(0, 1), key, hidden)
-            hidden = hidden.expand(len(hidden), parts * len(rows), -1).unflatten(1, (parts, -1))[:, own]
+            hidden = hidden.expand(len(hidden), splits * len(rows), -1).unflatten(1, (splits, -1))[:, tp_rank]
             return index_divergence(target, index_scores(queries, keys, weights), hidden)
 
         for rows in torch.arange(positions.shape[1], device=query.device).split(QUERY_BLOCK):
             # Backward computes the products of all heads again, which are H times as large as the scores.
-            found = recomputed(divergence)(rows, index.query[rows], index.key, index.weights[rows])
+            divergences = recomputed(divergence)(rows, index.query[rows], index.key, index.weights[rows])
             counted = 1.0 if context.token_mask is None else context.token_mask[rows].transpose(0, 1)
-            total = total + (found * counted).sum()
+            total = total + (divergences * counted).sum()
         return total
 
     @torch.no_grad()
@@ -223,8 +231,8 @@ class SparseLatentAttention(LatentAttention):
 
     core_attention: SparseAttention
 
-    def __init__(self, context: LayerContext, layer_number: int, **parts: Any) -> None:
-        super().__init__(context, layer_number, **parts | {"core_attention": SparseAttention})
+    def __init__(self, context: LayerContext, layer_number: int, **options: Any) -> None:
+        super().__init__(context, layer_number, **options | {"core_attention": SparseAttention})
 
     @staticmethod
     def auxiliary_loss_names(config: ModelConfig) -> tuple[str, ...]:
@@ -244,25 +252,29 @@ class SparseLatentAttention(LatentAttention):
         *inputs: Tensor,
     ) -> Tensor:
         """Store latents and index keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
-        index, step = self.core_attention.indexer(*inputs, context), cache.step
+        index = self.core_attention.indexer(*inputs, context)
+        step = cache.step
         latents, keys = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1), index.key)
         index = Index(index.query[:, 0], index.key[:, 0], index.weights[:, 0])
-        parts = []
+        outputs = []
         if step.lengths.numel():
-            parts.append(self._single_tokens(query[: len(step.lengths), 0], index, latents, keys, step))
+            outputs.append(self._single_tokens(query[: len(step.lengths), 0], index, latents, keys, step))
         for chunk in step.chunks:
             old, old_keys = (step.gathered(memory, chunk.table, chunk.length)[:, 0] for memory in (latents, keys))
-            parts.append(self._chunk(query, index, old, old_keys, chunk.row, chunk.count))
-        row, latent = step.cached, torch.cat([latent, shared_key], dim=-1)
+            outputs.append(self._chunk(query, index, old, old_keys, chunk.row, chunk.count))
+        row = step.cached
+        latent = torch.cat([latent, shared_key], dim=-1)
         for count in step.fresh:
             rows = slice(row, row + count)
-            parts.append(self._chunk(query, index, latent[rows, 0], index.key[rows], row, count))
+            outputs.append(self._chunk(query, index, latent[rows, 0], index.key[rows], row, count))
             row += count
-        return torch.cat(parts)[:, None]
+        return torch.cat(outputs)[:, None]
 
     def _single_tokens(self, query: Tensor, index: Index, latents: Tensor, keys: Tensor, step: Any) -> Tensor:
         """Attention of one token of each of several texts, ``[texts, heads, d]``; only selected latents are read."""
-        core, count, size = self.core_attention, len(query), latents.shape[1]
+        core = self.core_attention
+        count = len(query)
+        size = latents.shape[1]
         stored = step.gathered(keys, step.tables, step.longest)[:, :, 0].transpose(0, 1)
         scores = index_scores(index.query[None, :count], stored, index.weights[None, :count])
         hidden = torch.arange(step.longest, device=query.device) >= step.lengths[:, None, None]
@@ -282,16 +294,17 @@ class SparseLatentAttention(LatentAttention):
 
         ``latents`` ``[t, rank + r]`` and ``keys`` ``[t, d]`` are those of the whole text.
         """
-        core, outputs = self.core_attention, []
+        core = self.core_attention
+        outputs = []
         key, value = self.key_and_value(*latents[:, None].split([self.rank, self.turned], dim=-1))
         positions = torch.arange(len(keys) - count, len(keys), device=query.device)
-        for at, rows in zip(
+        for query_positions, rows in zip(
             positions.split(QUERY_BLOCK),
             torch.arange(row, row + count, device=query.device).split(QUERY_BLOCK),
             strict=True,
         ):
             scores = index_scores(index.query[rows, None], keys[:, None], index.weights[rows, None])
-            hidden = _hidden(at, len(keys), SequenceContext())
+            hidden = _hidden(query_positions, len(keys), SequenceContext())
             hidden = hidden | not_selected(select_keys(scores, hidden, core.topk), len(keys))
             outputs.append(core.attend(query[rows], key, value, hidden)[:, 0])
         return torch.cat(outputs)
@@ -303,14 +316,14 @@ def _hidden(positions: Tensor, keys: int, context: SequenceContext) -> Tensor:
     These are keys after the query, and those of other documents; a mask of ``context`` replaces the causal mask.
     """
     if context.attention_mask is None:
-        at = torch.arange(keys, device=positions.device)
-        hidden = (at > positions[:, None])[None]
+        key_positions = torch.arange(keys, device=positions.device)
+        hidden = (key_positions > positions[:, None])[None]
     else:
         hidden = context.attention_mask[:, 0, positions]
     if context.documents is not None:
-        at = torch.arange(keys, device=positions.device)
+        key_positions = torch.arange(keys, device=positions.device)
         first = positions - context.documents.ages[:, positions]
-        hidden = hidden | (at < first[..., None]) | (at > positions[:, None])
+        hidden = hidden | (key_positions < first[..., None]) | (key_positions > positions[:, None])
     return hidden
 
 

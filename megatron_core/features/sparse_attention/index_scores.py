@@ -12,7 +12,8 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     Queries ``[s, b, H, d]``, keys ``[t, b, d]``, weights of the heads ``[s, b, H]`` -> ``[b, s, t]``. DeepSeek's code
     has the factor, which the paper's equation 1 leaves to the weights.
     """
-    dtype, factor = wide(query.dtype), (query.shape[2] * query.shape[3]) ** -0.5
+    dtype = wide(query.dtype)
+    factor = (query.shape[2] * query.shape[3]) ** -0.5
     products = torch.einsum("sbhd,tbd->bsht", query.to(dtype), key.to(dtype)).relu()
     return torch.einsum("bsht,sbh->bst", products, weights.to(dtype)) * factor
 

@@ -29,7 +29,9 @@ def has_sparse_attention(config: RunConfig) -> bool:
 
 def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that contradict sparse attention."""
-    model, parallel, flat = config.model, config.parallel, config.flat()
+    model = config.model
+    parallel = config.parallel
+    flat = config.flat()
     if not model.has_sparse_attention:
         return
     chosen = "experimental_attention_variant=dsa"

@@ -63,8 +63,8 @@ IN_PYTHON = {
     "no rank waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),
     "every piece from the first": Planted(
         f"{GROUP}:SharedMemoryGroup.allreduce",
-        "address + start, part, address + start",
-        "address, part, address + start",
+        "address + start, length, address + start",
+        "address, length, address + start",
     ),
     "messages in the wrong order": Planted(
         f"{MESSAGES}:Messages._sort", "in self._wanted[sender] if", "in reversed(self._wanted[sender]) if"

@@ -220,8 +220,8 @@ WRONG = {
     ),
     "parts one element late": (
         "features.matrix_optimizers.updates:MatrixAlgorithm._receive",
-        "received[at : at + part.numel()]",
-        "received.roll(1)[at : at + part.numel()]",
+        "received[offset : offset + target.numel()]",
+        "received.roll(1)[offset : offset + target.numel()]",
         2,
         Layout(Grid(tp=2)),
     ),

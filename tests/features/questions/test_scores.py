@@ -173,7 +173,7 @@ DEFECTS = {
     "ranks do not exchange their scores": (
         "dp2 zero3",
         "features.questions.scores:log_likelihoods",
-        "all_reduce_(found, run.groups.group(WORLD))",
+        "all_reduce_(sums, run.groups.group(WORLD))",
         "pass",
     ),
     "context-parallel ranks do not exchange their scores": (
@@ -185,7 +185,7 @@ DEFECTS = {
     "white space before a choice is not part of it": (
         "one process",
         "features.questions.dataset:ChoiceDataset._encoded",
-        "tokenize(asked))",
+        "tokenize(question))",
         "tokenize(query))",
     ),
 }
