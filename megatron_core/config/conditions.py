@@ -204,6 +204,4 @@ REPLICATION = given("replication")
 # Records.
 RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_times)
 TIMING_LOG = given("timing_log_level", "1")
-PROFILE = given("profile")
-PYTORCH_PROFILER = given("use_pytorch_profiler")
 BAD_STEPS = given("max_bad_steps", "N")

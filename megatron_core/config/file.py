@@ -152,7 +152,8 @@ def _flat_items(loaded: dict[str, Any], path: str, faults: list[str]) -> typing.
     sections = section_types()
     for key, value in loaded.items():
         name = _plain(key)
-        is_setting = isinstance(value, str) and name in field_types()  # `optimizer` is also the name of a section
+        # A section may have the name of a setting, such as `optimizer`; only a mapping is the section.
+        is_setting = name in field_types() and value is not None and not isinstance(value, dict)
         if is_setting or not (name in sections or name in FORMER_SECTIONS):
             yield name, value
         elif isinstance(value, dict):

@@ -27,7 +27,7 @@ MOST_USED = {
     "optimizer": ("optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "data": ("data_path", "seq_length", "split", "tokenizer_type", "tokenizer_model", "vocab_size", "mock_data"),
     "checkpoint": ("save", "save_interval", "load", "load_hf"),
-    "monitor": ("log_interval", "metrics_file", "profile"),
+    "monitor": ("log_interval", "metrics_file"),
     "dry": ("dry_run", "world_size", "rank"),
 }
 """Settings on the first screen of the help, by group."""

@@ -30,19 +30,6 @@ class MonitorConfig:
     """Log the norms of gradient and weights of the embedding, each layer and the head; reads both once more."""
     progress: bool = setting(True, when=ALWAYS)
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
-    replica_check_interval: int | None = setting(
-        100, r.COUNT, when=c.SEVERAL_RANKS, aliases="check_weight_hash_across_dp_replicas_interval"
-    )
-    """Steps between checks that all copies of weights are equal to the bit, which also run before the first and after
-    the last step. None: no checks."""
-    record_hashes: bool = setting(False, when=ALWAYS)
-    """Write losses, gradient norms and hashes of gradients, optimizer state and weights of each step to
-    metrics.hashes.jsonl next to the metrics file. The hashes do not depend on the layout; megatron-compare-hashes finds
-    the first difference of two runs."""
-    record_hashes_interval: int = setting(1, r.COUNT, when=given("record_hashes"))
-    """With --record-hashes: steps between records. The end of a run reports their share of the processor time."""
-    record_hashes_by_tensor: bool = setting(False, when=given("record_hashes"))
-    """With --record-hashes: also write the hash of each tensor, so that a difference can be located."""
     trace_pipeline: str | None = setting(None, r.FOLDER, when=ALWAYS)
     """Folder for the times of each rank's forwards and backwards in the first 20 steps; megatron-show-schedule
     --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
@@ -61,21 +48,5 @@ class MonitorConfig:
     """Print the slowest and the fastest ranks every --log-interval steps."""
     straggler_minmax_count: int = setting(1, r.COUNT, when=given("log_straggler"))
     """Number of slowest and of fastest ranks that --log-straggler prints."""
-    profile: bool = setting(False, needs=c.RECORD_TIMES)
-    """Write a Perfetto trace of some steps of all ranks: pipeline actions, collectives and phases."""
-    profile_step_start: int = setting(10, when=c.PROFILE)
-    """With --profile: last step before the trace."""
-    profile_step_end: int = setting(12, when=c.PROFILE)
-    """With --profile: the last step of the trace."""
-    profile_ranks: tuple[int, ...] = setting((), when=c.PROFILE)
-    """With --profile: ranks to trace; default: all."""
-    profile_dir: str | None = setting(None, r.FOLDER, when=c.PROFILE)
-    """With --profile: folder for the ranks' files and the merged trace.json; default: profile in the --save folder."""
-    use_pytorch_profiler: bool = setting(False, when=c.PROFILE)
-    """With --profile: add operations and kernels from torch.profiler; these steps are slower."""
-    pytorch_profiler_collect_shapes: bool = setting(False, when=(c.PROFILE, c.PYTORCH_PROFILER))
-    """With --use-pytorch-profiler: record the shapes of operations' inputs."""
-    pytorch_profiler_collect_callstack: bool = setting(False, when=(c.PROFILE, c.PYTORCH_PROFILER))
-    """With --use-pytorch-profiler: record the Python call stack of each operation."""
     poison_buffers: bool = setting(False, when=ALWAYS)
     """Fill new and outdated buffers with NaN, so that reading them too early gives NaN; slow, for debugging."""

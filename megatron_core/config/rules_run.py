@@ -1,4 +1,4 @@
-"""Rules for checkpoints, profiles and bad steps."""
+"""Rules for checkpoints and bad steps."""
 
 import os.path
 from collections.abc import Iterator
@@ -30,24 +30,6 @@ def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
             "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "
             "--non-persistent-local-ckpt-dir /dev/shm/NAME"
         )
-
-
-def monitor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Records of hashes without a file, and a profile without steps or of ranks that do not exist."""
-    monitor = config.monitor
-    if monitor.record_hashes and not (monitor.metrics_file or config.checkpoint.save):
-        yield "record_hashes=True has no file to write to; give --metrics-file FILE or --save FOLDER"
-    if not monitor.profile:
-        return
-    start, end = monitor.profile_step_start, monitor.profile_step_end
-    if not 0 <= start < end:
-        yield (
-            f"profile_step_start={start} and profile_step_end={end} leave no step to trace; give a start >= 0 and an "
-            "end after it"
-        )
-    outside = [rank for rank in monitor.profile_ranks if not 0 <= rank < world_size]
-    if outside:
-        yield f"profile_ranks={outside} do not exist; legal: 0 to {world_size - 1}"
 
 
 def bad_step_problems(config: RunConfig) -> Iterator[str]:

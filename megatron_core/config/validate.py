@@ -8,7 +8,7 @@ from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
-from megatron_core.config.rules_run import bad_step_problems, checkpoint_problems, monitor_problems
+from megatron_core.config.rules_run import bad_step_problems, checkpoint_problems
 from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
@@ -55,7 +55,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
-    yield from monitor_problems(config, world_size)
     yield from bad_step_problems(config)
     for feature in features():
         if feature.problems is not None:

@@ -1,7 +1,17 @@
 """Reports about a run: checks of its state, profiles, records of hashes, plots, pages, programs that show metrics."""
 
 from megatron_core.feature import Feature
-from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig, metric_sink
+from megatron_core.reports.rules import hash_problems, profile_problems
+from megatron_core.reports.settings import (
+    CheckConfig,
+    HashConfig,
+    MlflowConfig,
+    ProfileConfig,
+    PrometheusConfig,
+    TensorBoardConfig,
+    WandbConfig,
+    metric_sink,
+)
 
 FEATURES = (
     metric_sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
@@ -19,17 +29,22 @@ FEATURES = (
     ),
     Feature(
         name="checks",
+        settings=CheckConfig,
         is_used=lambda config: not config.training.skip_train,
         callbacks=("megatron_core.reports.checks:RunChecks",),
     ),
     Feature(
-        name="profile",
-        is_used=lambda config: config.monitor.profile and not config.training.skip_train,
+        name="profiling",
+        settings=ProfileConfig,
+        problems=profile_problems,
+        is_used=lambda config: config.section(ProfileConfig).profile and not config.training.skip_train,
         callbacks=("megatron_core.reports.profile:Profile",),
     ),
     Feature(
         name="hash_records",
-        is_used=lambda config: config.monitor.record_hashes and not config.training.skip_train,
+        settings=HashConfig,
+        problems=hash_problems,
+        is_used=lambda config: config.section(HashConfig).record_hashes and not config.training.skip_train,
         callbacks=("megatron_core.reports.hash_callback:HashRecords",),
     ),
 )

@@ -13,6 +13,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.reports.replicas import Replicas
+from megatron_core.reports.settings import CheckConfig
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -27,7 +28,7 @@ class RunChecks(Callback):
     priority = 300
 
     def __init__(self, run: Run) -> None:
-        self.run, self.interval = run, run.config.monitor.replica_check_interval
+        self.run, self.interval = run, run.config.section(CheckConfig).replica_check_interval
         named = [pair for stage in run.stages.values() for pair in stage.named_global_parameters()]
         self.replicas = Replicas(named, run.groups, run.world.device)
         self.untrained = UntrainedParameterCheck(run.data_parallel, run.optimizer, run.world.device)

@@ -2,9 +2,9 @@
 
 import time
 
-from megatron_core.config.monitor import MonitorConfig
 from megatron_core.monitor.build import metrics_path
 from megatron_core.reports.hash_records import HashRecord, HashWriter, hash_file
+from megatron_core.reports.settings import HashConfig
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -18,7 +18,7 @@ class HashRecords(Callback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.settings: MonitorConfig = run.config.monitor
+        self.settings = run.config.section(HashConfig)
         state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
         self._steps = HashedSteps(state, by_tensor=self.settings.record_hashes_by_tensor)
         self._writer: HashWriter | None = None
@@ -27,7 +27,7 @@ class HashRecords(Callback):
     def before_run(self) -> None:
         """Open the file and record the initial state."""
         run = self.run
-        metrics = metrics_path(self.settings, run.config.checkpoint.run_folder)
+        metrics = metrics_path(run.config.monitor, run.config.checkpoint.run_folder)
         assert metrics is not None, "validated: there is a file"
         if run.world.rank == 0:
             about = {

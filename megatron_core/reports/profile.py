@@ -17,6 +17,7 @@ from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_othe
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, Span, unix_time
+from megatron_core.reports.settings import ProfileConfig
 from megatron_core.schedules.draw import IN_FLIGHT, tracks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -33,7 +34,8 @@ class Profile(Callback):
     priority = 590  # after Reports, which end the measured step
 
     def __init__(self, run: Run) -> None:
-        self.run, self.settings = run, run.config.monitor
+        self.run = run
+        self.settings = run.config.section(ProfileConfig)
         self.folder = Path(self.settings.profile_dir or (run.config.checkpoint.run_folder or Path(".")) / "profile")
         self._wanted = True
         self._own = not self.settings.profile_ranks or run.world.rank in self.settings.profile_ranks

@@ -1,7 +1,8 @@
-"""Settings of the programs that show metrics, and their features."""
+"""Settings of checks, profiles, records of hashes, and programs that show metrics."""
 
 from dataclasses import dataclass
 
+from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, given, section, setting
 from megatron_core.feature import Feature
@@ -52,6 +53,56 @@ class MlflowConfig:
     """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = setting(None)
     """Store of MLflow, as http://HOST:PORT or sqlite:///PATH; default: the file mlflow.db in the --save folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class CheckConfig:
+    """Checks of the state during training."""
+
+    replica_check_interval: int | None = setting(
+        100, r.COUNT, when=c.SEVERAL_RANKS, aliases="check_weight_hash_across_dp_replicas_interval"
+    )
+    """Steps between checks that all copies of weights are equal to the bit, which also run before the first and after
+    the last step. None: no checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(when=given("profile"))
+class ProfileConfig:
+    """Times of pipeline actions, collectives and phases in some steps."""
+
+    profile: bool = setting(False, needs=c.RECORD_TIMES)
+    """Write a Perfetto trace of some steps of all ranks: pipeline actions, collectives and phases."""
+    profile_step_start: int = setting(10)
+    """With --profile: last step before the trace."""
+    profile_step_end: int = setting(12)
+    """With --profile: the last step of the trace."""
+    profile_ranks: tuple[int, ...] = setting(())
+    """With --profile: ranks to trace; default: all."""
+    profile_dir: str | None = setting(None, r.FOLDER)
+    """With --profile: folder for the ranks' files and the merged trace.json; default: profile in the --save folder."""
+    use_pytorch_profiler: bool = setting(False)
+    """With --profile: add operations and kernels from torch.profiler; these steps are slower."""
+    pytorch_profiler_collect_shapes: bool = setting(False, when=given("use_pytorch_profiler"))
+    """With --use-pytorch-profiler: record the shapes of operations' inputs."""
+    pytorch_profiler_collect_callstack: bool = setting(False, when=given("use_pytorch_profiler"))
+    """With --use-pytorch-profiler: record the Python call stack of each operation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(when=given("record_hashes"))
+class HashConfig:
+    """Records of hashes of each step."""
+
+    record_hashes: bool = setting(False, when=ALWAYS)
+    """Write losses, gradient norms and hashes of gradients, optimizer state and weights of each step to
+    metrics.hashes.jsonl next to the metrics file. The hashes do not depend on the layout; megatron-compare-hashes finds
+    the first difference of two runs."""
+    record_hashes_interval: int = setting(1, r.COUNT)
+    """With --record-hashes: steps between records. The end of a run reports their share of the processor time."""
+    record_hashes_by_tensor: bool = setting(False)
+    """With --record-hashes: also write the hash of each tensor, so that a difference can be located."""
 
 
 def metric_sink(settings: type, destination: str, hook: str) -> Feature:

@@ -447,7 +447,7 @@ def test_aliases_mean_the_same():
     assert parse("--attention-backend flash").model.attention_backend == "auto"
     assert parse("--eval-iters -1").training.eval_iters == 0
     assert parse("--attention-backend=local").model.attention_backend == "unfused"
-    assert parse("--check-weight-hash-across-dp-replicas-interval 7").monitor.replica_check_interval == 7
+    assert parse("--check-weight-hash-across-dp-replicas-interval 7").value("replica_check_interval") == 7
     assert parse("--cross-entropy-fusion-impl te") == RunConfig()
     assert parse("--use-megatron-fsdp").parallel.dp_zero_stage == parse("--use-torch-fsdp2").parallel.dp_zero_stage == 3
     assert parse("--data-parallel-sharding-strategy optim --use-megatron-fsdp").parallel.dp_zero_stage == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from megatron_core.config import (
 )
 from megatron_core.config.cli import parse_run_config, write_config
 from megatron_core.config.file import read_config
+from megatron_core.config.run import field_types, section_types
 from megatron_core.errors import ConfigError
 
 
@@ -185,3 +187,14 @@ def test_other_names_of_values_are_those_of_flags(tmp_path):
     for name in ("AdamW", "adamw", "adam"):
         file.write_text(f"optimizer:\n  optimizer: {name}\n")
         assert read_config(file).optimizer.optimizer == parse(f"--optimizer {name}").optimizer.optimizer == "adam"
+
+
+def test_settings_with_the_name_of_a_section_are_read_without_it(tmp_path: Path) -> None:
+    both = set(section_types()) & set(field_types())
+    assert {"optimizer", "outer_steps", "qk_clip"} <= both
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer: sgd\nouter_steps: 4\nqk_clip: true\n")
+    config = read_config(path)
+    assert [config.value(name) for name in ("optimizer", "outer_steps", "qk_clip")] == ["sgd", 4, True]
+    write_config(config, tmp_path / "written.yaml")
+    assert read_config(tmp_path / "written.yaml") == config

@@ -72,7 +72,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"rerun_mode={mode}"
     if (interval := config.optional("replay_interval")) is not None:
         yield f"replay_interval={interval}"
-    if config.monitor.record_hashes:
+    if config.optional("record_hashes"):
         yield "record_hashes=True"
     if config.checkpoint.ckpt_format != "native":
         yield f"ckpt_format={config.checkpoint.ckpt_format}"
