@@ -77,7 +77,7 @@ class ParallelGroups:
     ``group(axes)`` contains the ranks that differ from this one only on ``axes``. ``context`` holds the
     context-parallel groups, whose lower level has ``a2a_size`` ranks. ``embedding`` contains the pipeline ranks
     ``ends`` of the first and the last stage, which both store a tied embedding. Without torch.distributed every group
-    is a ``LocalGroup`` of the size in the grid.
+    is a ``LocalGroup``.
 
     With ``outer_groups`` the ranks of the job form groups of neighbours with equal layouts; ``grid`` and all groups
     above are those of this rank's group. ``outer`` contains the ranks with the same part of the model.
