@@ -54,7 +54,6 @@ MOVED = {
     "tensor_parallel.fp8": "features.fp8.products",
     "config.megatron_model": "hub.rules",
     "optimizer.torch_optimizer": "any_model.torch_optimizer",
-    "verify.verify_module": "verify.module_report",
     "verify.compare": "verify.bounds",
     "config.trainer_flags": "features.megatron_flags.tables",
     "config.launch_flags": "features.megatron_flags.launch_flags",

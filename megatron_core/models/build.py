@@ -22,7 +22,8 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
     """The whole model of a run, on the meta device of one rank."""
-    parallel, groups = ModelParallelConfig(perform_initialization=False, device="meta"), ParallelGroups.single()
+    parallel = ModelParallelConfig(perform_initialization=False, device="meta")
+    groups = ParallelGroups.single()
     model = GPTModel(config.model, vocab_size, config.longest_text, parallel=parallel, groups=groups)
     _change(config, model, groups, initialise=False)
     return model
@@ -77,7 +78,7 @@ def build_stages(
     for stage, rank in enumerate(stage_to_rank):
         if rank != groups.index("pp"):
             continue
-        last = stage == len(stage_to_rank) - 1
+        is_last = stage == len(stage_to_rank) - 1
         stages[stage] = GPTModel(
             config.model,
             vocab_size,
@@ -85,11 +86,11 @@ def build_stages(
             parallel=parallel,
             layers=layers[stage],
             pre_process=stage == 0,
-            post_process=last,
+            post_process=is_last,
             groups=groups,
             context_parallel=context_parallel,
             seed=config.training.seed,
-            tied_weight=_tied_weight(config, stages) if last and stage else None,
+            tied_weight=_tied_weight(config, stages) if is_last and stage else None,
             layer_specs=layer_specs,
         )
         _change(config, stages[stage], groups, initialise=parallel.perform_initialization)
@@ -124,7 +125,8 @@ def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parame
     return embedding.word_embeddings.weight
 
 
-EMBEDDING, OUTPUT = "the embedding", "the output layer"
+EMBEDDING = "the embedding"
+OUTPUT = "the output layer"
 
 
 def check_complete(
@@ -137,12 +139,12 @@ def check_complete(
     pipeline = groups.group("pp")
     if isinstance(pipeline, LocalGroup) and pipeline.size() > 1:
         return  # one rank of a pipeline that is only planned: there are no others to compare with
-    mine = "\n".join(part for model in stages.values() for part in parts_of(model))
-    held = [text.splitlines() for text in gather_strings(mine, pipeline, device)]
-    found = faults(held, num_layers)
-    if found:
+    mine = "\n".join(name for model in stages.values() for name in parts_of(model))
+    parts_by_rank = [text.splitlines() for text in gather_strings(mine, pipeline, device)]
+    problems = faults(parts_by_rank, num_layers)
+    if problems:
         raise LayoutError(
-            f"pipeline ranks {listed(groups.ranks('pp'))} do not make up one whole model: {'; '.join(found)}. "
+            f"pipeline ranks {listed(groups.ranks('pp'))} do not make up one whole model: {'; '.join(problems)}. "
             "Give all ranks the same flags and the same code, and check pipeline_model_parallel_layout"
         )
 
@@ -153,18 +155,18 @@ def parts_of(model: GPTModel) -> list[str]:
     return names + [OUTPUT] * (model.output_layer is not None)
 
 
-def faults(held: Sequence[Iterable[str]], num_layers: int) -> list[str]:
+def faults(parts_by_rank: Sequence[Iterable[str]], num_layers: int) -> list[str]:
     """Messages about missing, duplicate and unknown parts, given the parts on each pipeline rank."""
     holders: dict[str, list[int]] = {}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            holders.setdefault(part, []).append(rank)
+    for rank, names in enumerate(parts_by_rank):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
     wanted = [EMBEDDING, *(f"layer {number}" for number in range(num_layers)), OUTPUT]
-    missing = [part for part in wanted if part not in holders]
-    found = [f"{listed(missing)} on no rank"] if missing else []
-    for part, ranks in holders.items():
-        if part not in wanted:
-            found.append(f"{part} on pipeline rank {ranks[0]}, but num_layers={num_layers}")
+    missing = [name for name in wanted if name not in holders]
+    problems = [f"{listed(missing)} on no rank"] if missing else []
+    for name, ranks in holders.items():
+        if name not in wanted:
+            problems.append(f"{name} on pipeline rank {ranks[0]}, but num_layers={num_layers}")
         elif len(ranks) > 1:
-            found.append(f"{part} on pipeline ranks {' and '.join(map(str, ranks))}")
-    return found
+            problems.append(f"{name} on pipeline ranks {' and '.join(map(str, ranks))}")
+    return problems

@@ -26,8 +26,7 @@ _LOW = 2**32 - 1
 
 def fill_normal(flat: Tensor, box: Box, shape: tuple[int, ...], seed: int, std: float) -> None:
     """Fill ``flat`` ``[n]`` with the elements of the part ``box`` of a tensor of ``shape``, in row-major order."""
-    first = (box.start or (0,))[-1]
-    width = (box.shape or (1,))[-1]
+    first, width = (box.start or (0,))[-1], (box.shape or (1,))[-1]
     extent = (shape or (1,))[-1]
     # With these sizes each group of elements from a multiple of 8 on has one counter.
     step = 1 if (first | width | extent) % PER_COUNTER else PER_COUNTER
@@ -46,8 +45,7 @@ def fill_normal(flat: Tensor, box: Box, shape: tuple[int, ...], seed: int, std: 
 
 def _flat_indices(box: Box, shape: Sequence[int], local: Tensor) -> Tensor:
     """The flat indices in a tensor of ``shape`` of the elements ``local`` of its part ``box``."""
-    indices = torch.zeros_like(local)
-    stride = 1
+    indices, stride = torch.zeros_like(local), 1
     for size, start, extent in reversed(list(zip(box.shape, box.start, shape, strict=True))):
         indices += (local % size + start) * stride
         local = torch.div(local, size, rounding_mode="floor")
@@ -58,10 +56,7 @@ def _flat_indices(box: Box, shape: Sequence[int], local: Tensor) -> Tensor:
 def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
     """The four 64-bit words of each counter, as numpy's ``Philox(key)``, which begins with the next counter."""
     zero = torch.zeros_like(counter)
-    a = counter + 1
-    b = zero
-    c = zero
-    d = zero
+    a, b, c, d = counter + 1, zero, zero, zero
     keys = [key, 0]
     for _ in range(10):
         (high_a, low_a) = _product(a, _MULTIPLIERS[0])
@@ -76,10 +71,8 @@ def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower 64 bits of the unsigned product."""
-    upper = _upper(x)
-    lower = x & _LOW
-    high = factor >> 32
-    low = factor & _LOW
+    upper, lower = _upper(x), x & _LOW
+    high, low = factor >> 32, factor & _LOW
     across = lower * high
     other = upper * low
     carried = _upper(lower * low) + (across & _LOW) + (other & _LOW)

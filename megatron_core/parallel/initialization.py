@@ -92,8 +92,7 @@ def name_seed(seed: int, name: str) -> int:
 def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal, seed: int) -> None:
     """Fill ``target``, the part ``box`` of a tensor of ``shape``, one chunk at a time."""
     contiguous = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    flat = contiguous.view(-1)
-    offset = 0
+    flat, offset = contiguous.view(-1), 0
     if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
         fill_normal(flat, box, shape, seed, init_method.std)
         if contiguous is not target:
@@ -130,12 +129,10 @@ def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         while start < stop:
             end = min(stop, start + CHUNK - size)
             chunk.append((start, end))
-            size = size + end - start
-            start = end
+            size, start = size + end - start, end
             if size == CHUNK:
                 yield chunk
-                chunk = []
-                size = 0
+                chunk, size = [], 0
     if chunk:
         yield chunk
 
@@ -148,8 +145,7 @@ def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     generator = np.random.Philox(key=seed)
     state = generator.state
     for start, stop in runs:
-        first = start // PER_COUNTER
-        end = -(-stop // PER_COUNTER)
+        first, end = start // PER_COUNTER, -(-stop // PER_COUNTER)
         state["state"]["counter"][0] = first
         generator.state = state
         yield generator.random_raw(4 * (end - first))
@@ -162,16 +158,14 @@ def _normal_pairs(words: np.ndarray) -> np.ndarray:
     and sine use only operations that IEEE 754 rounds alike on every machine (relative error 1e-6): libraries differ in
     the last bit, but replicas of a weight on different processors must not.
     """
-    upper = (words >> np.uint64(32)).astype(np.float32)
-    lower = words.astype(np.uint32)
+    upper, lower = (words >> np.uint64(32)).astype(np.float32), words.astype(np.uint32)
     u = (upper + np.float32(0.5)) * np.float32(2.0**-32)
     mantissa, exponent = np.frexp(u)
     s = (mantissa - 1) / (mantissa + 1)  # log m = 2 artanh((m - 1) / (m + 1)), here with |s| <= 1/3
     log = exponent.astype(np.float32) * np.float32(0.6931471805599453) + 2 * s * _polynomial(
         s * s, (1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1)
     )
-    radius = np.sqrt(np.maximum(-2 * log, np.float32(0)))
-    quarter = np.uint32(2**30)
+    radius, quarter = np.sqrt(np.maximum(-2 * log, np.float32(0))), np.uint32(2**30)
     return np.stack([radius * _cosine(lower), radius * _cosine(lower - quarter)], axis=1)
 
 

@@ -8,8 +8,7 @@ other hands over, too, or ends.
 # order, and results have the same bits as if both ran one after the other.
 # The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. It
 # begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention:
-# so each message of both is on its way while the other computes. On a GPU both use the stream of the caller: the
-# collectives have streams of their own.
+# so each message of both is on its way while the other computes. On a GPU both use the stream of the caller.
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ GPU, times are CUDA events on the compute stream, read after they have completed
 """
 
 # Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
-# for an all-gather or reduce-scatter of x bytes in total, and for an all-to-all of x bytes. Divided by time, they
-# compare with the bandwidth of a link. Source: NVIDIA's nccl-tests, "bus bandwidth".
+# for other collectives. Divided by time, they compare with a link's bandwidth (NVIDIA's nccl-tests, "bus bandwidth").
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ import torch
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
-PROCESS_BEGAN = time.time()
-_BEGAN = time.monotonic()
+PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 COMPRESSED = "compressed gradients"
@@ -66,10 +64,8 @@ class StepTimes:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         for name, more in other.traffic.items():
             total = self.traffic.setdefault(name, Traffic())
-            total.calls = total.calls + more.calls
-            total.bytes = total.bytes + more.bytes
-            total.exposed = total.exposed + more.exposed
-            total.in_flight = total.in_flight + more.in_flight
+            total.calls, total.bytes = total.calls + more.calls, total.bytes + more.bytes
+            total.exposed, total.in_flight = total.exposed + more.exposed, total.in_flight + more.in_flight
 
 
 @dataclass
@@ -104,8 +100,7 @@ class Waited:
     """The handle of a collective; charges the duration of ``wait`` to it."""
 
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
-        self._meter = meter
-        self._work = work
+        self._meter, self._work = meter, work
         self._transfer = transfer
 
     @property
@@ -138,8 +133,7 @@ class Meter:
         self._names: Mapping[Any, str] = {}
         self._label: str | None = None
         self._captured: list[tuple[str, float]] | None = None
-        self._device = torch.device("cpu")
-        self.keep_spans = False
+        self._device, self.keep_spans = torch.device("cpu"), False
         """Whether ``take`` stores the step's intervals in ``spans``."""
         self.spans: list[Span] = []
         self.flights: list[Span] = []
@@ -147,8 +141,7 @@ class Meter:
 
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
         """Start charging; collectives are named after the axes of ``groups``."""
-        self._names = _names_of(groups)
-        self._device = device
+        self._names, self._device = _names_of(groups), device
         self.on = True
         self.charged = (OTHER, None)
         self._transfers.clear()
@@ -180,8 +173,7 @@ class Meter:
     @contextmanager
     def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
         """Charge the enclosed code to ``name``; with ``inclusive``, including its collectives and inner phases."""
-        before = self.charged
-        was_on = self.on
+        before, was_on = self.charged, self.on
         self.switch(name, before[1])
         self.on = was_on and not inclusive
         try:
@@ -207,8 +199,7 @@ class Meter:
         Nothing is charged meanwhile: events on the stream would be part of the graph.
         """
         was_on = self.on
-        self.on = False
-        self._captured = []
+        self.on, self._captured = False, []
         try:
             yield self._captured
         finally:
@@ -263,8 +254,7 @@ class Meter:
             transfer.flown += moments[-1 if transfer.ended is None else transfer.ended] - moments[transfer.began]
             if transfer.ended is not None:
                 traffic = found.traffic.setdefault(transfer.name, Traffic())
-                traffic.calls = traffic.calls + 1
-                traffic.bytes = traffic.bytes + transfer.bytes
+                traffic.calls, traffic.bytes = traffic.calls + 1, traffic.bytes + transfer.bytes
                 traffic.in_flight += transfer.flown
         for (phase, _, _), start, end in zip(self._marks, moments, moments[1:], strict=False):
             if phase in self._kinds:

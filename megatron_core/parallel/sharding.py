@@ -184,8 +184,7 @@ class ShardSpec:
         """Global flat indices of the elements ``start ... stop - 1`` of this rank's flattened tensor, int64; undefined
         for padding."""
         left = torch.arange(start, stop, device=device)
-        numbers = torch.zeros_like(left)
-        stride = 1
+        numbers, stride = torch.zeros_like(left), 1
         for dim in reversed(range(len(self.global_shape))):
             indices = torch.zeros(self.local_shape[dim], dtype=torch.int64)
             for run in self._runs[dim]:
@@ -269,10 +268,8 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
     fused = Fused((queries, *([gates] if gates else []), head_size, head_size), head_size)
     if groups >= size:
         return replace(split(shape, 0, index, size), fused=fused)
-    sharers = size // groups
-    group_rows = queries + 2 * head_size
-    own_query = heads // size * head_size
-    ranges = []
+    sharers, group_rows = size // groups, queries + 2 * head_size
+    own_query, ranges = heads // size * head_size, []
     for i in range(size):
         base = i // sharers * group_rows
         query = base + i % sharers * own_query

@@ -78,16 +78,16 @@ class AuxiliaryLosses:
         total = torch.zeros(3, len(self.names), dtype=torch.float64, device=device)
         for (name, _, _), (value, denominator, partial) in self._values.items():
             if partial or owns_loss:
-                at = self.names.index(name)
-                total[0, at] += value
-                total[1, at] += denominator
-                total[2, at] += 1.0
+                index = self.names.index(name)
+                total[0, index] += value
+                total[1, index] += denominator
+                total[2, index] += 1.0
         return total.flatten()
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
         """Return each loss by name from the sums over all ranks of ``totals``."""
         count = len(self.names)
-        sums, denominators, values = (totals[at : at + count] for at in (0, count, 2 * count))
+        sums, denominators, values = (totals[start : start + count] for start in (0, count, 2 * count))
         numbers = zip(self.names, sums, denominators, values, strict=True)
         return {name: value / (denominator / n) if n else 0.0 for name, value, denominator, n in numbers}
 

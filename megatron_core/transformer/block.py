@@ -66,7 +66,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, with the configured recomputation."""
-        layers, given = list(self.layers), hidden
+        layers = list(self.layers)
+        received = hidden
         for run, recompute in recompute_runs(self.model_config, len(layers)):
 
             def forward_run(x: Tensor, run: range = run) -> Tensor:
@@ -82,23 +83,26 @@ class TransformerBlock(nn.Module):
         if self.final_layernorm is not None:
             return self.final_layernorm(hidden)
         # The pipeline frees outputs and inputs separately: they must not share memory, also if all layers are empty.
-        return hidden.clone() if hidden is given else hidden
+        return hidden.clone() if hidden is received else hidden
 
 
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
     With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021), and share one norm of it if ``spec`` has
-    no second one. Each += also adds the bias of the preceding matrix product, in one pass over x;
-    ``residual_multiplier`` scales both. ``layer_number`` is global and counts from 0, independent of the stage.
-    ``spec`` has the constructors of the parts, which may include norms of the two outputs. A layer without attention,
-    or without MLP, has neither the norms nor the addition of this part. With ``fp32_residual_connection`` and
-    weights in 16 bits, x is float32: norms return the dtype of the weights, and outputs are added to x in float32.
+    no second one. ``residual_multiplier`` scales both. ``layer_number`` is global and counts from 0. ``spec`` has the
+    constructors of the parts. A layer without attention, or without MLP, has neither the norms nor the addition of this
+    part. With ``fp32_residual_connection`` and weights in 16 bits, x is float32.
     """
+
+    # Each += also adds the bias of the preceding matrix product, in one pass over x: x is read once, not twice.
+    # With a float32 x, norms return the dtype of the weights, and outputs are added in float32: in 16 bits, small
+    # outputs of late layers would be lost in a large x.
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
         super().__init__()
-        p, norm = context.config.hidden_dropout, partial(_norm, context)
+        p = context.config.hidden_dropout
+        norm = partial(_norm, context)
         self.input_layernorm: Any = None
         self.self_attention: Any = None
         self.post_self_attn_layernorm = None
@@ -118,8 +122,8 @@ class TransformerLayer(nn.Module):
         self.parallel_residual = context.config.parallel_residual
         self.shares_norm = self.mlp is not None and self.pre_mlp_layernorm is None
         # Dropout needs both outputs, and so do norms of outputs, which models with a shared norm do not have.
-        parts = [self.self_attention, self.mlp]
-        self.joined = JoinedParts.of(parts, context) if self.shares_norm and p == 0.0 else None
+        sublayers = [self.self_attention, self.mlp]
+        self.joined = JoinedParts.of(sublayers, context) if self.shares_norm and p == 0.0 else None
         self.residual_multiplier = context.config.residual_multiplier
         self.wide_stream = context.config.fp32_residual_connection
         self.recompute_norms = context.config.recomputes("layernorm")
@@ -176,15 +180,18 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         if self.wide_stream:
             dtype = wide(hidden.dtype)
-            hidden, x, bias = hidden.to(dtype), x.to(dtype), None if bias is None else bias.to(dtype)
+            hidden = hidden.to(dtype)
+            x = x.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         x, bias = scaled((x, bias), self.residual_multiplier)
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
 
 
-def _norm(context: LayerContext, made: Callable[..., nn.Module] | None) -> Any:
+def _norm(context: LayerContext, make: Callable[..., nn.Module] | None) -> Any:
     """Construct a norm of hidden states; None without one."""
-    size, partial_grad = context.config.hidden_size, context.sequence_parallel
-    return None if made is None else made(context, size, partial_grad=partial_grad)
+    size = context.config.hidden_size
+    partial_grad = context.sequence_parallel
+    return None if make is None else make(context, size, partial_grad=partial_grad)
 
 
 def _normed(norm: nn.Module | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -46,13 +46,14 @@ class LayerContext:
     @property
     def split(self) -> SequenceSplit:
         """The split of sequences over tensor-parallel and context-parallel ranks."""
-        tp, cp = self.tp_group, self.cp.whole
+        tp = self.tp_group
+        cp = self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
 
     def vocabulary_per_rank(self, vocab_size: int) -> int:
         """Rows of the padded vocabulary per rank; with canonical parts those of as many ranks as there are parts."""
-        parts = self.parallel.arithmetic.parts_on(self.tp_group)
-        return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, self.tp_group.size())
+        number = self.parallel.arithmetic.parts_on(self.tp_group)
+        return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * number, self.tp_group.size())
 
     def of_layer(self, layer_number: int) -> LayerContext:
         """Return the context of a layer, with its sizes and its arithmetic."""
@@ -85,8 +86,8 @@ class LayerContext:
 
     def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:
         """Construct a column-parallel linear layer: the rows of its weight are split over ranks."""
-        own: dict[str, Any] = {"config": self.parallel, "init_method": self.init_method, "tp_group": self.tp_group}
-        return ColumnParallelLinear(input_size, output_size, **own, **settings)
+        common: dict[str, Any] = {"config": self.parallel, "init_method": self.init_method, "tp_group": self.tp_group}
+        return ColumnParallelLinear(input_size, output_size, **common, **settings)
 
     def output_linear(self, input_size: int, *, bias: bool | None = None) -> RowParallelLinear:
         """Construct the linear layer before a residual addition, which also adds the bias, if there is one."""
@@ -146,14 +147,14 @@ class PackedDocuments:
         """Construct from ``batch`` sequences of ``length`` tokens; DataError if document lengths do not add up."""
         if len(lengths) != batch:
             raise DataError(f"document_lengths are those of {len(lengths)} sequences, and the batch has {batch}")
-        for number, own in enumerate(lengths):
-            if sum(own) != length or min(own, default=0) < 1:
-                raise DataError(f"document_lengths[{number}]={list(own)} must be above 0 and add up to {length} tokens")
-        return cls(tuple(tuple(own) for own in lengths), device)
+        for number, row in enumerate(lengths):
+            if sum(row) != length or min(row, default=0) < 1:
+                raise DataError(f"document_lengths[{number}]={list(row)} must be above 0 and add up to {length} tokens")
+        return cls(tuple(tuple(row) for row in lengths), device)
 
     def cut(self, size: int) -> PackedDocuments:
         """The same documents, each cut into chunks of ``size`` tokens; its last chunk may be shorter."""
-        return PackedDocuments(tuple(chunk_lengths(own, size) for own in self.lengths), self.device)
+        return PackedDocuments(tuple(chunk_lengths(row, size) for row in self.lengths), self.device)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -161,7 +162,7 @@ class PackedDocuments:
 
         Computed at the first use, as ``masked``.
         """
-        lengths = [length for own in self.lengths for length in own]
+        lengths = [length for row in self.lengths for length in row]
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
         on_host = starts.pin_memory() if self.device.type == "cuda" else starts
         return on_host.to(self.device, non_blocking=True)
@@ -172,13 +173,13 @@ class PackedDocuments:
 
         Computed at the first use, as ``masked``.
         """
-        ages = torch.stack([torch.cat([torch.arange(length) for length in own]) for own in self.lengths])
+        ages = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
         return ages.to(self.device, non_blocking=True)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        return max(length for own in self.lengths for length in own)
+        return max(length for row in self.lengths for length in row)
 
     @cached_property
     def masked(self) -> Tensor:
@@ -186,7 +187,7 @@ class PackedDocuments:
 
         Computed at the first use and cached for all layers of the micro-batch.
         """
-        blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in own)) for own in self.lengths]
+        blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in row)) for row in self.lengths]
         return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
 
 

@@ -34,23 +34,23 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
     groups, kinds = context.cp, context.parallel.cp_comm_type
     if (replacement := context.parallel.arithmetic.core_attention) is not None:
         return replacement(context, layer_number, window_size)
-    whole: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
+    make: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
     if context.config.has_sinks and context.config.attention_backend != "unfused":
         # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
-        whole = partial(
+        make = partial(
             ContextParallelAttention, context, layer_number, window_size=window_size, exchange=RingExchange(ALONE)
         )
     if groups.whole.size() == 1:
-        return whole()
-    kind = kind_of(kinds, layer_number)
-    if kind == "a2a":
-        inner = whole(heads_over=groups.whole)
+        return make()
+    comm_type = kind_of(kinds, layer_number)
+    if comm_type == "a2a":
+        inner = make(heads_over=groups.whole)
         return HeadParallelAttention(inner, groups.whole, ring=ALONE)
-    if kind == "a2a+p2p":
+    if comm_type == "a2a+p2p":
         shared = partial(ContextParallelAttention, exchange=RingExchange(groups.ring), heads_over=groups.heads)
         inner = shared(context, layer_number, window_size=window_size)
         return HeadParallelAttention(inner, groups.heads, ring=groups.ring)
-    exchange = RingExchange(groups.whole) if kind == "p2p" else AllGatherExchange(groups.whole)
+    exchange = RingExchange(groups.whole) if comm_type == "p2p" else AllGatherExchange(groups.whole)
     return ContextParallelAttention(context, layer_number, exchange=exchange, window_size=window_size)
 
 

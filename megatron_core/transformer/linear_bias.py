@@ -26,9 +26,9 @@ def bias_slopes(heads: range, total: int, like: Tensor) -> Tensor:
     """
     below = 2 ** int(math.log2(total))
     number = torch.arange(total, dtype=wide(like.dtype), device=like.device)
-    further = -4.0 * (2.0 * (number - below) + 1.0) / below
+    exponents = -4.0 * (2.0 * (number - below) + 1.0) / below
     # Of all heads, so that bits do not depend on the number of heads of a rank.
-    slopes = torch.exp2(torch.where(number < below, -8.0 * (number + 1.0) / below, further))
+    slopes = torch.exp2(torch.where(number < below, -8.0 * (number + 1.0) / below, exponents))
     return slopes[heads.start : heads.stop]
 
 
@@ -41,9 +41,9 @@ def key_channels(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) 
         return None
     positions = position_ids.t()
     steps = positions // STEP
-    parts = [steps - steps % STEP, steps % STEP, positions % STEP] * 2 + [torch.full_like(positions, STEP)] * 2
-    assert len(parts) == BIAS_CHANNELS, "the planner counts this number"
-    return torch.stack(parts, dim=-1).to(dtype)
+    channels = [steps - steps % STEP, steps % STEP, positions % STEP] * 2 + [torch.full_like(positions, STEP)] * 2
+    assert len(channels) == BIAS_CHANNELS, "the planner counts this number"
+    return torch.stack(channels, dim=-1).to(dtype)
 
 
 def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +53,14 @@ def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Ten
     numbers of the query's precision, and so is the bias of the query's own position. That one is the same for all keys
     and only keeps scores small: large scores are rounded where they are stored in 16 bits.
     """
-    dtype, precise = query.dtype, wide(query.dtype)
-    whole, channels = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS), channels.to(precise)
+    dtype = query.dtype
+    precise = wide(query.dtype)
+    scaled = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS)
+    channels = channels.to(precise)
     positions = STEP * (channels[..., 0] + channels[..., 1]) + channels[..., 2]
-    own = -whole * positions[..., None] / STEP
-    parts = [factor * part.expand_as(own) for part in _in_two(whole, dtype) for factor in (STEP, STEP, 1)]
-    of_query = torch.stack([*parts, *_in_two(own, dtype)], dim=-1).to(dtype)
+    bias = -scaled * positions[..., None] / STEP
+    of_slopes = [factor * half.expand_as(bias) for half in _in_two(scaled, dtype) for factor in (STEP, STEP, 1)]
+    of_query = torch.stack([*of_slopes, *_in_two(bias, dtype)], dim=-1).to(dtype)
     of_key = channels[..., None, :].to(dtype).expand(*key.shape[:-1], -1)
     return torch.cat([query, of_query.expand(*query.shape[:-1], -1)], dim=-1), torch.cat([key, of_key], dim=-1)
 

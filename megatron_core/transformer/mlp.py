@@ -28,7 +28,8 @@ class MLP(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, ffn = context.config, context.config.ffn_size
+        config = context.config
+        ffn = context.config.ffn_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation = XIELU(context) if config.xielu else activation_of(config)
         self.linear_fc1 = context.column_linear(
@@ -45,7 +46,7 @@ class MLP(nn.Module):
         """Return (W_2 f(W_1 x), its bias or None); the residual addition adds the bias."""
         inner, bias = self.linear_fc1(hidden)
         if self.gate_multiplier != 1.0:
-            inner, bias = (self._with_scaled_gate(each) for each in (inner, bias))
+            inner, bias = (self._with_scaled_gate(tensor) for tensor in (inner, bias))
         return scaled(self.linear_fc2(self.activation(inner, bias)), self.output_multiplier)
 
     def _with_scaled_gate(self, inner: Tensor | None) -> Tensor | None:
@@ -64,7 +65,8 @@ class XIELU(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        parallel, spec = context.parallel, replicated((1,), context.tp_group.rank(), partial_grad=True)
+        parallel = context.parallel
+        spec = replicated((1,), context.tp_group.rank(), partial_grad=True)
         self.alpha_p = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_n = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_p.init_method = partial(nn.init.constant_, val=math.log(math.expm1(INITIAL_ALPHA)))

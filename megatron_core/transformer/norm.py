@@ -25,8 +25,10 @@ class Norm(nn.Module):
         self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1, epsilon: float | None = None
     ) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
-        self.size, self.epsilon = size, config.norm_epsilon if epsilon is None else epsilon
+        config = context.config
+        parallel = context.parallel
+        self.size = size
+        self.epsilon = config.norm_epsilon if epsilon is None else epsilon
         spec = replicated((size,), context.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight_minus_one = config.apply_layernorm_1p
@@ -37,7 +39,8 @@ class Norm(nn.Module):
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
         self.backend = config.kernel_backend
-        self.arithmetic, self.heads = parallel.arithmetic, heads
+        self.arithmetic = parallel.arithmetic
+        self.heads = heads
         self.reset_parameters()
 
     @torch.no_grad()
@@ -55,7 +58,8 @@ class Norm(nn.Module):
         """The norm of ``x`` with these parameters, in their dtype; ``x`` may be a wider residual stream."""
         if self.weight_minus_one or x.dtype != weight.dtype:
             dtype = wide(x.dtype)
-            factor, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            factor = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
             if self.weight_minus_one:  # in 16 bits, 1 + weight would round small weights away
                 factor = 1 + factor
             return self.plain_norm(x.to(dtype), factor, bias).to(weight.dtype)
@@ -77,7 +81,8 @@ class L2Norm(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
         super().__init__()
-        self.size, self.epsilon = size, context.config.norm_epsilon
+        self.size = size
+        self.epsilon = context.config.norm_epsilon
         self.dtype = _narrow_dtype(context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,8 +125,10 @@ class HeadsNorm(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
-        parallel, self.group = context.parallel, context.tp_group
-        self.channels, self.epsilon = size * heads, context.config.norm_epsilon
+        parallel = context.parallel
+        self.group = context.tp_group
+        self.channels = size * heads
+        self.epsilon = context.config.norm_epsilon
         spec = split((self.channels,), 0, self.group.rank(), self.group.size())
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight.init_method = nn.init.ones_
@@ -129,9 +136,9 @@ class HeadsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
         flat = x.flatten(2).to(wide(x.dtype))
-        own = flat.square().sum(-1, keepdim=True)
+        squares = flat.square().sum(-1, keepdim=True)
         # Each rank uses the total for its own channels, so the gradient of the total is summed over ranks as well.
-        total = copy_to_region(reduce_from_region(own, self.group), self.group)
+        total = copy_to_region(reduce_from_region(squares, self.group), self.group)
         normed = flat * torch.rsqrt(total / self.channels + self.epsilon) * self.weight
         return normed.to(x.dtype).view_as(x)
 
@@ -145,8 +152,11 @@ class NormOfEachHead(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
-        config, parallel, group = context.config, context.parallel, context.tp_group
-        self.size, self.epsilon = size, config.norm_epsilon
+        config = context.config
+        parallel = context.parallel
+        group = context.tp_group
+        self.size = size
+        self.epsilon = config.norm_epsilon
         self.subtracts_mean = config.normalization == "LayerNorm"
         self.weight_minus_one = config.apply_layernorm_1p
         spec = split((size * heads,), 0, group.rank(), group.size())
@@ -155,6 +165,7 @@ class NormOfEachHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
-        dtype, norm = wide(x.dtype), nn.functional.layer_norm if self.subtracts_mean else nn.functional.rms_norm
+        dtype = wide(x.dtype)
+        norm = nn.functional.layer_norm if self.subtracts_mean else nn.functional.rms_norm
         weight = self.weight.to(dtype).view(x.shape[2:]) + float(self.weight_minus_one)
         return (norm(x.to(dtype), (self.size,), eps=self.epsilon) * weight).to(x.dtype)

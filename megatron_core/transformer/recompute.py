@@ -59,22 +59,22 @@ def outputs_dropped(
 
 @contextmanager
 def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
-    places = {output.untyped_storage().data_ptr(): at for at, output in enumerate(outputs)}
-    found: list[Tensor] = []
+    places = {output.untyped_storage().data_ptr(): index for index, output in enumerate(outputs)}
+    recomputed_outputs: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor | _Dropped:
-        at = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if at is None:
+        index = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if index is None:
             return tensor
-        return _Dropped(at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Dropped(index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Tensor | _Dropped) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if not found:
+        if not recomputed_outputs:
             with torch.no_grad():
-                found.extend(again())
-        return found[packed.output].as_strided(packed.size, packed.stride, packed.offset)
+                recomputed_outputs.extend(again())
+        return recomputed_outputs[packed.output].as_strided(packed.size, packed.stride, packed.offset)
 
     with saved_tensors_hooks(pack, unpack):
         yield

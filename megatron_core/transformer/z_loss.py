@@ -23,11 +23,11 @@ def with_z_loss(
     Z is the sum of the exponentials of a token's logits; the mean is over the unmasked tokens of the global batch
     (``loss_mask`` ``[b, s]``). Source: Chowdhery et al. 2022 (PaLM), section 5.
     """
-    own = log_z.square() if loss_mask is None else log_z.square() * loss_mask.transpose(0, 1)
+    squares = log_z.square() if loss_mask is None else log_z.square() * loss_mask.transpose(0, 1)
     return context.add_auxiliary_loss(
         losses,
         OUTPUT_Z_LOSS,
-        parallel.arithmetic.loss_sum(own),
+        parallel.arithmetic.loss_sum(squares),
         layer_number=config.num_layers,
         coefficient=config.output_z_loss_coeff,
     )

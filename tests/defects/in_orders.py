@@ -169,8 +169,8 @@ IN_ORDERS = (
     Defect(
         "an expert's gradient is one product for a sequence",
         f"{MIXTURE}.dispatch:_by_number",
-        "own[padding:] // chunk",
-        "own[padding:] // (8 * chunk)",
+        "ascending[padding:] // chunk",
+        "ascending[padding:] // (8 * chunk)",
         "experts, ep2",
     ),
     Defect(

@@ -8,8 +8,8 @@ IN_SIZES = (
     Defect(
         "channels of a linear layer in place of an MLP are in the reverse order of the ranks",
         "transformer.linear_replacement:LinearReplacement.forward",
-        "torch.cat(parts.unbind(), dim=-1)",
-        "torch.cat(parts.flip(0).unbind(), dim=-1)",
+        "torch.cat(by_rank.unbind(), dim=-1)",
+        "torch.cat(by_rank.flip(0).unbind(), dim=-1)",
         "layers of different sizes, tp2 sp",
         culprit="output of decoder.layers.1.mlp",
     ),

@@ -99,7 +99,7 @@ IN_STEPS = (
     Defect(  # C11
         "both ends of a V lie on one rank and draw a tied weight each",
         "models.build:build_stages",
-        "_tied_weight(config, stages) if last and stage else None",
+        "_tied_weight(config, stages) if is_last and stage else None",
         "None",
         "pp2 zb_v",
         "C11",

@@ -206,20 +206,20 @@ class GPTModel(nn.Module):
             return self._vocab_parallel_logits(hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
         positions, loss_mask = sequences.positions, sequences.loss_mask
-        whole = len(input_ids), input_ids.shape[1] * self.split.cp_size
+        shape = len(input_ids), input_ids.shape[1] * self.split.cp_size
         if positions is None:
-            positions = self.split.positions(whole[1], input_ids.device)
+            positions = self.split.positions(shape[1], input_ids.device)
         position_ids = positions[None] if position_ids is None else position_ids
         documents = None
         if sequences.document_lengths is not None:
-            documents = PackedDocuments.of(sequences.document_lengths, *whole, input_ids.device)
+            documents = PackedDocuments.of(sequences.document_lengths, *shape, input_ids.device)
         size, masked = self.model_config.attention_chunk_size, attention_mask is not None
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
             documents=documents,
-            chunks=in_chunks(documents, size, *whole, input_ids.device, masked=masked),
+            chunks=in_chunks(documents, size, *shape, input_ids.device, masked=masked),
             query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
             bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
             sample_index=sequences.sample_index,
@@ -286,8 +286,8 @@ class GPTModel(nn.Module):
         logits = self._vocab_parallel_logits(hidden_states, tied)
         if logit_loss is not None:
             return logit_loss(logits, target)
-        parts = self.parallel.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": parts}
+        canonical = self.parallel.arithmetic.parts_on(self.tp_group)
+        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": canonical}
         if add_z_loss is not None:
             return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))
         return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)

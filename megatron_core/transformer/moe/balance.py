@@ -16,13 +16,14 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.moe.choice import log_scores
 
 Total = Callable[[Tensor], Tensor]
-BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
+BALANCING = "load_balancing_loss"
+Z_LOSS = "z_loss"
 
 
 def balancing_names(config: ModelConfig) -> dict[str, str]:
     """Return the type of each balancing loss and the name of its auxiliary loss; further ones have their type's."""
     names = config.balancing_losses
-    return {kind: kind if number else BALANCING for number, kind in enumerate(names)}
+    return {loss_type: loss_type if number else BALANCING for number, loss_type in enumerate(names)}
 
 
 def count_choices(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
@@ -36,7 +37,7 @@ def balancing_loss(
     logits: Tensor,
     counted: Tensor,
     config: ModelConfig,
-    kind: str,
+    loss_type: str,
     sequence_group: Group,
     batch_group: Group,
     context: SequenceContext,
@@ -50,32 +51,36 @@ def balancing_loss(
 
         E / (k T^2) sum_e n_e sum_t P_te       (1 for perfect balance)
 
-    This is the ``kind`` ``seq_aux_loss``. ``aux_loss`` treats the b sequences of the micro-batch as one sequence and
-    multiplies its loss by b, because the mean is over sequences. ``global_aux_loss`` is a sum over tokens and computes
-    n_e / T over the ranks of ``batch_group`` and the micro-batches so far. All of them ignore expert bias and groups in
-    n_e. ``sequence_group`` contains the ranks with parts of the same sequences; ``total`` adds the terms of the tokens.
-    Source: Fedus et al. 2021, equation 4; Megatron Core's ``switch_load_balancing_loss_func``.
+    This is ``seq_aux_loss``. ``aux_loss`` treats the b sequences of a micro-batch as one sequence. ``global_aux_loss``
+    computes n_e / T over the ranks of ``batch_group`` and the micro-batches so far. ``sequence_group`` contains the
+    ranks with parts of the same sequences.
+    Source: Fedus et al. 2021, equation 4.
     """
+    # As Megatron Core's ``switch_load_balancing_loss_func``, all of them ignore expert bias and groups in n_e.
+    # ``aux_loss`` multiplies its loss by b, because the mean is over sequences; ``global_aux_loss`` is a sum over
+    # tokens.
     # Scores, and numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
-    experts, k = config.num_experts or 1, config.moe_router_topk
+    experts = config.num_experts or 1
+    k = config.moe_router_topk
     scores = log_scores(logits, config).softmax(-1)
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
         both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
-        if kind != "seq_aux_loss":
+        if loss_type != "seq_aux_loss":
             both = both.sum(0)
-        if kind == "global_aux_loss":
+        if loss_type == "global_aux_loss":
             all_reduce_(both, batch_group)
             if context.auxiliary_losses is not None:  # without a collector, adding the loss raises LayoutError
                 both = context.auxiliary_losses.counts_so_far(layer_number, both)
         else:
             all_reduce_(both, sequence_group)
-        counts, tokens = both[..., :-1], both[..., -1].clamp_min(1.0)
+        counts = both[..., :-1]
+        tokens = both[..., -1].clamp_min(1.0)
     # The terms of the tokens ``[n, b]``, and their sum for each kind.
     terms = (scores * counts).sum(-1) * counted
-    if kind == "global_aux_loss":
+    if loss_type == "global_aux_loss":
         return experts / k * total(terms / tokens)
-    factor = 1 if kind == "seq_aux_loss" else logits.shape[1]
+    factor = 1 if loss_type == "seq_aux_loss" else logits.shape[1]
     return experts / k * total(terms / tokens.square()) * factor
 
 

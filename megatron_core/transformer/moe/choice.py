@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from megatron_core.config import ModelConfig
 
-SINKHORN_EPSILON, SINKHORN_TOLERANCE = 1e-8, 1e-4
+SINKHORN_EPSILON = 1e-8
+SINKHORN_TOLERANCE = 1e-4
 
 
 def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
@@ -41,7 +42,9 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     else:
         ranking = log_scores(logits, config).exp()
     ranking = ranking if bias is None else ranking + bias
-    k, groups, group_topk = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    k = config.moe_router_topk
+    groups = config.moe_router_num_groups
+    group_topk = config.moe_router_group_topk
     counted = config.group_score_topk
     if groups is not None and group_topk is not None and counted is not None:
         grouped = ranking.unflatten(-1, (groups, -1))
@@ -59,7 +62,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     score functions, score / (sum of chosen scores + ``moe_router_sum_epsilon``), or the score itself if k = 1. For
     sparsemixer, see its function, which also gets ``drawn``.
     """
-    scores, k = log_scores(logits, config), config.moe_router_topk
+    scores = log_scores(logits, config)
+    k = config.moe_router_topk
     if config.moe_router_score_function == "sparsemixer":
         chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold, drawn)
     elif config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
@@ -75,7 +79,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     return chosen if factor is None else chosen * factor
 
 
-UNSCALED, SCALE = 0.75, 0.3333
+UNSCALED = 0.75
+SCALE = 0.3333
 """Share of drawn experts, apart from the likeliest ones, whose outputs have the factor ``SCALE``; constants of the code
 published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
 
@@ -86,20 +91,22 @@ def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float,
     With m the largest logit of the experts that are not chosen before, the factor of a choice is the softmax over
     those of them whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``.
     ``drawn`` ``[..., k]``, samples of U(0, 1): the experts are drawn, and the factor of a choice that is not the
-    likeliest one is divided by 3 in three of four cases, with unchanged gradients. In expectation, gradients then are
-    those of Heun's third-order method for the difference of an expert's output and none.
+    likeliest one is divided by 3 in three of four cases, with unchanged gradients.
     Source: Liu et al. 2024 (GRIN, arXiv 2409.12136, section 2); Liu et al. 2023 (arXiv 2310.00811, section 3).
     """
-    left, found = logits, []
+    # In expectation, gradients of drawn experts are those of Heun's third-order method for the difference of an
+    # expert's output and none.
+    left = logits
+    factors = []
     for number, chosen in enumerate(experts.split(1, dim=-1)):
         shares = _near(left, logits, threshold).softmax(-1)
         share = shares.gather(-1, chosen)
         if drawn is not None:
             unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
             share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
-        found.append(share)
+        factors.append(share)
         left = left.scatter(-1, chosen, -inf)
-    return torch.cat(found, dim=-1)
+    return torch.cat(factors, dim=-1)
 
 
 @torch.no_grad()
@@ -108,12 +115,13 @@ def draw_sparsemixer(logits: Tensor, noise: Tensor, threshold: float) -> Tensor:
 
     ``noise`` ``[..., k, E]``: samples of U(0, 1), of which Gumbel noise is added to the logits ``[..., E]``.
     """
-    left, found = logits, []
+    left = logits
+    experts = []
     for drawn in noise.unbind(-2):
         chosen = (_near(left, logits, threshold) - (-drawn.log()).log()).argmax(-1, keepdim=True)
-        found.append(chosen)
+        experts.append(chosen)
         left = left.scatter(-1, chosen, -inf)
-    return torch.cat(found, dim=-1)
+    return torch.cat(experts, dim=-1)
 
 
 def _near(left: Tensor, logits: Tensor, threshold: float) -> Tensor:

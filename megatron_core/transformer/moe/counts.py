@@ -21,7 +21,8 @@ class ArrivingCounts:
 
     def __init__(self, counts: Tensor, group: Group) -> None:
         """Start the exchange."""
-        self._own, ones = counts, [1] * group.size()
+        self._own = counts
+        ones = [1] * group.size()
         self.theirs, self._handle = start_all_to_all_rows(counts, ones, ones, group)
         """``[ranks, experts of a rank]``: the rows that each rank sends to this one; valid after ``wait``."""
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
@@ -38,13 +39,14 @@ class ArrivingCounts:
             self._handle.wait(instead=copied.synchronize)
         else:
             copied.synchronize()
-        own, theirs = numbers.tolist()
-        return own, theirs
+        to_send, theirs = numbers.tolist()
+        return to_send, theirs
 
     def _copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Start the copy to pinned memory."""
         device = self._own.device
-        stream, copied = _stream(device), torch.cuda.Event()
+        stream = _stream(device)
+        copied = torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work = self._handle.work if isinstance(self._handle, Waited) else self._handle

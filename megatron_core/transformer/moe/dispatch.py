@@ -2,11 +2,13 @@
 
 All ranks of a pipeline stage have different tokens. The ranks of the group ``etp-ep`` together hold all experts: each
 of the ep parts of the experts is on etp ranks; each of these ranks needs the tokens of the experts and returns a
-partial sum of their outputs. A token's outputs are summed on its own rank in the order of its choices, so the sum does
-not depend on the order of arrival. Ranks without tokens also call all collectives.
+partial sum of their outputs.
 
 Shapes: T tokens of this rank, k choices per token, R input rows for this rank's experts.
 """
+
+# A token's outputs are summed on its own rank in the order of its choices, so that the sum does not depend on the order
+# of arrival. Ranks without tokens also call all collectives: the other ranks wait for them.
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index, places, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return _rows(x, index, holes)
 
     @staticmethod
@@ -75,7 +78,8 @@ class _SumTaken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, places, index, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return total(_rows(rows, places.flatten(), holes).unflatten(0, places.shape))
 
     @staticmethod
@@ -112,7 +116,7 @@ class Dispatcher:
         self.local_experts = num_experts // groups.size("ep")
         self.own_part = groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
-        self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
+        self.holders = [[i for i, held in enumerate(members) if held == number] for number in range(groups.size("ep"))]
         """For each part of the experts, the indices in the group of the ranks with this part."""
         self._holders: Tensor | None = None
 
@@ -136,7 +140,8 @@ class AllToAll(Dispatcher):
         arriving = None
         if capacity is None:
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
-        tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
+        tokens = slots.owners(keys.shape[1])
+        copies = len(self.holders[0])
         total = _plain_total if numbers is None else partial(_total_of_choices, copies=copies)
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
@@ -144,19 +149,21 @@ class AllToAll(Dispatcher):
         send, receive = self._padded_counts(capacity) if arriving is None else arriving.wait()
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
-            rows, probs, tokens = (each[: sum(sent)] for each in (rows, probs, tokens))
+            rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
         exchange = RowExchange([rows, probs], sent, received, self.group)
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
-        counts, chunks = [sum(column) for column in zip(*receive, strict=True)], None
+        counts = [sum(column) for column in zip(*receive, strict=True)]
+        chunks = None
         order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
         if numbers is not None:
-            own = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
-            order, chunks = _by_number(all_to_all_rows(own, sent, received, self.group), order, counts, numbers.chunk)
+            local = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
+            order, chunks = _by_number(all_to_all_rows(local, sent, received, self.group), order, counts, numbers.chunk)
             inverse = _inverse(order)
         if order is not None:
-            rows, probs = _Take.apply(rows, order, inverse[:, None], False, _plain_total), probs.index_select(0, order)
+            rows = _Take.apply(rows, order, inverse[:, None], False, _plain_total)
+            probs = probs.index_select(0, order)
 
         def combine(outputs: Tensor) -> Tensor:
             if order is not None:
@@ -172,7 +179,8 @@ class AllToAll(Dispatcher):
         The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
         """
         holders = self._holders_on(device)  # [ep, etp]
-        ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
+        ranks = holders[routing.experts // self.local_experts]
+        local = routing.experts % self.local_experts
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
@@ -200,8 +208,8 @@ class AllToAll(Dispatcher):
         if self.size == 1 or self.local_experts == 1:
             return None, torch.empty(0)
         expert = torch.arange(self.local_experts, device=device).repeat(self.size)
-        each = torch.full_like(expert, capacity or 0) if arrived is None else arrived.theirs.flatten()
-        order = expert.repeat_interleave(each, output_size=rows).argsort(stable=True)
+        lengths = torch.full_like(expert, capacity or 0) if arrived is None else arrived.theirs.flatten()
+        order = expert.repeat_interleave(lengths, output_size=rows).argsort(stable=True)
         return order, _inverse(order)
 
 
@@ -220,13 +228,14 @@ class AllGatherDispatcher(Dispatcher):
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
-        own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
+        local_rows = x.shape[0]
+        longest = torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
-        missing = int(longest) - own
+        missing = int(longest) - local_rows
 
-        def gathered(each: Tensor, fill: float = 0) -> Tensor:
-            tail = each.new_full((missing, *each.shape[1:]), fill)
-            return gather_from_sequence(torch.cat([each, tail]) if missing else each, self.group)
+        def gathered(tensor: Tensor, fill: float = 0) -> Tensor:
+            tail = tensor.new_full((missing, *tensor.shape[1:]), fill)
+            return gather_from_sequence(torch.cat([tensor, tail]) if missing else tensor, self.group)
 
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         with torch.no_grad():
@@ -244,7 +253,7 @@ class AllGatherDispatcher(Dispatcher):
 
         def combine(outputs: Tensor) -> Tensor:
             total = _SumTaken.apply(outputs, slots.places, tokens, True, _plain_total)
-            return reduce_scatter_to_sequence(total, self.group)[:own]
+            return reduce_scatter_to_sequence(total, self.group)[:local_rows]
 
         return Dispatched(rows, probs, counts, combine)
 
@@ -280,15 +289,15 @@ class Slots:
             return cls(order, places.view_as(keys), counts[:destinations], drops)
         first = counts.cumsum(0) - counts
         key = flat[order]
-        place = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
-        place = place.masked_fill(key == destinations, destinations * capacity)
-        rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, place, order)[:-1]
-        places = torch.empty_like(flat).scatter_(0, order, place.masked_fill(key == destinations, -1))
+        row = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
+        row = row.masked_fill(key == destinations, destinations * capacity)
+        rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, row, order)[:-1]
+        places = torch.empty_like(flat).scatter_(0, order, row.masked_fill(key == destinations, -1))
         return cls(rows, places.view_as(keys), torch.full_like(counts[:destinations], capacity), True)
 
-    def owners(self, each: int) -> Tensor:
-        """Return slot index // ``each`` of each row, for example its token (``each`` = m), ``[R]``; -1 for padding."""
-        return torch.where(self.rows < 0, -1, self.rows // each) if self.holes else self.rows // each
+    def owners(self, count: int) -> Tensor:
+        """Return slot index // ``count`` of each row, such as its token (``count`` = m), ``[R]``; -1 for padding."""
+        return torch.where(self.rows < 0, -1, self.rows // count) if self.holes else self.rows // count
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -301,15 +310,17 @@ def _by_number(numbers: Tensor, order: Tensor | None, counts: Sequence[int], chu
     ``numbers`` ``[R]`` are those of the received rows; ``order`` is the permutation to rows ordered by expert.
     """
     numbers = numbers if order is None else numbers[order]
-    found, experts, of_expert = [], [], []
+    permutations = []
+    experts = []
+    of_expert = []
     for run in runs(counts):
-        own, place = numbers[run].sort(stable=True)
-        found.append(place + run.start)
+        ascending, order_in_run = numbers[run].sort(stable=True)
+        permutations.append(order_in_run + run.start)
         experts.append(run)
-        padding = int((own < 0).sum())
-        sizes = torch.unique_consecutive(own[padding:] // chunk, return_counts=True)[1].tolist()
+        padding = int((ascending < 0).sum())
+        sizes = torch.unique_consecutive(ascending[padding:] // chunk, return_counts=True)[1].tolist()
         of_expert.append(
-            tuple(slice(run.start + padding + part.start, run.start + padding + part.stop) for part in runs(sizes))
+            tuple(slice(run.start + padding + piece.start, run.start + padding + piece.stop) for piece in runs(sizes))
         )
-    by_number = torch.cat(found)
+    by_number = torch.cat(permutations)
     return by_number if order is None else order[by_number], Chunks(tuple(experts), tuple(of_expert))

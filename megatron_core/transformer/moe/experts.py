@@ -60,9 +60,11 @@ class Experts(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config, groups = context.config, context.groups
+        config = context.config
+        groups = context.groups
         assert config.num_experts is not None
-        ffn, outer = config.expert_ffn_size, config.expert_hidden_size
+        ffn = config.expert_ffn_size
+        outer = config.expert_hidden_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
         first, second = ((config.num_experts, *shape) for shape in ((sum(pieces), outer), (outer, ffn)))
@@ -82,7 +84,8 @@ class Experts(nn.Module):
         self.activation = activation_of(config)
         self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
-        self.arithmetic, self.etp_group = context.parallel.arithmetic, groups.group("etp")
+        self.arithmetic = context.parallel.arithmetic
+        self.etp_group = groups.group("etp")
         split_inner = partial(split_fused, first, pieces, index=0, dim=1, axis="etp")
         product = self.arithmetic.expert_output_product(inner, split_inner, self.etp_group)
         self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, product=product, bias=biases[0])
@@ -98,8 +101,10 @@ class Experts(nn.Module):
         ``moe_apply_probs_on_input``: y = W_2 f(W_1 (p x)).
         """
         if self.probs_on_input:
-            rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), torch.ones_like(probs)
-        inner, recompute = self.linear_fc1(rows, counts, chunks), self.recompute_activation and self.training
+            rows = (rows * probs.unsqueeze(-1)).to(rows.dtype)
+            probs = torch.ones_like(probs)
+        inner = self.linear_fc1(rows, counts, chunks)
+        recompute = self.recompute_activation and self.training
         if (bias := self.linear_fc1.bias_of_rows(counts)) is not None:
             inner = inner + bias
         weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)

@@ -45,13 +45,14 @@ class MoELayer(nn.Module):
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(context, layer_number)
-        kind = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
-        self.dispatcher = kind(context.groups, config.num_experts)
+        dispatcher = AllToAll if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
+        self.dispatcher = dispatcher(context.groups, config.num_experts)
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
         self.token_numbers = context.parallel.arithmetic.token_numbers
-        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.tp_group = context.tp_group
+        self.sequence_parallel = context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
         """Return (output, None): experts have no bias to add to the output."""
@@ -63,29 +64,29 @@ class MoELayer(nn.Module):
                 experts = recomputed(self.shared_experts) if recompute else self.shared_experts
                 shared.append(experts(hidden.view_as(hidden), context))
 
-        own = self._own_rows(hidden.shape[0])
+        own_rows = self._own_rows(hidden.shape[0])
         x = hidden.view_as(hidden)  # a node of the graph: its gradient is complete before the shared experts' is added
         if self._divides:
-            x = copy_to_region(hidden, self.tp_group)[own]
+            x = copy_to_region(hidden, self.tp_group)[own_rows]
         meanwhile = share if self.overlaps else None
-        tokens = self._tokens(hidden, own, context)
+        tokens = self._tokens(hidden, own_rows, context)
         routing = self.router(x, tokens, context)
         sample_index = None if context.cache is not None else context.sample_index
         numbers = self.token_numbers(tokens.positions, sample_index, self.tp_group.size())
         if self.fc1_latent_proj is not None:
             x = self.fc1_latent_proj(x)
-        given = self.dispatcher.dispatch(
+        sent = self.dispatcher.dispatch(
             x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers
         )
         if not self.overlaps:
             share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
-        output = given.combine(self.experts(given.rows, given.probs, given.counts, given.chunks)).view_as(x)
+        output = sent.combine(self.experts(sent.rows, sent.probs, sent.counts, sent.chunks)).view_as(x)
         if self.fc2_latent_proj is not None:
             output = self.fc2_latent_proj(output)
         if self._divides:
-            whole = output.new_zeros(hidden.shape)
-            whole[own] = output
-            output = reduce_from_region(whole, self.tp_group)
+            full = output.new_zeros(hidden.shape)
+            full[own_rows] = output
+            output = reduce_from_region(full, self.tp_group)
         return (output + shared[0] if shared else output), None
 
     def _latent_projections(self, context: LayerContext) -> tuple[DownProjection, DownProjection] | tuple[None, None]:
@@ -109,15 +110,16 @@ class MoELayer(nn.Module):
         rank, size = self.tp_group.rank(), self.tp_group.size()
         return slice(length * rank // size, length * (rank + 1) // size)
 
-    def _tokens(self, hidden: Tensor, own: slice, context: SequenceContext) -> Tokens:
+    def _tokens(self, hidden: Tensor, own_rows: slice, context: SequenceContext) -> Tokens:
         length, batch, _ = hidden.shape
-        positions, counted = context.residual_positions, context.token_mask
+        positions = context.residual_positions
+        counted = context.token_mask
         if positions is None:
             positions = torch.arange(length, device=hidden.device)
         if counted is None:
             counted = hidden.new_ones(length, batch)
         most = -(-length // self.tp_group.size()) if self._divides else length
-        return Tokens(counted[own], positions[own], most)
+        return Tokens(counted[own_rows], positions[own_rows], most)
 
 
 class SharedExperts(MLP):

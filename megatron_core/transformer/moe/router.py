@@ -62,10 +62,15 @@ class TopKRouter(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, parallel, tp_rank = context.config, context.parallel, context.tp_group.rank()
+        config = context.config
+        parallel = context.parallel
+        tp_rank = context.tp_group.rank()
         assert config.num_experts is not None, "a layer without experts has no router"
-        self.config, self.layer_number, self.applications = config, layer_number, config.applications(layer_number)
-        self.sequence_group, self.batch_group = context.groups.group("tp-cp"), context.groups.group("tp-dp-cp")
+        self.config = config
+        self.layer_number = layer_number
+        self.applications = config.applications(layer_number)
+        self.sequence_group = context.groups.group("tp-cp")
+        self.batch_group = context.groups.group("tp-dp-cp")
         shape = (config.num_experts, config.hidden_size)
         spec_of = partial(replicated, index=tp_rank, partial_grad=True)
         self.weight = allocate(spec_of(shape), parallel.params_dtype, parallel.device)
@@ -96,14 +101,14 @@ class TopKRouter(nn.Module):
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number + context.repeat, experts)
         sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
-        own = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
-        probs = (sinkhorn_probabilities if sinkhorn else own)(logits, experts, self.config)
-        kept, capacity = self._capacity(experts, probs, tokens)
+        choose_by = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
+        probs = (sinkhorn_probabilities if sinkhorn else choose_by)(logits, experts, self.config)
+        within, capacity = self._capacity(experts, probs, tokens)
         if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
         if self.training and context.auxiliary_losses is not None:
-            context.auxiliary_losses.add_load(self.layer_number + context.repeat, self._load(experts, kept, tokens))
-        flat = None if kept is None else kept.flatten(0, 1)
+            context.auxiliary_losses.add_load(self.layer_number + context.repeat, self._load(experts, within, tokens))
+        flat = None if within is None else within.flatten(0, 1)
         return Routing(experts.flatten(0, 1), probs.flatten(0, 1), flat, capacity)
 
     def _jittered(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
@@ -123,11 +128,12 @@ class TopKRouter(nn.Module):
         if not self.config.moe_sparsemixer_sampling or not self.training:
             return None
         assert context.sample_index is not None, "choices are a function of the samples' numbers"
-        (n, b, experts), k = logits.shape, self.config.moe_router_topk
+        (n, b, experts) = logits.shape
+        k = self.config.moe_router_topk
         shape = (n, b, k * (2 * experts + 1))
         drawn = uniform(shape, self.sampling_key, context.sample_index, tokens.positions).to(torch.float64)
-        high, low, last = drawn.unflatten(-1, (k, -1)).split([experts, experts, 1], dim=-1)
-        return torch.cat([high + (low - 0.5) / 2**16, last], dim=-1)
+        high, low, gate = drawn.unflatten(-1, (k, -1)).split([experts, experts, 1], dim=-1)
+        return torch.cat([high + (low - 0.5) / 2**16, gate], dim=-1)
 
     def _choose(self, logits: Tensor, tokens: Tokens, drawn: Tensor | None = None) -> Tensor:
         """Return the experts of each token, ``[n, b, k]``."""
@@ -144,50 +150,55 @@ class TopKRouter(nn.Module):
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Balance whole sequences in any layout: each separately (seq_sinkhorn), or the micro-batch together."""
-        whole, own = self._whole_sequences(logits, tokens)
+        sequences, local_tokens = self._whole_sequences(logits, tokens)
         by_sequence = self.config.moe_router_load_balancing_type == "seq_sinkhorn"
-        parts = whole.split(1 if by_sequence else whole.shape[1], dim=1)
-        balanced = torch.cat([sinkhorn(part.flatten(0, 1)).view(part.shape) for part in parts], dim=1)
-        return balanced.topk(self.config.moe_router_topk).indices[own]
+        groups = sequences.split(1 if by_sequence else sequences.shape[1], dim=1)
+        balanced = torch.cat([sinkhorn(group.flatten(0, 1)).view(group.shape) for group in groups], dim=1)
+        return balanced.topk(self.config.moe_router_topk).indices[local_tokens]
 
     def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:
         """Return which choices are kept, and the maximum number of this rank's rows for an expert."""
-        factor, (_, batch, k) = self.config.moe_expert_capacity_factor, experts.shape
+        factor = self.config.moe_expert_capacity_factor
+        (_, batch, k) = experts.shape
         if factor is None:
             return None, None
-        whole, own = self._whole_sequences(torch.cat([experts.to(probs.dtype), probs.detach()], dim=-1), tokens)
+        sequences, local = self._whole_sequences(torch.cat([experts.to(probs.dtype), probs.detach()], dim=-1), tokens)
         num_experts = self.config.num_experts or 1
-        capacity = math.ceil(whole.shape[0] * k / num_experts * factor)
+        capacity = math.ceil(sequences.shape[0] * k / num_experts * factor)
         policy = self.config.moe_token_drop_policy
-        kept = within_capacity(whole[..., :k].long(), whole[..., k:], num_experts, capacity, policy)
-        return kept[own], batch * min(capacity, tokens.most)
+        within = within_capacity(sequences[..., :k].long(), sequences[..., k:], num_experts, capacity, policy)
+        return within[local], batch * min(capacity, tokens.most)
 
     def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Gather ``[n, b, ...]`` of whole sequences by position; return it and the indices of this rank's tokens."""
-        group, n = self.sequence_group, x.shape[0]
+        group = self.sequence_group
+        n = x.shape[0]
         rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
         mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
         mine[:n] = rows
-        full, length = mine, n
+        full = mine
+        length = n
         if group.size() > 1:
             full = x.new_empty(group.size() * mine.shape[0], mine.shape[1])
             all_gather_flat_(full.view(-1), mine.view(-1), group)
             length = int(full[:, 0].isfinite().sum())  # waits for the device
         order = full[:, 0].argsort(stable=True)[:length]
         full = full[order]
-        own = torch.searchsorted(full[:, 0].contiguous(), tokens.positions.to(x.dtype))
-        return full[:, 1:].unflatten(1, x.shape[1:]), own
+        local_tokens = torch.searchsorted(full[:, 0].contiguous(), tokens.positions.to(x.dtype))
+        return full[:, 1:].unflatten(1, x.shape[1:]), local_tokens
 
     def _add_losses(self, probs: Tensor, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
         """Return ``probs``, unchanged, with the gradients of the auxiliary losses attached.
 
         The balancing losses of a layer that is applied several times are averaged, as in Megatron Core.
         """
-        config, counted, number = self.config, tokens.counted.to(logits.dtype), self.layer_number + context.repeat
-        for kind, name in balancing_names(config).items():
-            per_token = kind == "global_aux_loss"
+        config = self.config
+        counted = tokens.counted.to(logits.dtype)
+        number = self.layer_number + context.repeat
+        for loss_type, name in balancing_names(config).items():
+            per_token = loss_type == "global_aux_loss"
             value = balancing_loss(
-                *(logits, counted, config, kind, self.sequence_group, self.batch_group, context, number),
+                *(logits, counted, config, loss_type, self.sequence_group, self.batch_group, context, number),
                 total=self.totals[per_token],
             )
             probs = context.add_auxiliary_loss(
@@ -195,7 +206,7 @@ class TopKRouter(nn.Module):
                 name,
                 value,
                 layer_number=self.layer_number,
-                coefficient=config.balancing_losses[kind] / len(self.applications),
+                coefficient=config.balancing_losses[loss_type] / len(self.applications),
                 per="tokens" if per_token else "sequences",
                 partial=True,
             )
@@ -211,11 +222,11 @@ class TopKRouter(nn.Module):
         return probs
 
     @torch.no_grad()
-    def _load(self, experts: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
+    def _load(self, experts: Tensor, within: Tensor | None, tokens: Tokens) -> Tensor:
         """Return the number of choices of each expert, then of dropped choices: float64 ``[E + 1]``."""
         counted = tokens.counted.to(torch.float64)
         counts = count_choices(experts, counted, self.config.num_experts or 1).sum(0)
-        dropped = counted.new_zeros(1) if kept is None else (~kept * counted.unsqueeze(-1)).sum().view(1)
+        dropped = counted.new_zeros(1) if within is None else (~within * counted.unsqueeze(-1)).sum().view(1)
         return torch.cat([counts, dropped])
 
 
@@ -228,8 +239,8 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
     """
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
-            each = [loads[number] for number in router.applications]
-            load = torch.tensor(each, dtype=torch.float64, device=router.expert_bias.device).sum(0)
+            applied = [loads[number] for number in router.applications]
+            load = torch.tensor(applied, dtype=torch.float64, device=router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
 

@@ -171,7 +171,7 @@ DEFECTS = {
     "a factor may change without limit": (
         "lamb, without decay, with limits",
         LAMB_UPDATE + "_factors",
-        "last * (1.0 + threshold)",
+        "previous * (1.0 + threshold)",
         "limited",
     ),
     "the mean coefficient is the last one": (

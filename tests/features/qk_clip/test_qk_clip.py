@@ -46,8 +46,7 @@ def _run(name: str, **settings: object) -> Run:
 
 
 def _clip(run: Run) -> QKClip:
-    (part,) = run.parts
-    assert isinstance(part, QKClip)
+    (part,) = (part for part in run.parts if isinstance(part, QKClip))
     return part
 
 

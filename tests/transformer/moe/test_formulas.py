@@ -537,7 +537,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     "the second balancing loss has the coefficient of the first": (
         check_two_balancing_losses,
         f"{ROUTER}._add_losses",
-        "coefficient=config.balancing_losses[kind]",
+        "coefficient=config.balancing_losses[loss_type]",
         "coefficient=config.moe_aux_loss_coeff",
     ),
     "sparsemixer compares with the largest of all logits": (
@@ -585,8 +585,8 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     "dropped choices are computed all the same": (
         check_layer,
         f"{ROUTER}._capacity",
-        "return kept[own]",
-        "return torch.ones_like(kept[own])",
+        "return within[local]",
+        "return torch.ones_like(within[local])",
     ),
     "probabilities have no gradient": (
         check_masked_choices_have_no_gradient,
