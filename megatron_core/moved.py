@@ -13,6 +13,10 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.no_attention": "config.mixers",
+    "config.rules_recurrent": "features.recurrent.rules",
+    "config.rules_hybrid": "features.recurrent.rules",
+    "config.resilience": "resilience.settings",
     "transformer.paged_attention": "inference.paged_step",
     "config.outer": "features.outer_steps.settings",
     "training.new_indexers": "features.sparse_attention.new_indexers",

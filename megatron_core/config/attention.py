@@ -54,6 +54,8 @@ class AttentionKind:
     """Whether the sizes of heads do not follow from --kv-channels or --hidden-size."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Settings that cannot be used with this kind, with the reason."""
+    mixers: Mapping[str, AttentionKind] = {}
+    """Of a kind that adds the outputs of several others: their kinds, by the names of the modules."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

@@ -28,7 +28,6 @@ MOST_USED = {
     "data": ("data_path", "seq_length", "split", "tokenizer_type", "tokenizer_model", "vocab_size", "mock_data"),
     "checkpoint": ("save", "save_interval", "load", "load_hf"),
     "monitor": ("log_interval", "metrics_file", "profile"),
-    "resilience": ("inject_fault",),
     "dry": ("dry_run", "world_size", "rank"),
 }
 """Settings on the first screen of the help, by group."""

@@ -9,7 +9,7 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 
 RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short_convolution"}
-"""Letter of a layer with a recurrence -> its kind in ``config.mixers.RECURRENT_KINDS``."""
+"""Letter of a layer with a recurrence -> its kind in ``Feature.recurrences``."""
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
@@ -118,6 +118,12 @@ class HybridConfig:
     def has_mamba(self) -> bool:
         """Whether a layer has a Mamba-2 mixer."""
         return any(letter in (self.hybrid_layer_pattern or "") for letter in MAMBA)
+
+    @property
+    def sizes_over_ranks(self) -> tuple[str, ...]:
+        """The settings with sizes of recurrences that tensor parallelism must split evenly."""
+        has_convolution = CONVOLUTION in (self.hybrid_layer_pattern or "")
+        return ("mamba_num_groups",) * self.has_mamba + ("hidden_size",) * has_convolution
 
     def may_be(self, *letters: str) -> bool:
         """Whether a pattern has ``letters``, or unknown ones or none, which are refused themselves."""

@@ -35,11 +35,6 @@ class MonitorConfig:
     )
     """Steps between checks that all copies of weights are equal to the bit, which also run before the first and after
     the last step. None: no checks."""
-    link_check_interval: int | None = setting(100, r.COUNT, when=c.SEVERAL_RANKS)
-    """Steps between checks that collectives and messages between stages deliver what was sent, by checksums.
-    Collectives inside CUDA graphs are not checked. None: no checks."""
-    check_pipeline_messages: bool = setting(False, when=c.PIPELINE)
-    """Check every message between pipeline stages, in all steps, by a checksum sent with it."""
     record_hashes: bool = setting(False, when=ALWAYS)
     """Write losses, gradient norms and hashes of gradients, optimizer state and weights of each step to
     metrics.hashes.jsonl next to the metrics file. The hashes do not depend on the layout; megatron-compare-hashes finds

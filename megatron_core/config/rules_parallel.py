@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from math import isqrt, lcm, prod
 from typing import get_args
 
-from megatron_core.config.hybrid import CONVOLUTION
 from megatron_core.config.model import RecomputeModule
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rules_single import exclusive, unused
@@ -126,8 +125,7 @@ def _split_sizes(config: RunConfig) -> dict[str, int]:
     """The sizes of the model's layers that tensor parallelism must split evenly."""
     model = config.model
     sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have_attention else {}
-    sizes |= {"mamba_num_groups": model.mamba_num_groups} if model.has_mamba else {}
-    sizes |= {"hidden_size": model.hidden_size} if CONVOLUTION in (model.hybrid_layer_pattern or "") else {}
+    sizes |= {name: getattr(model, name) for name in model.sizes_over_ranks}
     return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have("-", "E") else {})
 
 

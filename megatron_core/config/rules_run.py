@@ -1,19 +1,9 @@
-"""Rules for checkpoints, profiles, injected faults and elastic runs."""
+"""Rules for checkpoints, profiles and bad steps."""
 
 import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.compression import compression_of
-from megatron_core.config.resilience import (
-    FAULTS_OF_RANKS,
-    FAULTS_ON_DISK,
-    LINK_AXES,
-    LINK_DAMAGES,
-    LINK_DELAYS,
-    MOST_FAULTS,
-    Fault,
-)
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 
@@ -60,58 +50,8 @@ def monitor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"profile_ranks={outside} do not exist; legal: 0 to {world_size - 1}"
 
 
-def resilience_problems(config: RunConfig) -> Iterator[str]:
-    """Unknown faults, and contradictory settings of faults, bad steps and elastic runs."""
-    resilience = config.resilience
-    for text in resilience.inject_fault:
-        if Fault.of(text) is None:
-            yield (
-                f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP; kinds: "
-                f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and damage "
-                f"({', '.join((*LINK_DAMAGES, *LINK_DELAYS))}) such as tp-zeros"
-            )
-    on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]
-    if on_disk and config.checkpoint.async_save:
-        yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")
-    if resilience.recover != "none":
-        yield from _recovery_problems(config)
-    if resilience.elastic:
-        yield from _elastic_problems(config)
-    if resilience.max_bad_steps and not config.training.check_for_nan_in_loss_and_grad:
-        yield exclusive(f"max_bad_steps={resilience.max_bad_steps}", "check_for_nan_in_loss_and_grad=False")
-
-
-def _recovery_problems(config: RunConfig) -> Iterator[str]:
-    """Settings whose state or processes a recovery in the same processes does not cover."""
-    name = f"recover={config.resilience.recover}"
-    if config.resilience.elastic:
-        yield exclusive(name, "elastic=True")
-    parallel, training = config.parallel, config.training
-    compression = compression_of(parallel)
-    if compression is not None and compression.is_local:
-        yield exclusive(name, f"grad_compression={compression.name}, whose ranks differ between synchronizations")
-    if config.resilience.recover_without_spare:
-        name = "recover_without_spare=True"
-        if parallel.grad_compression != "none":
-            yield exclusive(name, f"grad_compression={parallel.grad_compression}, whose errors belong to a rank")
-        if training.global_batch_size is None and training.rampup_batch_size is None:
-            yield f"{name} needs global_batch_size, which otherwise changes with the number of ranks; add it"
-    if config.resilience.faults and len(config.resilience.faults) > MOST_FAULTS:
-        yield f"inject_fault has {len(config.resilience.faults)} faults; with {name} give at most {MOST_FAULTS}"
-
-
-def _elastic_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that a run needs, or cannot have, if the number of its ranks changes."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None or load != save:
-        yield (
-            f"elastic=True resumes from the run's own checkpoints, but save={str(save)[:200]} and "
-            f"load={str(load)[:200]}; give both the same folder"
-        )
-    if config.training.global_batch_size is None and config.training.rampup_batch_size is None:
-        yield (
-            "elastic=True needs global_batch_size, which otherwise changes with the number of ranks; add "
-            "--global-batch-size"
-        )
-    if config.training.skip_train:
-        yield "elastic=True has no effect with skip_train=True; remove one of them"
+def bad_step_problems(config: RunConfig) -> Iterator[str]:
+    """Bad steps that are skipped must be noticed."""
+    steps = config.resilience.max_bad_steps
+    if steps and not config.training.check_for_nan_in_loss_and_grad:
+        yield exclusive(f"max_bad_steps={steps}", "check_for_nan_in_loss_and_grad=False")

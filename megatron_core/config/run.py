@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
+from megatron_core.config.bad_steps import BadStepConfig
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
-from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
@@ -42,8 +42,8 @@ class RunConfig:
     """Saving and loading."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Logging and checks during training."""
-    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """Bad steps, and faults to test what a run does about them."""
+    resilience: BadStepConfig = field(default_factory=BadStepConfig)
+    """Bad steps; the name is that of the section in configuration files."""
 
     features: tuple[Any, ...] = field(default_factory=lambda: tuple(kind() for kind in feature_sections().values()))
     """The settings of optional features, a section for each; ``section`` returns one of them."""

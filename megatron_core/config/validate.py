@@ -6,11 +6,9 @@ from dataclasses import replace
 from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
-from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
-from megatron_core.config.rules_recurrent import recurrent_problems
-from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
+from megatron_core.config.rules_run import bad_step_problems, checkpoint_problems, monitor_problems
 from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
@@ -40,8 +38,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         return  # the other rules assume known words
     yield from needless_settings(config)
     yield from model_problems(config)
-    yield from recurrent_problems(config)
-    yield from hybrid_problems(config)
     yield from moe_problems(config)
     yield from recompute_problems(config)
     yield from stage_problems(config)
@@ -60,7 +56,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
     yield from monitor_problems(config, world_size)
-    yield from resilience_problems(config)
+    yield from bad_step_problems(config)
     for feature in features():
         if feature.problems is not None:
             yield from feature.problems(config, world_size)

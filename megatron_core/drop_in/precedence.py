@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from megatron_core.drop_in.named_modules import find_named_module
+
 FOLDER = Path(__file__).resolve().parent
 """The folder for ``PYTHONPATH``: it holds the packages ``megatron`` and ``deepspeed``."""
 DISTRIBUTIONS = ("deepspeed", "megatron-core")
@@ -25,6 +27,9 @@ class DropInFinder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """Return the module's place in ``FOLDER``; None for other modules."""
+        named = find_named_module(name)
+        if named is not None:
+            return named
         if name == "deepspeed":
             return PathFinder.find_spec(name, [str(FOLDER)])
         if name == "megatron":

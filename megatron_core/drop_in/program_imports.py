@@ -58,7 +58,7 @@ def uses(root: Path, unread: list[str]) -> Iterator[Use]:
 
 def status(module: str, name: str) -> str:
     """Return "missing", "unsupported" if the name raises an error that says so when it is used, or "found"."""
-    from megatron.core.unsupported import is_unsupported
+    from megatron_core.drop_in.unsupported import is_unsupported
 
     try:
         home = import_module(module)

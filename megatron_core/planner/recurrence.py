@@ -21,9 +21,10 @@ both. Short convolutions have neither transitions nor anything to compute again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config import mixers as kinds
+from megatron_core.config.mixers import recurrence_of
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK = 64
@@ -53,7 +54,7 @@ class Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
         model = config.model
         parallel = config.parallel
-        sizes = kinds.recurrence_of(model, layer_number)
+        sizes: Any = recurrence_of(model, layer_number)
         assert sizes is not None, layer_number
         tp = parallel.tensor_model_parallel_size
         cp = parallel.context_parallel_size
@@ -88,14 +89,14 @@ class Recurrence:
         }
 
 
-def _work(sizes: kinds.Recurrence, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
+def _work(sizes: Any, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
     """Forward FLOPs per token, and elements per token that backward computes once more, over all ranks."""
     heads = sizes.heads
     key = sizes.query_head_size
     value = sizes.value_head_size
-    if isinstance(sizes, kinds.ShortConvolution):
+    if sizes.name == "short_convolution":
         return sizes.score_flops(0)[0], 0.0
-    if isinstance(sizes, kinds.Mamba2):
+    if sizes.name == "mamba2":
         of_heads = 2 * chunk + 2 + 3 * value + 2 * key * value / chunk
         products = 2 * sizes.groups * chunk * key + 2 * heads * (chunk * value + 2 * key * value)
         return products, heads * of_heads + sizes.groups * (4 * key + chunk)

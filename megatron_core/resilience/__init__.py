@@ -1,18 +1,49 @@
 """Runs that survive failures: recovery, elastic restarts, checks of links, repeated steps, and injected faults."""
 
 from megatron_core.feature import Feature
-from megatron_core.resilience.rules import checks_links, injects_faults, recovers, repeats_steps, trains_elastic
+from megatron_core.resilience import rules
+from megatron_core.resilience.settings import (
+    ElasticConfig,
+    FaultConfig,
+    LinkCheckConfig,
+    RecoveryConfig,
+    RerunConfig,
+)
 
 FEATURES = (
     Feature(
-        name="elastic",
-        is_used=trains_elastic,
+        name="elastic_runs",
+        settings=ElasticConfig,
+        is_used=rules.trains_elastic,
+        problems=rules.elastic_problems,
         start="megatron_core.resilience.elastic:start_elastic",
         run_part="megatron_core.resilience.elastic:ElasticNotes",
         callbacks=("megatron_core.resilience.elastic:ElasticEnd",),
     ),
-    Feature(name="recovery", is_used=recovers, start="megatron_core.resilience.recovery:start_with_recovery"),
-    Feature(name="link_checks", is_used=checks_links, callbacks=("megatron_core.resilience.link_checks:LinkChecks",)),
-    Feature(name="reruns", is_used=repeats_steps, callbacks=("megatron_core.resilience.rerun:Reruns",)),
-    Feature(name="faults", is_used=injects_faults, callbacks=("megatron_core.resilience.faults:Faults",)),
+    Feature(
+        name="recovery",
+        settings=RecoveryConfig,
+        is_used=rules.recovers,
+        problems=rules.recovery_problems,
+        start="megatron_core.resilience.recovery:start_with_recovery",
+    ),
+    Feature(
+        name="link_checks",
+        settings=LinkCheckConfig,
+        is_used=rules.checks_links,
+        callbacks=("megatron_core.resilience.link_checks:LinkChecks",),
+    ),
+    Feature(
+        name="reruns",
+        settings=RerunConfig,
+        is_used=rules.repeats_steps,
+        callbacks=("megatron_core.resilience.rerun:Reruns",),
+    ),
+    Feature(
+        name="faults",
+        settings=FaultConfig,
+        is_used=rules.injects_faults,
+        problems=rules.fault_problems,
+        callbacks=("megatron_core.resilience.faults:Faults",),
+    ),
 )

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.config import RunConfig
-from megatron_core.config.resilience import FAULTS_ON_DISK, FAULTS_ON_LINKS, Fault
 from megatron_core.errors import ConfigError
 from megatron_core.locations import location
 from megatron_core.resilience.links.faults import LinkFault
 from megatron_core.resilience.links.recorder import LINKS
 from megatron_core.resilience.processes.memory import HostMemory
+from megatron_core.resilience.settings import FAULTS_ON_DISK, FAULTS_ON_LINKS, Fault, FaultConfig
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -48,7 +48,9 @@ class Faults(Callback):
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self._memory = run.world.memory
         own = run.world.rank if self._memory is None else self._memory.rank
-        mine = [fault for fault in run.config.resilience.faults if fault.rank == own]
+        settings = run.config.section(FaultConfig)
+        self._faults = settings.faults
+        mine = [fault for fault in self._faults if fault.rank == own]
         due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
         self.run = run
         self._left = [fault for fault in due.values() if not self._was_injected(fault)]
@@ -62,7 +64,7 @@ class Faults(Callback):
         """Weights that are NaN in this step, and their values."""
         if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
             raise ConfigError(
-                f"inject_fault={' '.join(run.config.resilience.inject_fault)}: a hang would never end on one rank, "
+                f"inject_fault={' '.join(settings.inject_fault)}: a hang would never end on one rank, "
                 "because only other ranks detect it; start 2 ranks or more, or inject another fault"
             )
 
@@ -76,7 +78,7 @@ class Faults(Callback):
             return None
         self._left.remove(due)
         if self._memory is not None and not due.always:
-            self._memory.mark_injected(self.run.config.resilience.faults.index(due))
+            self._memory.mark_injected(self._faults.index(due))
         print(
             f"{self.run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
         )
@@ -106,7 +108,7 @@ class Faults(Callback):
                 LINKS.faults.arm(fault)
 
     def _was_injected(self, fault: Fault) -> bool:
-        faults = self.run.config.resilience.faults
+        faults = self._faults
         return not fault.always and self._memory is not None and self._memory.was_injected(faults.index(fault))
 
     def _die(self, kind: str, *, after: int = 1) -> None:
@@ -135,7 +137,7 @@ class Faults(Callback):
 
     def after_run(self) -> None:
         """Report faults that were not injected, for example because of a mistyped step."""
-        absent = self.run.config.resilience.faults if self.run.world.rank == 0 else ()
+        absent = self._faults if self.run.world.rank == 0 else ()
         size = self.run.world.launcher_size or self.run.world.size
         absent = [fault for fault in absent if fault.rank >= size]
         for fault in (*self._left, *absent):
@@ -187,7 +189,7 @@ def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
 
     The failure may have occurred in the step after it, before all ranks had copied their state.
     """
-    for number, fault in enumerate(config.resilience.faults):
+    for number, fault in enumerate(config.section(FaultConfig).faults):
         is_due = fault.kind == "kill-recovery" and fault.rank == memory.rank and fault.step in (step, step + 1)
         if is_due and not memory.was_injected(number):
             memory.mark_injected(number)

@@ -4,6 +4,7 @@ from megatron_core.errors import WrongStepError
 from megatron_core.parallel.meter import METER
 from megatron_core.resilience.links.compare import wrong_deliveries
 from megatron_core.resilience.links.recorder import LINKS
+from megatron_core.resilience.settings import LinkCheckConfig
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -21,7 +22,7 @@ class LinkChecks(Callback):
     priority = 475
 
     def __init__(self, run: Run) -> None:
-        self.run, self._settings = run, run.config.monitor
+        self.run, self._settings = run, run.config.section(LinkCheckConfig)
         self._has_records = False
         """Whether calls of this step or the one before are recorded."""
         self._suspect = "the start"

@@ -40,6 +40,7 @@ from megatron_core.resilience.processes.monitor import Monitor
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
+from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
@@ -74,19 +75,20 @@ def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
             "with CUDA_VISIBLE_DEVICES='', or remove --recover and use torchrun --max-restarts"
         )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    joins, without_spare = config.resilience.recover_join, config.resilience.recover_without_spare
-    world.store = (connect_to_running_job if joins else connect)(world, timeout)
+    settings = config.section(RecoveryConfig)
+    world.store = (connect_to_running_job if settings.recover_join else connect)(world, timeout)
     model = config.model
     if model.recompute_granularity is not None or model.has_recurrence or model.trains_indexers:
         importlib.import_module("torch._dynamo")  # recomputation loads it, in 1.5 s; loaded here, new processes have it
     memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
-    if joins:
+    if settings.recover_join:
         memory.numbers[GENERATION] = WAITS
     store = dist.PrefixStore("recovery", world.store)
     rendezvous = Rendezvous(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
-    child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
-    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(job)
+    respawns = not settings.recover_without_spare
+    child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=respawns).start()
+    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or settings.recover_join).run(job)
 
 
 class Regrouped(InterruptedWait):
@@ -107,6 +109,7 @@ class Recovery:
         self._rendezvous = Rendezvous(store, world.rank, world.size, self._choice)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
         self._monitor = Monitor(self._rendezvous.clone(), memory, self._limit)
+        self._settings = config.section(RecoveryConfig)
         self._rank, self._size = world.rank, world.size
         self.stop_reason = ""
         """Reason to stop from a signal between two generations."""
@@ -121,7 +124,7 @@ class Recovery:
     def run(self, job: Job) -> None:
         """Train until the end, in as many generations as needed."""
         self.world.watchdog, self.world.memory = self._monitor, self.memory
-        if self.config.resilience.recover_join and self._is_fresh and not self._await_invitation():
+        if self._settings.recover_join and self._is_fresh and not self._await_invitation():
             return
         self.generation = self._rendezvous.next_generation(self.memory.numbers[GENERATION])
         while True:
@@ -192,7 +195,7 @@ class Recovery:
         else:
             self.memory.forget()
         config = with_groups(config, self._size, len(ranks))
-        if config.resilience.recover_mirror:
+        if self._settings.recover_mirror:
             choose_mirror(self.memory, ranks)
         if world.size > 1:
             join(
@@ -249,7 +252,7 @@ class Recovery:
         The first rank announces it one step ahead, when a lost rank has asked to join: a later step of any other rank
         begins after a collective of this step, and so after the announcement.
         """
-        if not self.config.resilience.recover_without_spare:
+        if not self._settings.recover_without_spare:
             return
         planned = self._rendezvous.replaced(self.generation)
         if planned is not None and iteration >= planned[0]:
@@ -332,8 +335,8 @@ class Recovery:
         """Publish wrong values of a step, whose copies do not count any more; False if no other copy is left."""
         if all(copy.iteration >= error.first for copy in self.memory.copies()):
             return False
-        what, iteration = str(error).partition(". ")[0], self.memory.numbers[ITERATION]
-        failure = Failure(self._rank, what, iteration, first=error.first, ranks=error.ranks)
+        what = str(error).partition(". ")[0]
+        failure = Failure(self._rank, what, self.memory.numbers[ITERATION], first=error.first, ranks=error.ranks)
         self._rendezvous.fail(self.generation, failure)
         return True
 
@@ -379,22 +382,19 @@ class Recovery:
         failures, members = self._rendezvous.failures(self.generation), self._rendezvous.decided(self.generation)
         assert members is not None, "all ranks have met"
         planned = self._rendezvous.replaced(self.generation - 1)
-        joined = groups_that_join(self.config, self._size, members).items()
-        states = "".join(
-            f"; group {one} starts with the global weights and group {of}'s optimizer" for one, of in joined
-        )
+        sources = groups_that_join(self.config, self._size, members)
+        starts = (f"; group {group} starts with the global weights and group {sources[group]}" for group in sources)
+        states = "".join(f"{start}'s optimizer" for start in starts)
+        continuing = f"{self.world.size} of {self._size} ranks continue"
         if not failures and planned is not None:
-            size, before = self.world.size, f"after iteration {members.iteration}"
-            return f"{planned[1]}: {size} of {self._size} ranks continue {before}{states}"
-        failure = failures[0]
-        seconds, what = unix_time() - failure.at, "; then ".join(each.what for each in failures)
+            return f"{planned[1]}: {continuing} after iteration {members.iteration}{states}"
+        seconds, what = unix_time() - failures[0].at, "; then ".join(failure.what for failure in failures)
         done = members.replacements
         if len(members.ranks) < self._size:
-            done = f"{self.world.size} of {self._size} ranks continue"
-            left_out = groups_left_out(self.config, self._size, members.training)
-            if left_out:
+            done = continuing
+            if left_out := groups_left_out(self.config, self._size, members.training):
                 done += f" without group {listed(left_out)} of {self.config.num_groups}"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
-        first, last = max(members.iteration, 0) + 1, failure.iteration
+        first, last = max(members.iteration, 0) + 1, failures[0].iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
         return f"recovered in {seconds:.1f} s: {what}; {done}{states}; training continues {since}{repeats}"

@@ -11,6 +11,7 @@ from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
 from megatron_core.resilience.processes.rendezvous import Choice, Members
+from megatron_core.resilience.settings import RecoveryConfig
 
 
 def choice_of(config: RunConfig, size: int) -> Choice:
@@ -100,7 +101,7 @@ def copies_are_whole(config: RunConfig) -> bool:
 
     Otherwise it copies its part of a checkpoint, which is one of data-parallel size parts.
     """
-    resilience, parallel = config.resilience, config.parallel
+    resilience, parallel = config.section(RecoveryConfig), config.parallel
     survives = resilience.recover_without_spare and not resilience.recover_mirror
     survives = survives and not config.optional("outer_steps")  # a lost group is left out with its state
     is_copied = parallel.dp_zero_stage == 0 and not config.optimizer.has_matrix_state

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from megatron_core.errors import WrongStepError
 from megatron_core.parallel.texts import listed
+from megatron_core.resilience.settings import RerunConfig
 from megatron_core.training.attempts import Attempt, Attempts, Compute
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -36,14 +37,16 @@ class Reruns(Callback, Attempts):
     """See ``Attempts``."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self._mode = run, run.config.resilience.rerun_mode
+        self.run = run
+        self._settings = run.config.section(RerunConfig)
+        self._mode = self._settings.rerun_mode
         self.counts: Counter[str] = Counter()
         """Number of repeated steps by verdict; with ``report_stats`` of steps that were equal or different."""
         self._largest = 0.0
 
     def before_run(self) -> None:
         """Take the steps of the run."""
-        run, interval = self.run, self.run.config.resilience.replay_interval
+        run, interval = self.run, self._settings.replay_interval
         run.attempts = self
         if interval is not None and run.groups.size("dp") == 1 and run.world.rank == 0:
             print(f"note: replay_interval={interval} has no effect: no other data-parallel replica is left", flush=True)
@@ -53,7 +56,7 @@ class Reruns(Callback, Attempts):
 
         Errors: ``WrongStepError`` if other ranks compute other losses for the same samples.
         """
-        settings, scale = self.run.config.resilience, self.run.optimizer.loss_scale.state_dict()
+        settings, scale = self._settings, self.run.optimizer.loss_scale.state_dict()
         interval, copies = settings.replay_interval, self.run.groups.size("dp")
         if interval is not None and copies > 1 and (self.run.state.iteration + 1) % interval == 0:
             moved = compute(1, shift=1, discard=True)
@@ -75,7 +78,7 @@ class Reruns(Callback, Attempts):
         Steps and copies are drawn by (seed, iteration). transient_error: the first attempt of a copy's ranks.
         persistent_error: all attempts of these ranks. correct_result: the samples of a copy, on any rank.
         """
-        run, settings = self.run, self.run.config.resilience
+        run, settings = self.run, self._settings
         copies = run.groups.size("dp")
         drawn = random.Random(f"{run.config.training.seed}:{run.state.iteration}")
         if not settings.error_injection_rate or drawn.randrange(settings.error_injection_rate):

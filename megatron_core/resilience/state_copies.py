@@ -16,6 +16,7 @@ from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, HostMemory
 from megatron_core.resilience.processes.rendezvous import Members, Rendezvous
 from megatron_core.resilience.recovery_choice import copies_are_whole
+from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 
@@ -107,7 +108,7 @@ class StateCopies(Callback):
         run = self.run
         run.data_parallel.finish_param_sync()
         run.optimizer.before_update()
-        if run.config.resilience.recover_mirror and run.world.size > 1:
+        if run.config.section(RecoveryConfig).recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory, run.world.launched)
         state = run.saver.manifest_state(run.state)
         for part in run.parts:

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
-from megatron_core.config.mixers import AttentionAndMamba, LinearMixer, mixer_of
+from megatron_core.config.mixers import LinearMixer, mixer_of
 from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
@@ -97,7 +97,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
             "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
         }
-        if isinstance(kind, AttentionAndMamba):
+        if kind.mixers:
             mixers = {name: partial(mixer_layer(inner.name), **parts) for name, inner in kind.mixers.items()}
             mixer = partial(mixer_layer(kind.name), mixers=mixers)
         elif isinstance(kind, LinearMixer):

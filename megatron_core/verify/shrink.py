@@ -7,12 +7,13 @@ from typing import Any
 
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.config.bad_steps import BadStepConfig
 from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
-from megatron_core.config.mixers import Mamba2
-from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.validate import problems
 from megatron_core.features.outer_steps.settings import OuterConfig
+from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
 from megatron_core.verify.together import shared_micro_batches
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
@@ -343,7 +344,8 @@ def short_rates(config: RunConfig, lr: float) -> dict[str, Any]:
 def small_run() -> dict[str, Any]:
     """Settings of a run of a few steps without data files, evaluation and checkpoints."""
     defaults = RunConfig().flat()
-    unused = [field.name for section in (CheckpointConfig, ResilienceConfig) for field in fields(section)]
+    sections = (CheckpointConfig, BadStepConfig, ElasticConfig, RecoveryConfig, RerunConfig, FaultConfig)
+    unused = [field.name for section in sections for field in fields(section)]
     return {name: defaults[name] for name in (*OFF.split(), *unused)} | {
         "train_iters": STEPS,
         "lr_warmup_iters": 0,  # the first step must change the weights

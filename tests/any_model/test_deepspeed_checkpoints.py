@@ -21,7 +21,7 @@ from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.hub.deepspeed.network import BATCH, LLAMA, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups, tokens
 from tests.hub.hf_models import transformers
 
-FOLDER = Path(__file__).parents[1] / "models" / "deepspeed"
+FOLDER = Path(__file__).parents[1] / "hub" / "deepspeed"
 CHECKPOINTS = FOLDER / "checkpoints"
 REFERENCE = Path(sys.prefix).resolve() / "reference"
 BETAS = (0.8, 0.9)

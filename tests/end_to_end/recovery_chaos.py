@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import tyro
 
-from megatron_core.config.resilience import DEATHS, LINK_AXES, LINK_DAMAGES
+from megatron_core.resilience.settings import DEATHS, LINK_AXES, LINK_DAMAGES
 from tests.checkpoint.runs import SMALL, stored
 from tests.end_to_end.recovery_table import Seen, layout_of, table
 from tests.end_to_end.test_failures import ranks_without_launcher

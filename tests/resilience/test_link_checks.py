@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.config.resilience import LINK_DAMAGES
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.resilience.faults import Faults
 from megatron_core.resilience.link_checks import LinkChecks
 from megatron_core.resilience.links.faults import LinkFault
 from megatron_core.resilience.links.recorder import LINKS
+from megatron_core.resilience.settings import LINK_DAMAGES
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.loop import train
 from megatron_core.training.parts import build_parts
@@ -231,6 +231,6 @@ def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any]
 
 
 def test_settings() -> None:
-    assert tiny_config().monitor.link_check_interval == 100
+    assert tiny_config().value("link_check_interval") == 100
     with pytest.raises(ConfigError, match="inject_fault=tp-torn@0:1 is not a fault"):
         check(tiny_config(inject_fault=("tp-torn@0:1",)), 2)

@@ -24,6 +24,7 @@ from megatron_core.resilience.faults import Faults
 from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery import MOST, Recovery
+from megatron_core.resilience.settings import FaultConfig
 from megatron_core.resilience.state_copies import StateCopies
 from megatron_core.training.pretrain import Job
 from megatron_core.training.stop import SIGNALS
@@ -173,7 +174,8 @@ def test_a_rank_that_joins_leaves_at_the_end_of_the_job(reached: str, made: Make
 def test_faults_of_lost_ranks_are_not_reported_as_absent(capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(inject_fault=("kill@1:2", "kill@2:3", "kill@4:2"))
     world = World(0, 2, 0, CPU, launched=(0, 3), launcher_size=4)
-    Faults.after_run(SimpleNamespace(run=SimpleNamespace(config=config, world=world), _left=[]))  # type: ignore[arg-type]
+    faults = config.section(FaultConfig).faults
+    Faults.after_run(SimpleNamespace(run=SimpleNamespace(world=world), _faults=faults, _left=[]))  # type: ignore[arg-type]
     notes = capsys.readouterr().err
     assert notes.count("has not happened") == 1 and "kill@4:2" in notes
 

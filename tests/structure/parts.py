@@ -21,11 +21,11 @@ even the command line, which may not import ``parallel``."""
 
 WAITING = {
     "fp8": "config.fp8",
-    "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
+    "recurrent": ("config.recurrent config.hybrid"),
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",
     "multi_token": "config.multi_token",
-    "resilience": "checkpoint.copies config.resilience",
+    "resilience": "checkpoint.copies",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
 

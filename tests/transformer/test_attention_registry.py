@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron_core.config.attention import ATTENTION_KINDS, GroupedQuery, Projection
 from megatron_core.config.flops import forward_flops_per_token
-from megatron_core.config.mixers import RECURRENT_KINDS
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.recurrent import RECURRENT
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.planner import layer_activations
@@ -120,8 +120,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
     assert ATTENTION_KINDS.keys() == {*ATTENTION_LAYERS, "sparse_latent"}
-    assert RECURRENT_KINDS.keys() == {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
-    for name in (*ATTENTION_KINDS, *RECURRENT_KINDS):
+    recurrences = RECURRENT.recurrences.keys() - {"attention_and_mamba2"}
+    assert recurrences == {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
+    for name in (*ATTENTION_KINDS, *recurrences):
         assert issubclass(mixer_layer(name), nn.Module)
 
 

@@ -1,5 +1,6 @@
 """DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
+import megatron_core.drop_in  # finds the modules of named_modules.yaml
 from deepspeed import comm as comm
 from deepspeed import moe as moe
 from deepspeed import ops as ops

@@ -17,7 +17,7 @@ class GraphedLayers(RunPart):
 
     def notes(self) -> Iterator[str]:
         """See ``RunPart.notes``."""
-        interval = self.config.monitor.link_check_interval
+        interval = self.config.optional("link_check_interval")
         parallel = self.config.parallel
         implementation = self.config.section(GraphConfig).cuda_graph_impl
         if interval is not None and parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:

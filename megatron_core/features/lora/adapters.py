@@ -88,13 +88,13 @@ def adapters_of(module: nn.Module) -> Iterator[tuple[str, Linear, LoRA]]:
 @contextmanager
 def without_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Compute with the frozen weights alone inside the context: the model before its fine-tuning."""
-    found = [adapter for stage in stages for _, _, adapter in adapters_of(stage)]
-    for adapter in found:
+    adapters = [adapter for stage in stages for _, _, adapter in adapters_of(stage)]
+    for adapter in adapters:
         adapter.enabled = False
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in adapters:
             adapter.enabled = True
 
 

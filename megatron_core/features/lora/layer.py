@@ -55,10 +55,15 @@ class LoRA(nn.Module):
         super().__init__()
         assert settings.lora_rank is not None, "there are adapters"
         rank = settings.lora_rank
-        spec, self.scale, self.group = spec_of(weight), settings.lora_scale, group
-        self.sequence_parallel, self.is_expert, self.enabled = sequence_parallel, weight.dim() == 3, True
+        spec = spec_of(weight)
+        self.scale = settings.lora_scale
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.is_expert = weight.dim() == 3
+        self.enabled = True
         self.dropout = dropout
-        lead, out_dim = spec.global_shape[:-2], weight.dim() - 2
+        lead = spec.global_shape[:-2]
+        out_dim = len(lead)
         inputs = spec.global_shape[-1]
         of_lead = tuple(split for split in spec.splits if split.dim < len(lead))
         of_inputs = tuple(split for split in spec.splits if split.dim == out_dim + 1)
@@ -68,29 +73,27 @@ class LoRA(nn.Module):
 
         def make(shape: tuple[int, ...], splits: tuple[Split, ...], method: object) -> nn.Parameter:
             whole = axis not in (split.axis for split in splits)
-            own = replace(
-                spec,
-                global_shape=shape,
-                splits=splits,
-                partial_axes=(axis,) if whole and partial else (),
-                fused=None,
-            )
-            parameter: Any = allocate(own, weight.dtype, weight.device)
+            # Each rank computes the part of a replicated matrix's gradient that belongs to its tokens or its experts.
+            partial_axes = (axis,) if whole and partial else ()
+            of_matrix = replace(spec, global_shape=shape, splits=splits, partial_axes=partial_axes, fused=None)
+            parameter: Any = allocate(of_matrix, weight.dtype, weight.device)
             parameter.init_method = method
             return parameter
 
         self.lora_A, self.lora_B, self.magnitude = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         self._rows: list[Tensor] = []
+        local_ranges: Sequence[Range] = ((0, spec.global_shape[out_dim]),)
+        if of_outputs:
+            local_ranges = of_outputs[0].ranges[dict(spec.indices)[axis]]
         for name, rows in parts.items():
             count = sum(stop - start for start, stop in rows)
-            chosen = tuple(_selected(split, rows) for split in of_outputs)
-            held = of_outputs[0].ranges[dict(spec.indices)[axis]] if of_outputs else ((0, spec.global_shape[out_dim]),)
-            self._rows.append(_local_rows(held, rows))
+            splits = tuple(_selected(split, rows) for split in of_outputs)
+            self._rows.append(_local_rows(local_ranges, rows))
             self.lora_A[name] = make((*lead, rank, inputs), (*of_lead, *of_inputs), Normal((3 * inputs) ** -0.5))
-            moved = tuple(replace(split, dim=len(lead)) for split in chosen)
-            self.lora_B[name] = make((*lead, count, rank), (*of_lead, *moved), nn.init.zeros_)
+            of_rows = tuple(replace(split, dim=len(lead)) for split in splits)
+            self.lora_B[name] = make((*lead, count, rank), (*of_lead, *of_rows), nn.init.zeros_)
             if settings.use_dora:
-                self.magnitude[name] = make((count,), tuple(replace(split, dim=0) for split in chosen), nn.init.zeros_)
+                self.magnitude[name] = make((count,), tuple(replace(split, dim=0) for split in splits), nn.init.zeros_)
         self.requires_grad_()
 
     def forward(self, x: Tensor, product: Product, weight: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -120,19 +123,20 @@ class LoRA(nn.Module):
     def initial_magnitudes(self, weight: Tensor) -> dict[nn.Parameter, Tensor]:
         """The norms of the rows of W + s B A, at which DoRA's magnitudes start."""
         norms = self._norms(weight)
-        return {own: norms[rows] for own, rows in zip(self.magnitude.values(), self._rows, strict=False)}
+        return {parameter: norms[rows] for parameter, rows in zip(self.magnitude.values(), self._rows, strict=False)}
 
     def _a(self) -> Tensor:
-        own = list(self.lora_A.values())
-        return own[0] if len(own) == 1 else torch.cat(own, dim=-2)
+        matrices = list(self.lora_A.values())
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=-2)
 
     def _b(self, weight: Tensor) -> Tensor:
         """B of all parts, ``[O, parts * r]``: each part has its own rows and columns."""
-        own = list(self.lora_B.values())
-        if len(own) == 1 and own[0].shape[-2] == weight.shape[-2]:
-            return own[0]
-        rank, columns = own[0].shape[-1], []
-        for part, rows in zip(own, self._rows, strict=True):
+        matrices = list(self.lora_B.values())
+        if len(matrices) == 1 and matrices[0].shape[-2] == weight.shape[-2]:
+            return matrices[0]
+        rank = matrices[0].shape[-1]
+        columns = []
+        for part, rows in zip(matrices, self._rows, strict=True):
             empty = part.new_zeros(*weight.shape[:-1], rank)
             columns.append(empty.index_copy(-2, rows.to(part.device), part))
         return torch.cat(columns, dim=-1)
@@ -157,16 +161,17 @@ class LoRA(nn.Module):
 
     def _row_factor(self, weight: Tensor) -> Tensor:
         """m / n of each row ``[O]``; 1 for rows without an adapter."""
-        norms, factor = self._norms(weight), torch.ones_like(weight[:, 0])
-        for own, rows in zip(self.magnitude.values(), self._rows, strict=True):
+        norms = self._norms(weight)
+        factor = torch.ones_like(weight[:, 0])
+        for magnitude, rows in zip(self.magnitude.values(), self._rows, strict=True):
             rows = rows.to(weight.device)
-            factor = factor.index_copy(0, rows, own / norms[rows])
+            factor = factor.index_copy(0, rows, magnitude / norms[rows])
         return factor
 
 
 def _selected(split: Split, rows: Sequence[Range]) -> Split:
     """The split of the matrix that consists of ``rows`` of another one with ``split``."""
-    ranges = (tuple(piece for held in own for piece in _positions(held, rows)) for own in split.ranges)
+    ranges = (tuple(piece for held in of_rank for piece in _positions(held, rows)) for of_rank in split.ranges)
     return replace(split, ranges=tuple(ranges))
 
 
@@ -175,25 +180,25 @@ def _positions(held: Range, rows: Sequence[Range]) -> list[Range]:
 
     Ranges are not joined beyond ``held``, which other ranks may share.
     """
-    found: list[Range] = []
-    at = 0
+    ranges: list[Range] = []
+    position = 0
     for start, stop in rows:
-        low, high = at + max(held[0], start) - start, at + min(held[1], stop) - start
-        if low < high and found and found[-1][1] == low:
-            found[-1] = found[-1][0], high
+        low = position + max(held[0], start) - start
+        high = position + min(held[1], stop) - start
+        if low < high and ranges and ranges[-1][1] == low:
+            ranges[-1] = ranges[-1][0], high
         elif low < high:
-            found.append((low, high))
-        at += stop - start
-    return found
+            ranges.append((low, high))
+        position += stop - start
+    return ranges
 
 
 def _local_rows(held: Sequence[Range], rows: Sequence[Range]) -> Tensor:
     """Indices of ``rows`` in the local tensor of a rank that holds ``held``, in its order."""
-    found: list[int] = []
-    at = 0
+    indices: list[int] = []
+    offset = 0
     for first, last in held:
         for start, stop in rows:
-            low, high = max(first, start), min(last, stop)
-            found += range(at + low - first, at + high - first)
-        at += last - first
-    return torch.tensor(found, dtype=torch.int64)
+            indices += range(offset + max(first, start) - first, offset + min(last, stop) - first)
+        offset += last - first
+    return torch.tensor(indices, dtype=torch.int64)

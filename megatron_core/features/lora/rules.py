@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron_core.config.linear_layers import LinearLayer, linear_layers, mlp_layers
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.config.rules_single import exclusive, illegal_values, shown
 from megatron_core.config.run import RunConfig
+from megatron_core.feature import features
 from megatron_core.features.lora.settings import NAMES, PARTS, WHOLE, TuningConfig
 
-OF_LAYERS = illegal_values, model_problems, recurrent_problems, hybrid_problems, moe_problems
-"""Rules for the settings that determine the layers of a model."""
 REFUSED = {
     "layout_invariant": "sums of adapters depend on the layout; remove --layout-invariant",
     "compile": "layers with adapters are not compiled; remove --compile",
@@ -43,7 +40,7 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, reason in REFUSED.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
-    yield from _target_problems(config)
+    yield from _target_problems(config, world_size)
     adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
     if tuning.use_dora and adapts_experts:
         yield (
@@ -62,7 +59,7 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _target_problems(config: RunConfig) -> Iterator[str]:
+def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     tuning = config.section(TuningConfig)
     if not tuning.lora_target_modules:
         yield "lora_target_modules=() leaves nothing to train; name layers, or all-linear"
@@ -71,7 +68,7 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
     # As in PEFT, some names may stand for no layer: lists are used for many models. If there are faults in the settings
     # of layers, the layers are not known.
-    elif not any(fault for rule in OF_LAYERS for fault in rule(config)) and not _adapts(config, linear_layers):
+    elif not any(_faults_of_layers(config, world_size)) and not _adapts(config, linear_layers):
         yield (
             f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
         )
@@ -91,6 +88,15 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
                 f"lora_target_modules={shown(tuning.lora_target_modules)} names parts of in_proj that overlap; name "
                 "in_proj_qkvz in_proj_ba (Qwen3-Next), or in_proj_qkv in_proj_z in_proj_b in_proj_a (Qwen3.5)"
             )
+
+
+def _faults_of_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Faults of the settings that determine the layers of a model."""
+    for rule in (illegal_values, model_problems, moe_problems):
+        yield from rule(config)
+    for feature in features():
+        if feature.layers and feature.problems is not None:
+            yield from feature.problems(config, world_size)
 
 
 def _adapts(config: RunConfig, layers: Callable[..., Iterable[LinearLayer]], *, experts: bool = False) -> bool:

@@ -116,11 +116,10 @@ class TuningConfig:
 
         ``path`` is the module's name in the model, such as decoder.layers.0.mlp.linear_fc1.
         """
-        own = path.rpartition(".")[2]
-        found = {part for target in self.lora_target_modules for part in _parts(target, path)}
+        named = {part for target in self.lora_target_modules for part in _parts(target, path)}
         if fused <= 1:
-            return (WHOLE,) if found else ()
-        return tuple(part for part in (WHOLE, *PARTS.get((own, fused), ())) if part in found)
+            return (WHOLE,) if named else ()
+        return tuple(part for part in (WHOLE, *PARTS.get((path.rpartition(".")[2], fused), ())) if part in named)
 
 
 def _parts(target: str, path: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ def groups_report(config: RunConfig, step: int) -> bool:
     They do before an exchange. A return to a checkpoint after bad steps, and copies for a recovery, need all groups at
     the same step, so that they report in every step.
     """
-    together = config.resilience.max_bad_steps > 0 or config.resilience.recover != "none"
+    together = config.resilience.max_bad_steps > 0 or config.optional("recover") not in (None, "none")
     return together or config.section(OuterConfig).meets_at(step)
 
 
@@ -43,7 +43,7 @@ class OuterSteps(RunPart):
             run.groups,
             config.model.num_layers,
             partial(gather_weights, [run.data_parallel]),
-            keeps_sent=config.resilience.recover != "none",
+            keeps_sent=config.optional("recover") not in (None, "none"),
             number=run.world.group_number(config.num_groups),
         )
 

@@ -44,7 +44,6 @@ def _excluded(config: RunConfig) -> Iterator[str]:
     """The settings of a run that do not work with groups."""
     parallel = config.parallel
     optimizer = config.optimizer
-    resilience = config.resilience
     if config.training.fp16:
         yield "fp16=True, whose loss scale would differ between groups; use --bf16"
     if config.training.fp8_format is not None:
@@ -67,12 +66,12 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
     if (rank := config.optional("lora_rank")) is not None:
         yield f"lora_rank={rank}"
-    if resilience.elastic:
+    if config.optional("elastic"):
         yield "elastic=True"
-    if resilience.rerun_mode != "disabled":
-        yield f"rerun_mode={resilience.rerun_mode}"
-    if resilience.replay_interval is not None:
-        yield f"replay_interval={resilience.replay_interval}"
+    if (mode := config.optional("rerun_mode")) not in (None, "disabled"):
+        yield f"rerun_mode={mode}"
+    if (interval := config.optional("replay_interval")) is not None:
+        yield f"replay_interval={interval}"
     if config.monitor.record_hashes:
         yield "record_hashes=True"
     if config.checkpoint.ckpt_format != "native":

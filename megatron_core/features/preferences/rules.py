@@ -39,9 +39,9 @@ def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff:g} adds a mean over tokens, which dpo=True "
             "does not have; use 0"
         )
-    if (interval := config.resilience.replay_interval) is not None:
+    if (interval := config.optional("replay_interval")) is not None:
         yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
-    if (mode := config.resilience.rerun_mode) != "disabled":
+    if (mode := config.optional("rerun_mode")) not in (None, "disabled"):
         yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
     if config.optional("lora_rank") is None:
         yield from _reference_problems(config)

@@ -1,12 +1,20 @@
 """Recurrent layers: gated delta nets, Kimi delta attention, Mamba 2, short convolutions, and mixers in parallel."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.recurrent.rules import has_recurrence
+from megatron_core.features.recurrent.rules import has_recurrence, recurrent_problems
 
 RECURRENT = Feature(
     name="recurrent",
     is_used=has_recurrence,
+    problems=recurrent_problems,
     spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
+    recurrences={
+        "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNet",
+        "kimi_delta_attention": "megatron_core.features.recurrent.kinds:KimiDelta",
+        "mamba2": "megatron_core.features.recurrent.kinds:Mamba2",
+        "short_convolution": "megatron_core.features.recurrent.kinds:ShortConvolution",
+        "attention_and_mamba2": "megatron_core.features.recurrent.kinds:AttentionAndMamba",
+    },
     layers={
         "gated_delta_net": "megatron_core.features.recurrent.gated_delta_net:GatedDeltaNet",
         "kimi_delta_attention": "megatron_core.features.recurrent.gated_delta_net:KimiDeltaAttention",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.ops import rms_norm

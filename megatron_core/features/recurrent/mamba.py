@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.features.recurrent.state_space import chunked_state_space, state_space_by_steps
 from megatron_core.ops.rows import wide

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.mixers import Recurrence
 from megatron_core.errors import LayoutError
+from megatron_core.features.recurrent.kinds import Recurrence
 from megatron_core.features.recurrent.states import StateExchange
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, split, split_fused

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent import kinds
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear
 from megatron_core.transformer.context import LayerContext
 

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from megatron_core.config import ModelConfig, token_ids
 from megatron_core.config.heterogeneous import LAYERS_JSON
-from megatron_core.config.mixers import Mamba2
 from megatron_core.config.run import field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face import families
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, Rule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource

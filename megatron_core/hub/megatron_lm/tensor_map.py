@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import GatedDeltaNet, Mamba2, Recurrence
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.recurrent.kinds import GatedDeltaNet, Mamba2, Recurrence
 from megatron_core.hub.rules import unlike_delta_net
 from megatron_core.parallel.boxes import Box
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.config.resilience import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.resilience.settings import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
 
 FEWEST = 16
 """Elements of the smallest tensor that is damaged: wrong counts and flags would end a run instead of changing it."""

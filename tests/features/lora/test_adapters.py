@@ -12,6 +12,7 @@ from megatron_core.checkpoint import open_newest
 from megatron_core.config.file import read_config
 from megatron_core.features.lora.adapters import is_adapter
 from megatron_core.features.lora.settings import TuningConfig
+from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from tests.runs import tiny_run
@@ -66,9 +67,10 @@ def test_frozen_weights_stay(tmp_path: Path) -> None:
     assert changed and all(map(is_adapter, changed))
 
 
-@pytest.mark.parametrize("section", ["lora", "tuning"])
-def test_sections_of_files(section: str, tmp_path: Path) -> None:
-    """``tuning`` is the section in files of earlier versions."""
+@pytest.mark.parametrize("text", ["lora: {lora_rank: 8}", "tuning: {lora_rank: 8}", "outer: {outer_steps: 8}"])
+def test_sections_of_files(text: str, tmp_path: Path) -> None:
+    """``tuning`` and ``outer`` are sections in files of earlier versions."""
     path = tmp_path / "run.yaml"
-    path.write_text(f"{section}:\n  lora_rank: 8\n")
-    assert read_config(path).section(TuningConfig).lora_rank == 8
+    path.write_text(text)
+    config = read_config(path)
+    assert 8 in (config.section(TuningConfig).lora_rank, config.section(OuterConfig).outer_steps)

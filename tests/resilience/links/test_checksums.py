@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.resilience import LINK_DAMAGES
 from megatron_core.parallel.tensor_hash import bit_hash, hash_on_device
 from megatron_core.resilience.links.checksums import (
     block_length,
@@ -17,6 +16,7 @@ from megatron_core.resilience.links.checksums import (
 )
 from megatron_core.resilience.links.faults import LinkFault, LinkFaults, damage
 from megatron_core.resilience.links.recorder import is_intact, payload, sealed
+from megatron_core.resilience.settings import LINK_DAMAGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,6 +3,27 @@
 import argparse
 from typing import Any
 
+COS_MIN_RATIO = "cos_min_ratio"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_MAX_LR = "cycle_max_lr"
+CYCLE_MAX_MOM = "cycle_max_mom"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+DECAY_LR_RATE = "decay_lr_rate"
+DECAY_MOM_RATE = "decay_mom_rate"
+DECAY_STEP_SIZE = "decay_step_size"
+EDGE_VALUE = "edge_value"
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_SCHEDULE = "lr_schedule"
+MID_VALUE = "mid_value"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+WARMUP_TYPE = "warmup_type"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
 WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]

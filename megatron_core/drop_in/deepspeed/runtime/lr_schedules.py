@@ -12,42 +12,8 @@ from typing import Any
 from torch import is_tensor
 from torch.optim import Optimizer
 
-from deepspeed.runtime.lr_arguments import LR_RANGE_TEST as LR_RANGE_TEST
-from deepspeed.runtime.lr_arguments import ONE_CYCLE as ONE_CYCLE
-from deepspeed.runtime.lr_arguments import TOTAL_NUM_STEPS as TOTAL_NUM_STEPS
-from deepspeed.runtime.lr_arguments import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
-from deepspeed.runtime.lr_arguments import WARMUP_COSINE_LR as WARMUP_COSINE_LR
-from deepspeed.runtime.lr_arguments import WARMUP_DECAY_LR as WARMUP_DECAY_LR
-from deepspeed.runtime.lr_arguments import WARMUP_LINEAR_RATE as WARMUP_LINEAR_RATE
-from deepspeed.runtime.lr_arguments import WARMUP_LOG_RATE as WARMUP_LOG_RATE
-from deepspeed.runtime.lr_arguments import WARMUP_LR as WARMUP_LR
-from deepspeed.runtime.lr_arguments import WARMUP_MAX_LR as WARMUP_MAX_LR
-from deepspeed.runtime.lr_arguments import WARMUP_MIN_LR as WARMUP_MIN_LR
-from deepspeed.runtime.lr_arguments import WARMUP_NUM_STEPS as WARMUP_NUM_STEPS
-from deepspeed.runtime.lr_arguments import add_tuning_arguments as add_tuning_arguments
-from deepspeed.runtime.lr_arguments import get_config_from_args as get_config_from_args
-from deepspeed.runtime.lr_arguments import get_lr_from_config as get_lr_from_config
-from deepspeed.runtime.lr_names import COS_MIN_RATIO as COS_MIN_RATIO
-from deepspeed.runtime.lr_names import CYCLE_FIRST_STAIR_COUNT as CYCLE_FIRST_STAIR_COUNT
-from deepspeed.runtime.lr_names import CYCLE_FIRST_STEP_SIZE as CYCLE_FIRST_STEP_SIZE
-from deepspeed.runtime.lr_names import CYCLE_MAX_LR as CYCLE_MAX_LR
-from deepspeed.runtime.lr_names import CYCLE_MAX_MOM as CYCLE_MAX_MOM
-from deepspeed.runtime.lr_names import CYCLE_MIN_LR as CYCLE_MIN_LR
-from deepspeed.runtime.lr_names import CYCLE_MIN_MOM as CYCLE_MIN_MOM
-from deepspeed.runtime.lr_names import CYCLE_SECOND_STAIR_COUNT as CYCLE_SECOND_STAIR_COUNT
-from deepspeed.runtime.lr_names import CYCLE_SECOND_STEP_SIZE as CYCLE_SECOND_STEP_SIZE
-from deepspeed.runtime.lr_names import DECAY_LR_RATE as DECAY_LR_RATE
-from deepspeed.runtime.lr_names import DECAY_MOM_RATE as DECAY_MOM_RATE
-from deepspeed.runtime.lr_names import DECAY_STEP_SIZE as DECAY_STEP_SIZE
-from deepspeed.runtime.lr_names import EDGE_VALUE as EDGE_VALUE
-from deepspeed.runtime.lr_names import LR_RANGE_TEST_MIN_LR as LR_RANGE_TEST_MIN_LR
-from deepspeed.runtime.lr_names import LR_RANGE_TEST_STAIRCASE as LR_RANGE_TEST_STAIRCASE
-from deepspeed.runtime.lr_names import LR_RANGE_TEST_STEP_RATE as LR_RANGE_TEST_STEP_RATE
-from deepspeed.runtime.lr_names import LR_RANGE_TEST_STEP_SIZE as LR_RANGE_TEST_STEP_SIZE
-from deepspeed.runtime.lr_names import LR_SCHEDULE as LR_SCHEDULE
-from deepspeed.runtime.lr_names import MID_VALUE as MID_VALUE
-from deepspeed.runtime.lr_names import WARMUP_MIN_RATIO as WARMUP_MIN_RATIO
-from deepspeed.runtime.lr_names import WARMUP_TYPE as WARMUP_TYPE
+from deepspeed.runtime.lr_arguments import *  # noqa: F403
+from deepspeed.runtime.lr_arguments import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
 
 _BETA2 = 0.99
 """Second beta of OneCycle with a cycle of momentum, a constant in DeepSpeed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
 has_nvidia_resiliency_ext = False

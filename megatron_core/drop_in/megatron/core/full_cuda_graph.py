@@ -1,6 +1,6 @@
 """CUDA graphs of whole training steps, which are not supported."""
 
-from megatron.core.unsupported import Unsupported, unsupported
+from megatron_core.drop_in.unsupported import Unsupported, unsupported
 
 _MESSAGE = "cuda_graph_impl='full_iteration' is not supported; remove it"
 get_shared_capture_stream = unsupported(_MESSAGE)

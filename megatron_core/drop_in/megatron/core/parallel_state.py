@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.unsupported import unsupported
 from megatron_core import parallel_state
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import DEFAULT_ORDER
 from megatron_core.parallel_state import *  # noqa: F403

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.unsupported import Unsupported
 from megatron_core import parallel_state
+from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 
 _GETTERS = {

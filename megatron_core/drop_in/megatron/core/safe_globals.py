@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 
 class SafeUnpickler(Unsupported):

@@ -22,8 +22,8 @@ from megatron.core.parallel_state import GlobalMemoryBuffer
 from megatron.core.ranks import log_single_rank
 from megatron.core.replica_hashes import check_param_hashes_across_dp_replicas
 from megatron.core.tensor_parallel.utils import divide
-from megatron.core.unsupported import unsupported
 from megatron_core import parallel_state
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import Group

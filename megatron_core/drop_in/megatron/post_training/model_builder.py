@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron.core.unsupported import unsupported
 from megatron.training.models.gpt import GPTModelConfig
+from megatron_core.drop_in.unsupported import unsupported
 
 _refuse = unsupported("a ModelOptModelConfig needs ModelOpt, which is not supported; train without it")
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
 

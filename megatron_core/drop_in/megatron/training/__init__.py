@@ -15,4 +15,4 @@ from megatron.training.program import (
     train_step,
 )
 from megatron.training.startup import set_startup_timestamps
-from megatron.training.utils import is_last_rank, print_rank_0, print_rank_last
+from megatron.training.utils.common_utils import is_last_rank, print_rank_0, print_rank_last

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.unsupported import unsupported
 from megatron.core.utils import unwrap_model
+from megatron_core.drop_in.unsupported import unsupported
 
 LINEAR_TYPES = (nn.Linear, nn.Embedding, ColumnParallelLinear, RowParallelLinear, TopKRouter)
 _EXPERTS = re.compile(r"(?:decoder|mtp\.layers\.(\d+)\.mtp_model_layer)\.layers\.(\d+)\.mlp\.experts\.linear_fc1")

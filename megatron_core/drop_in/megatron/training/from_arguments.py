@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.global_vars import get_args
-from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
+from megatron.training.utils.common_utils import print_rank_0, print_rank_last, unwrap_model
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.config.flops import forward_flops_per_token

@@ -26,7 +26,7 @@ from megatron.training.from_arguments import (
 )
 from megatron.training.global_vars import get_args
 from megatron.training.host_batches import host_batches
-from megatron.training.utils import print_rank_last
+from megatron.training.utils.common_utils import print_rank_last
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import KimiDelta
 from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
+from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face.architecture import Architecture, register
 from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource

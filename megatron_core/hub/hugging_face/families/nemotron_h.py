@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
+from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
 from megatron_core.hub.hugging_face.rules import (

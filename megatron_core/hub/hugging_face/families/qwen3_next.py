@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import GatedDeltaNet
+from megatron_core.features.recurrent.kinds import GatedDeltaNet
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.unavailable import refused
+from megatron_core.drop_in.unsupported import refused
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed.comm.comm import init_distributed
 from deepspeed.translation import read_json
-from deepspeed.unavailable import refused
 from megatron_core.any_model import Engine
+from megatron_core.drop_in.unsupported import refused
 from megatron_core.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 
 
 class StrictHandling(Enum):

@@ -1,6 +1,6 @@
 """Data parallelism of FSDP, which is not supported under these names."""
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 _INSTEAD = (
     "is not supported; DistributedDataParallelConfig(data_parallel_sharding_strategy='optim_grads_params') shards"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.unsupported import Unsupported, unsupported
+from megatron_core.drop_in.unsupported import Unsupported, unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.ops import layer_norm, rms_norm
 from megatron_core.parallel.current import current

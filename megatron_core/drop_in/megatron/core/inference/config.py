@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.inference import settings as engine
 

@@ -1,6 +1,6 @@
 """Quantization recipes by layer, which are not supported."""
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 _MESSAGE = "quantization recipes by layer are not supported; set fp8 and fp8_recipe, with first_last_layers_bf16"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
 _MESSAGE = "quantization recipes by layer are not supported; set fp8 and fp8_recipe, with first_last_layers_bf16"

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 
 class CudaGraphManager(Unsupported):

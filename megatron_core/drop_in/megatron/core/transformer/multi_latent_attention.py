@@ -15,9 +15,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import MLASelfAttentionSubmodules, check_submodules, layer_context
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.unsupported import Unsupported
 from megatron.core.utils import deprecate_inference_params
 from megatron_core.config.attention import attention_of
+from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.ops.rows import wide
 from megatron_core.transformer import latent_attention

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 
 _refuse = unsupported(
     "an InferenceSetupConfig is not supported: pass the options of generation to megatron-generate or megatron-serve"

@@ -1,6 +1,6 @@
 """Megatron-LM's data set of conversations, which is not supported."""
 
-from megatron.core.unsupported import Unsupported, unsupported
+from megatron_core.drop_in.unsupported import Unsupported, unsupported
 
 
 class SFTDataset(Unsupported):

@@ -21,7 +21,7 @@ from megatron.core.inference.inference_request import (
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import Counter
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.inference.engine import Engine
 from megatron_core.inference.requests import Progress, Request, TokenScore

@@ -5,7 +5,7 @@ The latter is not supported.
 
 from typing import Any
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
 _refuse = unsupported("experimental_attention_variant is not supported; remove it")

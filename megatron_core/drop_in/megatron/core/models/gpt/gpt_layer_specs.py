@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
 

@@ -1,6 +1,6 @@
 """The layers of a hybrid model, which are built by ``HybridModel`` only."""
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 _MESSAGE = "the layers of a hybrid model cannot be built alone; use HybridModel with a hybrid_layer_pattern"
 

@@ -15,10 +15,9 @@ from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.config.hybrid import read_pattern
-from megatron_core.config.rules_hybrid import hybrid_problems
-from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.config.sparse_attention import SparseAttentionConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.recurrent.rules import recurrent_problems
 from megatron_core.features.sparse_attention.rules import sparse_attention_problems
 
 
@@ -68,7 +67,7 @@ class HybridModel(GPTModel):
             hybrid_layer_pattern=layers.letters, mtp_layer_pattern=layers.ahead, **layers.settings
         )
         run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
-        if problems := [*hybrid_problems(run), *recurrent_problems(run), *sparse_attention_problems(run, 1)]:
+        if problems := [*recurrent_problems(run, 1), *sparse_attention_problems(run, 1)]:
             raise ConfigError("; ".join(problems))
         super().__init__(
             config,

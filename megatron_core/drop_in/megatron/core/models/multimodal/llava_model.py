@@ -1,6 +1,6 @@
 """Multimodal models, which are not supported."""
 
-from megatron.core.unsupported import Unsupported, unsupported
+from megatron_core.drop_in.unsupported import Unsupported, unsupported
 
 _MESSAGE = "multimodal models are not supported; use GPTModel for text"
 IGNORE_INDEX = -100

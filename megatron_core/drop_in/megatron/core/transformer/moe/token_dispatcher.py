@@ -1,6 +1,6 @@
 """Token dispatchers, which are parts of the engine's layer of experts."""
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 _MESSAGE = "token dispatchers cannot be used alone; set moe_token_dispatcher_type, and build a MoELayer"
 

@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
     apply_rotary_pos_emb,
     get_pos_emb_on_this_cp_rank,
 )
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit

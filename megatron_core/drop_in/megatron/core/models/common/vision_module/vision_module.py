@@ -1,7 +1,7 @@
 """Vision models, which are not supported."""
 
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 
 class VisionModule(Unsupported, MegatronModule):

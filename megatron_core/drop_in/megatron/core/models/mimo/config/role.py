@@ -1,6 +1,6 @@
 """Multimodal models, which are not supported."""
 
-from megatron.core.unsupported import Unsupported
+from megatron_core.drop_in.unsupported import Unsupported
 
 _MESSAGE = "multimodal models are not supported; use GPTModel for text"
 MIMO_LANGUAGE_MODULE_KEY = "language"

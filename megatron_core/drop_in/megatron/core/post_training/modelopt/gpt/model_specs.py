@@ -1,5 +1,5 @@
 """Layer specifications of ModelOpt, which is not supported."""
 
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 
 get_gpt_modelopt_spec = unsupported("restore_modelopt_state needs ModelOpt, which is not supported; remove it")

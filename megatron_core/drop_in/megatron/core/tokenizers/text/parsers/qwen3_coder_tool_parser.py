@@ -1,7 +1,7 @@
 """Calls of tools in Qwen3-Coder's format, which are not supported."""
 
 from megatron.core.tokenizers.text.parsers.base_parser import BaseParser
-from megatron.core.unsupported import unsupported
+from megatron_core.drop_in.unsupported import unsupported
 
 
 class Qwen3CoderToolParser(BaseParser):

@@ -1,5 +1,0 @@
-"""Not available: automatic tuning."""
-
-from deepspeed.unavailable import refuse
-
-refuse("deepspeed.autotuning", "use megatron-plan (docs/planner.md)")

@@ -1,1 +1,0 @@
-"""Names of DeepSpeed's launcher; torchrun starts the ranks."""

@@ -1,5 +1,0 @@
-"""Not available: Nebula checkpoints."""
-
-from deepspeed.unavailable import refuse
-
-refuse("deepspeed.nebula", "checkpoints are written by engine.save_checkpoint")

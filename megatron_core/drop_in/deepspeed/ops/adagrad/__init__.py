@@ -1,3 +1,0 @@
-"""Adagrad under DeepSpeed's name."""
-
-from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad

@@ -1,4 +1,0 @@
-"""Adam under DeepSpeed's names."""
-
-from deepspeed.ops.adam.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
-from deepspeed.ops.adam.adam import FusedAdam as FusedAdam

@@ -1,3 +1,0 @@
-"""LAMB under DeepSpeed's name."""
-
-from deepspeed.ops.lamb.fused_lamb import FusedLamb as FusedLamb

@@ -1,3 +1,0 @@
-"""Parts of the engine."""
-
-from deepspeed.runtime import utils as utils

@@ -1,1 +1,0 @@
-"""Recomputation of activations."""

@@ -1,1 +1,0 @@
-"""Writers of checkpoint files; checkpoints have one format here (docs/checkpoints.md)."""

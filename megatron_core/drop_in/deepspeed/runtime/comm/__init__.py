@@ -1,1 +1,0 @@
-"""Collectives of several tensors at once."""

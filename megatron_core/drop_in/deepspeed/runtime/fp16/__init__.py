@@ -1,1 +1,0 @@
-"""Optimizers of weights in 16 bits."""

@@ -1,1 +1,0 @@
-"""Optimizers that send one bit for each element: set by name in the JSON."""

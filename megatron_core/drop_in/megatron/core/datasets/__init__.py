@@ -1,1 +1,0 @@
-"""Data sets with Megatron Core's names."""

@@ -1,1 +1,0 @@
-"""Strategies of saving and loading."""

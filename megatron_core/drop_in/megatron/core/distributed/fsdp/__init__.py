@@ -1,1 +1,0 @@
-"""Megatron FSDP, which is not supported under this name."""

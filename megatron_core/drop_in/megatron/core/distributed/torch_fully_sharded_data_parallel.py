@@ -1,3 +1,0 @@
-"""Megatron Core's path of FSDP2."""
-
-from megatron.core.distributed.fully_sharded import TorchFullyShardedDataParallel

@@ -1,1 +1,0 @@
-"""Export to TensorRT-LLM, which is not supported."""

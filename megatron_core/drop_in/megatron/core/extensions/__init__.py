@@ -1,1 +1,0 @@
-"""Modules of other libraries, implemented by the engine."""

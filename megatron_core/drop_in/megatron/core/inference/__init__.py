@@ -1,1 +1,0 @@
-"""Contexts of generation with Megatron Core's names."""

@@ -1,1 +1,0 @@
-"""Text around an engine: tokens of prompts, and text of tokens."""

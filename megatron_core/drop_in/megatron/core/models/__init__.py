@@ -1,1 +1,0 @@
-"""Models with Megatron Core's names."""

@@ -1,1 +1,0 @@
-"""BERT, which is not supported."""

@@ -1,1 +1,0 @@
-"""The base class of language models."""

@@ -1,1 +1,0 @@
-"""Vision models, which are not supported."""

@@ -1,1 +1,0 @@
-"""Specifications of models with different layers."""

@@ -1,1 +1,0 @@
-"""Models of transformers inside Megatron's, which are not supported."""

@@ -1,1 +1,0 @@
-"""Multimodal models, which are not supported."""

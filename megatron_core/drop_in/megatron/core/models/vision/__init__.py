@@ -1,1 +1,0 @@
-"""Models of images, which are not supported."""

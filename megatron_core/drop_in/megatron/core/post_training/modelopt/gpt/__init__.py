@@ -1,1 +1,0 @@
-"""Names of ModelOpt, which is not supported."""

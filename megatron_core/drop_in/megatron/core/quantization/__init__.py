@@ -1,1 +1,0 @@
-"""Quantization recipes by layer, which are not supported."""

@@ -1,1 +1,0 @@
-"""Changes of the layout of a running model, which are not supported."""

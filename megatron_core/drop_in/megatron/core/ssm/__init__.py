@@ -1,1 +1,0 @@
-"""State-space layers, which are not supported."""

@@ -1,1 +1,0 @@
-"""The former path of the tokenizers."""

@@ -1,3 +1,0 @@
-"""Parsers of generated text."""
-
-from megatron.core.tokenizers.text.parsers.mapping import PARSER_MAPPING

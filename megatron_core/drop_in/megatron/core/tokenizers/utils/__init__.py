@@ -1,1 +1,0 @@
-"""Construction of tokenizers."""

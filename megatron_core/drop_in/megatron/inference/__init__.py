@@ -1,1 +1,0 @@
-"""Models for generation from the arguments of a program."""

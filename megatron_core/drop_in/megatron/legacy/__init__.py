@@ -1,1 +1,0 @@
-"""Megatron-LM's models before ``megatron.core``."""

@@ -1,1 +1,0 @@
-"""Megatron-LM's data sets before ``megatron.core``, which are not supported."""

@@ -1,1 +1,0 @@
-"""Megatron-LM's use of ModelOpt (quantization, pruning, distillation), which is not supported."""

@@ -1,1 +1,0 @@
-"""Reinforcement learning, which is not supported."""

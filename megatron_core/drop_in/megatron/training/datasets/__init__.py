@@ -1,1 +1,0 @@
-"""Megatron-LM's data sets for training."""
