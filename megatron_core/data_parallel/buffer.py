@@ -78,8 +78,7 @@ class Bucket:
         self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)
-        self.offsets = layout.offsets
-        self.end = layout.end
+        self.offsets, self.end = layout.offsets, layout.end
         self.used = layout.used
         for (name, parameter), offset in zip(named, self.offsets, strict=True):
             span = slice(offset, offset + parameter.numel())
@@ -253,8 +252,7 @@ class Bucket:
                 self.sum_shard.add_(total)
             elif total.data_ptr() != self.sum_shard.data_ptr():
                 self.sum_shard.copy_(total)
-            self._wire = None
-            self._partial = None
+            self._wire, self._partial = None, None
             self._has_sum = True
             if self.splits_grads:
                 release(self.grads)

@@ -125,8 +125,7 @@ def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parame
     return embedding.word_embeddings.weight
 
 
-EMBEDDING = "the embedding"
-OUTPUT = "the output layer"
+EMBEDDING, OUTPUT = "the embedding", "the output layer"
 
 
 def check_complete(

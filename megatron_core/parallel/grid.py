@@ -58,8 +58,7 @@ class Grid:
         self._check_order()
 
     def _check_order(self) -> None:
-        axes = self.order.split("-")
-        legal = DEFAULT_ORDER.split("-")
+        axes, legal = self.order.split("-"), DEFAULT_ORDER.split("-")
         for axis in axes:
             if axis not in legal:
                 raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(legal)}")
@@ -182,6 +181,5 @@ class Grid:
 def _groups(grid: Grid, axes: str) -> tuple[tuple[int, ...], ...]:
     """Each rank of a simulated world reads all groups."""
     names = axes.split("-")
-    other_axes = [axis for axis in grid._view_of(names) if axis not in names]
-    offsets = grid._offsets(names)
+    other_axes, offsets = [axis for axis in grid._view_of(names) if axis not in names], grid._offsets(names)
     return tuple(tuple(grid.rank_offset + first + offset for offset in offsets) for first in grid._offsets(other_axes))

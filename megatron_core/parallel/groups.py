@@ -94,15 +94,13 @@ class ParallelGroups:
         a2a_size: int = 1,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        self.grid = grid
-        self.rank = rank
+        self.grid, self.rank = grid, rank
         self.coordinates = grid.coordinates(rank)
         size = grid.world_size
         self._grids = (
             [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
-        self._timeout = timeout
-        self._instances = instances
+        self._timeout, self._instances = timeout, instances
         # Combinations of axes with the same ranks share one communicator.
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
@@ -244,8 +242,7 @@ class ParallelGroups:
         With torch.distributed all groups of the world are created, because every process must take part in each
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
-        mine = None
-        distributed = self._is_distributed
+        mine, distributed = None, self._is_distributed
         everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
         for ranks in everyone or [tuple(self.ranks(axes))]:
             for members in divide(ranks):
@@ -262,8 +259,7 @@ class ParallelGroups:
 
     def _outer_group(self) -> Group:
         """This rank's group over the outer groups, with a communicator of its own."""
-        number = len(self._grids)
-        size = self.grid.world_size
+        number, size = len(self._grids), self.grid.world_size
         if number == 1 or not self._is_distributed:
             return LocalGroup(number, self.grid.rank_offset // size if number > 1 else 0)
         groups = [

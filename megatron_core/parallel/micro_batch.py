@@ -97,8 +97,7 @@ class LaterTokens:
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
         """Build from whole sequences, because targets may be tokens of other ranks."""
-        labels = batch["labels"]
-        masks = batch["loss_mask"]
+        labels, masks = batch["labels"], batch["loss_mask"]
         documents = torch.zeros_like(labels)
         if (lengths := batch.get("document_lengths")) is not None:
             numbers = torch.arange(lengths.shape[1])
@@ -163,8 +162,7 @@ class MicroBatch(SequenceDetails):
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch
         }
-        source = batch.get("source")
-        lengths = batch.get("document_lengths")
+        source, lengths = batch.get("source"), batch.get("document_lengths")
         return cls(
             **entries,
             positions=split.positions(length, device),

@@ -190,8 +190,7 @@ class ShardSpec:
             for run in self._runs[dim]:
                 indices[slice(*run.local)] = torch.arange(*run.whole)
             numbers += indices.to(device)[left % len(indices)] * stride
-            left = left // len(indices)
-            stride = stride * self.global_shape[dim]
+            left, stride = left // len(indices), stride * self.global_shape[dim]
         return numbers
 
     @cached_property
@@ -272,8 +271,7 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
     own_query, ranges = heads // size * head_size, []
     for i in range(size):
         base = i // sharers * group_rows
-        query = base + i % sharers * own_query
-        key = base + group_rows - 2 * head_size
+        query, key = base + i % sharers * own_query, base + group_rows - 2 * head_size
         ranges.append(((query, query + own_query), (key, key + 2 * head_size)))
     return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),), fused=fused)
 

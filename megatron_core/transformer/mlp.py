@@ -28,8 +28,7 @@ class MLP(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config = context.config
-        ffn = context.config.ffn_size
+        config, ffn = context.config, context.config.ffn_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation = XIELU(context) if config.xielu else activation_of(config)
         self.linear_fc1 = context.column_linear(
@@ -65,8 +64,7 @@ class XIELU(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        parallel = context.parallel
-        spec = replicated((1,), context.tp_group.rank(), partial_grad=True)
+        parallel, spec = context.parallel, replicated((1,), context.tp_group.rank(), partial_grad=True)
         self.alpha_p = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_n = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_p.init_method = partial(nn.init.constant_, val=math.log(math.expm1(INITIAL_ALPHA)))

@@ -62,8 +62,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index, places, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes = holes
-        ctx.total = total
+        ctx.holes, ctx.total = holes, total
         return _rows(x, index, holes)
 
     @staticmethod
@@ -78,8 +77,7 @@ class _SumTaken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, places, index, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes = holes
-        ctx.total = total
+        ctx.holes, ctx.total = holes, total
         return total(_rows(rows, places.flatten(), holes).unflatten(0, places.shape))
 
     @staticmethod
@@ -113,8 +111,7 @@ class Dispatcher:
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
         self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
-        self.local_experts = num_experts // groups.size("ep")
-        self.own_part = groups.index("ep")
+        self.local_experts, self.own_part = num_experts // groups.size("ep"), groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
         self.holders = [[i for i, held in enumerate(members) if held == number] for number in range(groups.size("ep"))]
         """For each part of the experts, the indices in the group of the ranks with this part."""
@@ -140,8 +137,7 @@ class AllToAll(Dispatcher):
         arriving = None
         if capacity is None:
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
-        tokens = slots.owners(keys.shape[1])
-        copies = len(self.holders[0])
+        tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
         total = _plain_total if numbers is None else partial(_total_of_choices, copies=copies)
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
@@ -154,8 +150,7 @@ class AllToAll(Dispatcher):
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
-        counts = [sum(column) for column in zip(*receive, strict=True)]
-        chunks = None
+        counts, chunks = [sum(column) for column in zip(*receive, strict=True)], None
         order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
         if numbers is not None:
             local = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
@@ -179,8 +174,7 @@ class AllToAll(Dispatcher):
         The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
         """
         holders = self._holders_on(device)  # [ep, etp]
-        ranks = holders[routing.experts // self.local_experts]
-        local = routing.experts % self.local_experts
+        ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
@@ -228,8 +222,7 @@ class AllGatherDispatcher(Dispatcher):
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
-        local_rows = x.shape[0]
-        longest = torch.tensor(x.shape[0], device=x.device)
+        local_rows, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
         missing = int(longest) - local_rows
 
@@ -287,8 +280,7 @@ class Slots:
             if drops:
                 places = places.masked_fill(flat == destinations, -1)
             return cls(order, places.view_as(keys), counts[:destinations], drops)
-        first = counts.cumsum(0) - counts
-        key = flat[order]
+        first, key = counts.cumsum(0) - counts, flat[order]
         row = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
         row = row.masked_fill(key == destinations, destinations * capacity)
         rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, row, order)[:-1]
@@ -310,8 +302,7 @@ def _by_number(numbers: Tensor, order: Tensor | None, counts: Sequence[int], chu
     ``numbers`` ``[R]`` are those of the received rows; ``order`` is the permutation to rows ordered by expert.
     """
     numbers = numbers if order is None else numbers[order]
-    permutations = []
-    experts = []
+    permutations, experts = [], []
     of_expert = []
     for run in runs(counts):
         ascending, order_in_run = numbers[run].sort(stable=True)
