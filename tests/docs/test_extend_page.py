@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_registered_classes_train(heading: str, settings: dict, monkeypatch: pyt
     run = tiny_run(**settings)
     losses = [float(train_step(run).loss) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def test_the_page_lists_every_hook() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("### What a feature can add")[1].split("\n\n")[1]
+    listed = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    hooks = {field.name for field in fields(feature.Feature)} - {"name", "settings", "is_used"}
+    assert listed == hooks
 
 
 def test_the_feature_on_the_page_reports_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
