@@ -17,7 +17,6 @@ from torch import nn
 def fields() -> tuple[list[str], list[str]]:
     """Paths of all fields of DeepSpeed's configuration classes, and the keys that its functions read."""
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
-
     from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
