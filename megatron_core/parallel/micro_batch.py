@@ -162,7 +162,8 @@ class MicroBatch(SequenceDetails):
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch
         }
-        source, lengths = batch.get("source"), batch.get("document_lengths")
+        source = batch.get("source")
+        lengths = batch.get("document_lengths")
         return cls(
             **entries,
             positions=split.positions(length, device),
