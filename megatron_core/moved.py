@@ -54,7 +54,6 @@ MOVED = {
     "tensor_parallel.fp8": "features.fp8.products",
     "config.megatron_model": "hub.rules",
     "optimizer.torch_optimizer": "any_model.torch_optimizer",
-    "verify.compare": "verify.bounds",
     "config.trainer_flags": "features.megatron_flags.tables",
     "config.launch_flags": "features.megatron_flags.launch_flags",
     "config.megatron_flags": "features.megatron_flags.tables",
@@ -211,6 +210,8 @@ def install() -> None:
 MOVED_NAMES = {
     "datasets.IndexedDatasetBuilder": "preprocess.builder",
     "datasets.write_header": "preprocess.builder",
+    **{f"storage.{name}": "locations" for name in ("in_storage", "local_copy", "location", "read_part", "real")},
+    "storage.StoragePath": "storage.paths",
 }
 """Names that a package exported in the version before, and the modules that define them now."""
 

@@ -72,7 +72,7 @@ FEATURES_THAT_IMPORT_FEATURES = {
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
-WITHIN_LEVEL_0 |= {("schema", "errors"), ("schema", "text_file")}
+WITHIN_LEVEL_0 |= {("schema", "errors"), ("schema", "text_file"), ("storage", "moved")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,11 @@ def test_an_old_name_of_a_package(old: str, new: str) -> None:
     assert found is getattr(importlib.import_module(f"megatron_core.{new}"), name)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         importlib.import_module(package).nothing  # noqa: B018
+
+
+def test_no_old_name_hides_a_name_of_a_package() -> None:
+    """A module of a package replaces the package's attribute of the same name when it is imported."""
+    for old in MOVED:
+        package, _, name = f"megatron_core.{old}".rpartition(".")
+        stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi")
+        assert not stub.is_file() or not re.search(rf"\bas {name}$", stub.read_text(), flags=re.MULTILINE), old

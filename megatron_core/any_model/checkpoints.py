@@ -15,7 +15,7 @@ from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_chec
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.amax_history import AmaxHistories, pieces_to_load_of
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.training.loading import load_state
@@ -120,8 +120,7 @@ class EngineCheckpoints:
             reader.fill(self._buffers())
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
                 self._optimizer.load(reader, stored.get("param_groups", []))
-            further = (lambda reader: ()) if self._fp8 is None else self._fp8.pieces_to_load
-            loaded = load_state(config, reader, self._data, self._optimizer, further)
+            loaded = load_state(config, reader, self._data, self._optimizer, pieces_to_load_of(self._fp8))
         if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}

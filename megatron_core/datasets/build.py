@@ -104,7 +104,7 @@ def build_datasets(
     """
     if (data.data_order == "keyed") != (order is None):
         raise ConfigError(f"data_order={data.data_order} needs the function of this order; use --data-order keyed")
-    # Also for callers that build data sets without a run, whose settings nobody has checked.
+    # Programs may build data sets without a run, which would have checked the settings.
     # The caller decides whether training data is required.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)

@@ -35,10 +35,10 @@ def attend_heads(
     step = cache.step
     parts = []
     if step.cached:
-        parts.append(_own(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
+        parts.append(_function_of(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
     if step.fresh:
         fresh = (tensor[step.cached :] for tensor in (query, key, value))
-        parts.append(_own(layer, attend_fresh)(*fresh, step, *sinks))
+        parts.append(_function_of(layer, attend_fresh)(*fresh, step, *sinks))
     return torch.cat(parts)
 
 
@@ -58,7 +58,7 @@ def attend_latents(
         parts.append(_attend_to_latents(layer, query[: step.cached, 0], memory, step))
     if step.fresh:
         key, value = layer.key_and_value(latent[step.cached :], shared_key[step.cached :])
-        parts.append(_own(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
+        parts.append(_function_of(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
     return torch.cat(parts)[:, None]
 
 
@@ -70,12 +70,12 @@ def _attend_to_latents(layer: LatentAttention, query: Tensor, memory: Tensor, st
     """
     query, up_value = layer.of_latents(query)
     query = query * math.sqrt((layer.rank + layer.turned) / (layer.plain + layer.turned))
-    out = _own(layer, attend_cached)(query, memory, memory[..., : layer.rank], step)
+    out = _function_of(layer, attend_cached)(query, memory, memory[..., : layer.rank], step)
     return torch.einsum("sac,avc->sav", out.unflatten(-1, (layer.heads, -1)), up_value).flatten(1)
 
 
-def _own(layer: SelfAttention | LatentAttention, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The method of the layer's core attention with the name of ``default``, or ``default`` for the core attention."""
+def _function_of(layer: SelfAttention | LatentAttention, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method of the layer's core attention that replaces ``default``, or ``default`` with this core attention."""
     core = layer.core_attention
     assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
     method: Callable[..., Tensor] | None = getattr(core, default.__name__, None)

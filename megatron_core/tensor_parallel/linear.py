@@ -52,10 +52,13 @@ class LinearGradients:
 
 
 class MatrixProducts:
-    """The products of a linear layer in the precision of its tensors.
+    """The products of a linear layer; a feature derives others, whose objects belong to one layer and may keep state.
 
-    The base class of products in another precision, each object of which belongs to one layer and may keep its state.
+    This class computes them in the precision of the tensors.
     """
+
+    has_pipelined_backward = False
+    """Whether backward may multiply parts of dL/dy by ``weight`` while others arrive, without ``gradients``."""
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
@@ -68,7 +71,13 @@ class MatrixProducts:
         return LinearGradients(weight, grad_y)
 
 
-PLAIN_PRODUCTS = MatrixProducts()
+class PlainProducts(MatrixProducts):
+    """The products of a layer that no feature replaces."""
+
+    has_pipelined_backward = True
+
+
+PLAIN_PRODUCTS = PlainProducts()
 
 
 def parallel_linear(
@@ -237,7 +246,8 @@ def _input_and_weight_grads(
     # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
     grad_x: Tensor | None = None
     reducing: Handle = Done()
-    if comm.scatter_sequence and comm.is_pipelined and needs_x:
+    is_pipelined = comm.is_pipelined and products.has_pipelined_backward
+    if comm.scatter_sequence and is_pipelined and needs_x:
         grad_y, grad_x = multiply_arriving(grad_y, weight.t(), None, comm)
     else:
         grad_y = gather_output_grad(grad_y, comm)
@@ -245,7 +255,7 @@ def _input_and_weight_grads(
     needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
     if needs_x and grad_x is None:
-        grad_x, reducing = _start_input_grad(gradients, comm)
+        grad_x, reducing = _start_input_grad(gradients, comm, is_pipelined=is_pipelined)
     gathering.wait()
     if not comm.overlap:
         reducing.wait()
@@ -255,8 +265,10 @@ def _input_and_weight_grads(
     return grad_x, grad_weight
 
 
-def _start_input_grad(gradients: LinearGradients, comm: LinearComm) -> tuple[Tensor | None, Handle]:
-    if comm.is_pipelined and (comm.gather_sequence or comm.reduce_input_grad):
+def _start_input_grad(
+    gradients: LinearGradients, comm: LinearComm, *, is_pipelined: bool
+) -> tuple[Tensor | None, Handle]:
+    if is_pipelined and (comm.gather_sequence or comm.reduce_input_grad):
         return start_multiply_and_sum(gradients.grad_y, gradients.weight.t(), comm, scatter=comm.gather_sequence)
     return start_input_grad_reduction(gradients.of_input(), comm)
 

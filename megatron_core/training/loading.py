@@ -78,11 +78,11 @@ def load_state(
     reader: StateReader,
     data: DataParallel,
     optimizer: Optimizer | None,
-    further: Callable[[StateReader], Iterable[TensorBox]] = lambda reader: (),
+    pieces_of_features: Callable[[StateReader], Iterable[TensorBox]] = lambda reader: (),
 ) -> TrainState:
     """Load weights and optimizer state; return the counters (all 0 with only weights, or ``finetune``).
 
-    ``further(reader)``: other pieces to load if the optimizer continues.
+    ``pieces_of_features(reader)``: other pieces to load if the optimizer continues.
     """
     settings = config.checkpoint
     weights_only = not reader.continues and (settings.finetune or reader.only_weights)
@@ -91,7 +91,7 @@ def load_state(
     with reader:
         if not reader.continues:
             _check_names(reader, data, None if fresh else optimizer, missing)
-        others = () if fresh else tuple(further(reader))
+        others = () if fresh else tuple(pieces_of_features(reader))
         if isinstance(reader, CopiesReader):
             reader.fetch(chain(held_pieces(data, optimizer), others))
         pieces = list(saved_pieces(data, held_weights(data)))

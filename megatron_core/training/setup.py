@@ -129,7 +129,7 @@ class Run(Trainable):
             return TrainState()
         if any(part.load(config, reader) for part in self.parts):
             return counters(reader)
-        state = load_state(config, reader, self.data_parallel, self.optimizer, self._further_pieces)
+        state = load_state(config, reader, self.data_parallel, self.optimizer, self._pieces_of_features)
         for part in self.parts:
             part.after_load(config, reader)
         return state
@@ -138,7 +138,7 @@ class Run(Trainable):
         for part in self.parts:
             part.after_gradients()
 
-    def _further_pieces(self, reader: StateReader) -> Iterator[TensorBox]:
+    def _pieces_of_features(self, reader: StateReader) -> Iterator[TensorBox]:
         """The pieces of features to load together with model and optimizer."""
         for part in self.parts:
             yield from part.pieces_to_load(reader)

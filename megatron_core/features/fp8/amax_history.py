@@ -124,3 +124,8 @@ class AmaxHistories:
 def update_of(histories: AmaxHistories | None) -> Callable[[], None]:
     """The function that adds a step to ``histories``."""
     return (lambda: None) if histories is None else histories.update
+
+
+def pieces_to_load_of(histories: AmaxHistories | None) -> Callable[[Any], Iterable[TensorBox]]:
+    """The function from a reader to the pieces that ``histories`` load from it."""
+    return (lambda reader: ()) if histories is None else histories.pieces_to_load

@@ -33,7 +33,7 @@ class FP8Arithmetic(LayerArithmetic):
         self._layers, self._kept = FP8LayerArithmetic(settings, sequence, backend), kept
 
     def of_layer(self, layer_number: int) -> LayerArithmetic:
-        """The arithmetic of a layer; those of multi-token prediction, after the last one, are also in FP8."""
+        """The arithmetic of a layer. Layers of multi-token prediction, which follow the last layer, also use FP8."""
         return PLAIN if layer_number in self._kept else self._layers
 
 
