@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_core.config import RunConfig
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel import World
-from megatron_core.training.reports import Measurements
+from megatron_core.reports.measurements import Measurements
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 

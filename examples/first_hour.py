@@ -27,7 +27,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.commands import launch, run
 from megatron_core.commands.collect_corpus import LIBRARY_PATTERNS, SKIPPED, SKIPPED_IN_LIBRARY, find
-from megatron_core.monitor.device import measure_product_rate
+from megatron_core.reports.reference_rate import measure_product_rate
 
 TOKENS_PER_PARAMETER = 20
 """The best number for a given time of training (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models",

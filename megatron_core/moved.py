@@ -13,6 +13,14 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "monitor.timers": "reports.timers",
+    "monitor.record_schema": "reports.record_schema",
+    "monitor.rank_records": "reports.rank_records",
+    "monitor.goodput": "reports.goodput",
+    "schedules.trace": "reports.trace_files",
+    "training.pipeline_trace": "reports.pipeline_trace",
+    "training.failures": "resilience.failure_log",
+    "training.bad_steps": "resilience.bad_steps",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",
     "config.rules_hybrid": "features.recurrent.rules",
@@ -212,6 +220,8 @@ MOVED_NAMES = {
     "datasets.write_header": "preprocess.builder",
     **{f"storage.{name}": "locations" for name in ("in_storage", "local_copy", "location", "read_part", "real")},
     "storage.StoragePath": "storage.paths",
+    "monitor.read_metrics": "reports.metrics",
+    "monitor.jsonl.read_metrics": "reports.metrics",
 }
 """Names that a package exported in the version before, and the modules that define them now."""
 

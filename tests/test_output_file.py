@@ -11,7 +11,6 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.jsonl import METRICS, JsonLinesSink, LineFile
-from megatron_core.monitor.rank_records import find_metrics
 from megatron_core.output_file import (
     json_with,
     make_folder,
@@ -24,7 +23,8 @@ from megatron_core.output_file import (
 from megatron_core.preprocess.job import preprocess
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.reports.prometheus import PrometheusSink
-from megatron_core.schedules.trace import TraceWriter
+from megatron_core.reports.rank_records import find_metrics
+from megatron_core.reports.trace_files import TraceWriter
 from tests.datasets.files import write
 from tests.monitor.examples import step
 from tests.programs import run_program

@@ -24,10 +24,11 @@ from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import unavailable_reason
-from megatron_core.monitor.device import measure_product_rate, peak_memory_bytes
+from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.parallel.initialization import draws_alike
 from megatron_core.planner.hardware import known_hardware, read_hardware
+from megatron_core.reports.reference_rate import measure_product_rate
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 

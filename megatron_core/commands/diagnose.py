@@ -23,10 +23,10 @@ import tyro
 
 from megatron_core.command import program
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.monitor.rank_records import read_run
 from megatron_core.output_file import Kind, Output, json_with, prepare_output
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.rank_records import read_run
 from megatron_core.reports.summary import Summary
 from megatron_core.terminal import parse_flags
 

@@ -2,4 +2,7 @@
 
 from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
-from megatron_core.monitor.jsonl import JsonLinesSink, read_metrics
+from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.moved import old_names_of
+
+__getattr__ = old_names_of(__name__)

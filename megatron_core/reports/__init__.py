@@ -19,6 +19,16 @@ FEATURES = (
     metric_sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
     metric_sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
     Feature(
+        name="measurements",
+        is_used=lambda config: config.monitor.record_times and not config.training.skip_train,
+        callbacks=("megatron_core.reports.measurements:Measurements",),
+    ),
+    Feature(
+        name="pipeline_trace",
+        is_used=lambda config: config.monitor.trace_pipeline is not None,
+        callbacks=("megatron_core.reports.pipeline_trace:PipelineTrace",),
+    ),
+    Feature(
         name="memory",
         is_used=lambda config: not config.training.skip_train,
         run_part="megatron_core.reports.memory_report:MemoryPrediction",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import save_picture
+from megatron_core.reports.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ import numpy as np
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.expert_load import recorded_loads
-from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import save_picture
+from megatron_core.reports.metrics import read_metrics
 
 MOST_COLUMNS = 800
 """Maximum number of columns; more steps are averaged with their neighbours."""

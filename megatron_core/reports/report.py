@@ -12,20 +12,20 @@ import yaml
 from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.device import ReferenceRate
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
-from megatron_core.monitor.goodput import LOST
-from megatron_core.monitor.rank_records import find_metrics, read_run
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.goodput import LOST
 from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
 from megatron_core.reports.plot import validations
 from megatron_core.reports.plot_experts import plot_expert_load
 from megatron_core.reports.plot_pipeline import plot_timelines
+from megatron_core.reports.rank_records import find_metrics, read_run
+from megatron_core.reports.reference_rate import ReferenceRate
 from megatron_core.reports.summary import Summary
+from megatron_core.reports.trace_files import measured_costs, read_trace
 from megatron_core.schedules.simulate import simulate
-from megatron_core.schedules.trace import measured_costs, read_trace
 
 _REPORT = Kind("report of this program", lambda data: GENERATOR.encode() in data[:1000])
 MOST_RANKS = 64

@@ -8,10 +8,10 @@ from statistics import mean, median
 from typing import Any
 
 from megatron_core.monitor.expert_load import STARVED_SHARE, recorded_loads
-from megatron_core.monitor.goodput import Goodput
-from megatron_core.monitor.rank_records import RunRecords
-from megatron_core.monitor.timers import COMPUTE
 from megatron_core.planner.hardware import Hardware
+from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.rank_records import RunRecords
+from megatron_core.reports.timers import COMPUTE
 
 WARM_UP = 2
 """Steps after a start that are ignored if more follow: they include loading libraries and first use of memory."""

@@ -1,4 +1,4 @@
-"""Runs that survive failures: recovery, elastic restarts, checks of links, repeated steps, and injected faults."""
+"""Runs that survive failures: recovery, elastic restarts, checks of links, bad and repeated steps, logged failures."""
 
 from megatron_core.feature import Feature
 from megatron_core.resilience import rules
@@ -11,6 +11,16 @@ from megatron_core.resilience.settings import (
 )
 
 FEATURES = (
+    Feature(
+        name="failure_log",
+        is_used=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
+        callbacks=("megatron_core.resilience.failure_log:FailureLog",),
+    ),
+    Feature(
+        name="bad_steps",
+        is_used=lambda config: not config.training.skip_train,
+        callbacks=("megatron_core.resilience.bad_steps:BadSteps",),
+    ),
     Feature(
         name="elastic_runs",
         settings=ElasticConfig,

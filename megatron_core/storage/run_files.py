@@ -13,12 +13,13 @@ from megatron_core.locations import location
 from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.storage.paths import StoragePath
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.failures import OF_FAILURES
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
 PATTERNS = ("*.jsonl", "*.json", "*.yaml", "*.log", "metrics.ranks/*.jsonl")
-"""Files in ``CheckpointConfig.run_folder`` that are copied. ``FailureLog`` keeps its own objects."""
+"""Files in ``CheckpointConfig.run_folder`` that are copied."""
+NOT_COPIED = "failures."
+"""Beginning of the names of files of which ``FailureLog`` keeps objects of its own."""
 VERSIONS = ".stored"
 """File with the version of each object that equals, or is older than, the file here."""
 
@@ -117,5 +118,5 @@ def _found(place: Any) -> Iterator[tuple[str, Any]]:
     for pattern in PATTERNS:
         above = pattern[: pattern.rfind("/") + 1]
         for path in sorted(place.glob(pattern)):
-            if not path.name.startswith(OF_FAILURES):
+            if not path.name.startswith(NOT_COPIED):
                 yield above + path.name, path

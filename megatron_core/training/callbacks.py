@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron_core.errors import MegatronError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.monitor.events import ValidationEvent
 from megatron_core.parallel.exit_status import RESTART, explained
+from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -23,7 +24,7 @@ class Callback:
     the order of adding::
 
         load_values if the run resumes, before_run
-        for each step: before_step, before_update, is_bad, after_step
+        for each step: before_step, around_plan, before_update, is_bad, after_step
             after an evaluation: after_evaluation
             stored_values
             around a checkpoint: before_save, after_save
@@ -52,6 +53,10 @@ class Callback:
 
     def before_update(self) -> None:
         """Called when the gradients of a step are summed over all ranks, before they are clipped."""
+
+    def around_plan(self, listener: Listener) -> AbstractContextManager[Listener]:
+        """Return a context of the forward and backward of a step, with the executor's listener to use in it."""
+        return nullcontext(listener)
 
     def is_bad(self, loss: float, grad_norm: float) -> bool:
         """Return whether to skip the update of this step; the result must be equal on all ranks."""
@@ -128,9 +133,17 @@ class Callbacks:
     def step_hooks(self) -> StepHooks:
         """The methods that the driver calls within a step."""
         return StepHooks(
+            around_plan=self._around_plan,
             before_update=partial(self.call, "before_update"),
             is_bad=lambda loss, grad_norm: any(self.call("is_bad", loss, grad_norm)),
         )
+
+    @contextmanager
+    def _around_plan(self, listener: Listener) -> Iterator[Listener]:
+        with ExitStack() as stack:
+            for callback in self._begun:
+                listener = stack.enter_context(self._call(callback, "around_plan", listener))
+            yield listener
 
     def store_values(self) -> None:
         """Put the values that callbacks store into the state of the run, for checkpoints and copies of it."""

@@ -6,26 +6,16 @@ from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
-from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
-from megatron_core.training.failures import FailureLog, Heartbeat
-from megatron_core.training.reports import Measurements, Reports
+from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
-from megatron_core.training.step import evaluate, train_step
-from megatron_core.training.stop import StopRequests
+from megatron_core.training.step import evaluate, leave_out_listed, train_step
+from megatron_core.training.stop import Heartbeat, StopRequests
 
 
 def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
     """The callbacks of every training run, in the order of their priorities."""
-    measurements = Measurements(run)
-    return [
-        FailureLog(run),
-        Heartbeat(run),
-        StopRequests(run),
-        Reports(run, sinks, measurements),  # before BadSteps, whose rollback changes the iteration
-        BadSteps(run),
-        measurements,
-    ]
+    return [Heartbeat(run), StopRequests(run), Reports(run, sinks)]
 
 
 def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
@@ -67,7 +57,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
 
 def evaluate_only(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
     """Evaluate on the validation and the test data, if present, without training (``skip_train``)."""
-    reports = Reports(run, sinks, Measurements(run))
+    reports = Reports(run, sinks)
     called = Callbacks(run, [reports, *feature_callbacks(run), *callbacks])
     with called.running():
         for split in ("validation", "test"):

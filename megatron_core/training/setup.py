@@ -1,10 +1,10 @@
 """Setup of a training run from a configuration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
-from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.attempts import Attempts
@@ -40,7 +39,6 @@ from megatron_core.training.initial_weights import InitialWeights
 from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.objective import Objective, build_objective
 from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
-from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
@@ -67,7 +65,6 @@ class Run(Trainable):
     layer_specs: LayerSpecs = layer_spec
     """The function that has chosen the parts of each layer."""
     plans: Plans
-    trace: TraceWriter | None
     splits: Splits
     evaluations: tuple[Evaluation, ...]
     """Evaluations of features, in addition to the validation data."""
@@ -84,6 +81,8 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    event_fields: list[Callable[[Any], Mapping[str, Any]]] = field(default_factory=list)
+    """Functions of callbacks from the ``StepResult`` to further fields of the step's event."""
     attempts: Attempts = field(default_factory=Attempts)
     """How steps are computed: once, or repeatedly to find wrong results."""
     parts: tuple[RunPart, ...] = field(init=False)
@@ -346,7 +345,6 @@ def set_up(
         auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
         layer_specs=layer_specs,
         plans=plans,
-        trace=trace_writer(config, groups, plans.stage_to_rank),
         p2p=p2p,
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),

@@ -33,7 +33,6 @@ from megatron_core.training.driver import (
     sum_of,
     take_step,
 )
-from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
@@ -81,20 +80,17 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         called = replace(hooks, statistics=statistics.own)
         if discard:
             called = replace(called, is_bad=lambda loss, norm: True)
-        with traced(run.trace, state.iteration + 1, run.groups, run.world.device) as around_plan:
-            if run.trace is not None:
-                called = replace(called, around_plan=around_plan)
-            auxiliary = _auxiliary_losses(run, size, mine)
-            is_spoiled = run.attempts.is_spoiled(number, shift)
-            forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
-            work = StepWork(
-                run.plans.training(size.num_microbatches),
-                forward,
-                run.objective.count_terms(mine),
-                message_lengths(mine),
-                auxiliary,
-            )
-            outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=called)
+        auxiliary = _auxiliary_losses(run, size, mine)
+        is_spoiled = run.attempts.is_spoiled(number, shift)
+        forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
+        work = StepWork(
+            run.plans.training(size.num_microbatches),
+            forward,
+            run.objective.count_terms(mine),
+            message_lengths(mine),
+            auxiliary,
+        )
+        outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=called)
         read = partial(statistics.read, outcome.statistics, scale)
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
@@ -128,6 +124,16 @@ def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> Au
         num_experts=model.num_experts or 0,
         counts=count_later_tokens(batches, mtp_loss_names(model)),
     )
+
+
+def leave_out_listed(run: Run) -> bool:
+    """Leave out the next step's batch if a setting or a rollback lists it; return whether it was left out."""
+    if run.state.iteration + 1 not in {*run.config.resilience.iterations_to_skip, *run.state.left_out}:
+        return False
+    size = leave_out_step(run)
+    if run.world.rank == 0:
+        print(f"note: iteration {run.state.iteration} is left out (samples up to {size.end - 1})", flush=True)
+    return True
 
 
 def leave_out_step(run: Run) -> StepSize:

@@ -1,4 +1,4 @@
-"""Early stop of a run by a signal or a time limit, with a checkpoint."""
+"""Signs of life for the watchdog, and an early stop by a signal or a time limit, with a checkpoint."""
 
 import signal
 import time
@@ -11,6 +11,22 @@ from megatron_core.training.setup import Run
 # torchrun forwards a Ctrl-C that the terminal also sends to the processes: two within this time count as one.
 SAME_SIGNAL_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Heartbeat(Callback):
+    """Tells the watchdog which step starts; the watchdog reports a rank that makes no progress."""
+
+    priority = 800
+
+    def before_step(self) -> None:
+        """Report the start of the next step."""
+        if self.run.world.watchdog is not None:
+            self.run.world.watchdog.beat(self.run.state.iteration + 1)
+
+    def close(self) -> None:
+        """Stop the timer: no more steps follow."""
+        if self.run.world.watchdog is not None:
+            self.run.world.watchdog.rest()
 
 
 class StopRequests(Callback):

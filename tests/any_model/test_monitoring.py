@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import megatron_core
-from megatron_core.monitor.rank_records import read_run
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.rank_records import read_run
 from megatron_core.reports.summary import Summary
 from megatron_core.verify.ranks import run_ranks
 

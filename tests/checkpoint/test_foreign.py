@@ -29,9 +29,9 @@ from megatron_core.checkpoint.removal import drop_old
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
-from megatron_core.monitor.jsonl import read_metrics
 from megatron_core.output_file import make_folder
 from megatron_core.parallel import World
+from megatron_core.reports.metrics import read_metrics
 from megatron_core.training import Callback, pretrain
 from megatron_core.training.reports import Reports
 from megatron_core.training.step import StepResult

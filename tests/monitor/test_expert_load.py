@@ -12,7 +12,7 @@ from megatron_core.monitor.expert_load import STARVED_STEPS, ExpertLoad, Starved
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.reports.checks import RunChecks
 from megatron_core.reports.plot_experts import expert_loads, plot_expert_load
-from megatron_core.training.reports import Measurements, Reports
+from megatron_core.training.reports import Reports
 from megatron_core.training.step import train_step
 from tests.monitor.examples import step
 from tests.runs import tiny_run
@@ -43,7 +43,7 @@ def test_a_run_reports_the_load_of_every_layer(tmp_path: Path, capsys: pytest.Ca
     for stage in run.stages.values():
         stage.decoder.layers["1"].mlp.router.expert_bias.data[0] = 100.0
     sink, checks = JsonLinesSink(tmp_path / "metrics.jsonl"), RunChecks(run)
-    reports = Reports(run, [sink], Measurements(run))
+    reports = Reports(run, [sink])
     for _ in range(STARVED_STEPS):
         reports.before_step()
         result = train_step(run)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.jsonl import JsonLinesSink, read_metrics
+from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
+from megatron_core.reports.metrics import read_metrics
 from megatron_core.reports.prometheus import PrometheusSink
 from megatron_core.reports.tensorboard import TensorBoardSink
 from megatron_core.verify.ranks import run_ranks

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.jsonl import read_metrics
+from megatron_core.reports.metrics import read_metrics
 from megatron_core.reports.trainer_callback import MetricsCallback
 
 

@@ -15,9 +15,9 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import MegatronError
 from megatron_core.locations import CACHE_VARIABLE, location, run_folder
 from megatron_core.parallel import World
+from megatron_core.resilience.failure_log import FILE, FailureLog
 from megatron_core.storage.run_files import FetchedFiles, RunFiles
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.failures import FILE, FailureLog
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -18,10 +18,10 @@ from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import StepEvent
 from megatron_core.parallel import World
 from megatron_core.reports.memory_report import MemorySnapshots
+from megatron_core.resilience.bad_steps import BadSteps
+from megatron_core.resilience.failure_log import FailureLog
 from megatron_core.training import Callback, pretrain
-from megatron_core.training.bad_steps import BadSteps
-from megatron_core.training.callbacks import Callbacks
-from megatron_core.training.failures import FailureLog
+from megatron_core.training.callbacks import Callbacks, feature_callbacks
 from megatron_core.training.loop import built_in_callbacks, train
 from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
@@ -67,7 +67,7 @@ def test_methods_are_called_in_the_documented_order(tmp_path: Path) -> None:
     calls: list[tuple[str, str, int]] = []
     settings = SMALL | {"eval_iters": 1, "eval_interval": 2, "save_interval": 2, "save": str(tmp_path)}
     train(tiny_run(**settings, train_iters=3), [], [Recorder(calls)])
-    before = ("before_step", "before_update", "is_bad")
+    before = ("before_step", "around_plan", "before_update", "is_bad")
     assert [(method, iteration) for _, method, iteration in calls] == [
         ("before_run", 0),
         *((method, 0) for method in before),
@@ -136,18 +136,19 @@ def test_a_planted_mistake_in_the_order_is_noticed(target: str, old: str, new: s
 
 
 def _built_in() -> list[Callback]:
-    return built_in_callbacks(tiny_run(**SMALL), [])
+    run = tiny_run(**SMALL)
+    return [*built_in_callbacks(run, []), *feature_callbacks(run)]
 
 
-def test_built_in_callbacks_are_listed_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_the_library_have_priorities_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users' callbacks of priority 0 run between all built-in ones and those that must be last."""
 
     def check() -> None:
         priorities = [callback.priority for callback in _built_in()]
-        assert priorities == sorted(set(priorities), reverse=True) and 0 not in priorities
+        assert len(priorities) == len(set(priorities)) and 0 not in priorities
 
     check()
-    monkeypatch.setattr(BadSteps, "priority", Reports.priority + 1)
+    monkeypatch.setattr(BadSteps, "priority", Reports.priority)
     with pytest.raises(AssertionError):
         check()
 

@@ -20,11 +20,11 @@ from megatron_core.commands import replay_step
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
-from megatron_core.monitor.rank_records import read_run
+from megatron_core.reports.rank_records import read_run
 from megatron_core.resilience import faults
+from megatron_core.resilience.bad_steps import BadSteps
+from megatron_core.resilience.failure_log import FILE
 from megatron_core.resilience.faults import Faults, InjectedError
-from megatron_core.training.bad_steps import BadSteps
-from megatron_core.training.failures import FILE
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.training.state import weight_pieces

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_core.datasets import MockDataset, Splits
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
-from megatron_core.training.bad_steps import BadSteps
+from megatron_core.resilience.bad_steps import BadSteps
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks

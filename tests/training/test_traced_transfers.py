@@ -17,7 +17,7 @@ from benchmarks.offloading import on_a_device
 from megatron_core.commands.show_schedule import main
 from megatron_core.parallel import collectives
 from megatron_core.parallel.transfer import Lane
-from megatron_core.schedules.trace import read_trace
+from megatron_core.reports.trace_files import read_trace
 from megatron_core.training import loop
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.timers import timer_lines
+from megatron_core.reports.timers import timer_lines
 
 
 class Timer:

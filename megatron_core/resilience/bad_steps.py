@@ -21,7 +21,7 @@ from megatron_core.training.callbacks import Callback
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
-from megatron_core.training.step import StepResult, leave_out_step
+from megatron_core.training.step import StepResult
 
 WINDOW, FEWEST = 64, 8
 """Number of recent good steps in the reference median of the norm, and the minimum number to detect a spike."""
@@ -167,16 +167,6 @@ class BadSteps(Callback):
         for _, tensors in self.run.optimizer.tensors():
             for flat in tensors.values():
                 flat.zero_()
-
-
-def leave_out_listed(run: Run) -> bool:
-    """Leave out the next step's batch if a setting or a rollback lists it; return whether it was left out."""
-    if run.state.iteration + 1 not in {*run.config.resilience.iterations_to_skip, *run.state.left_out}:
-        return False
-    size = leave_out_step(run)
-    if run.world.rank == 0:
-        print(f"note: iteration {run.state.iteration} is left out (samples up to {size.end - 1})", flush=True)
-    return True
 
 
 _WAYS_OUT = (

@@ -1,4 +1,4 @@
-"""Progress reports for the watchdog, and a log of failures, which prevents endless restarts with the same failure."""
+"""A log of failures, which prevents endless restarts with the same failure."""
 
 import hashlib
 import json
@@ -20,22 +20,6 @@ OF_FAILURES = "failures."
 """Beginning of the names of the log and of its parts."""
 FILE = f"{OF_FAILURES}jsonl"
 _LINES = json_lines("list of failures", b'{"begins": "', b'{"iteration": ')
-
-
-class Heartbeat(Callback):
-    """Tells the watchdog which step starts; the watchdog reports a rank that makes no progress."""
-
-    priority = 800
-
-    def before_step(self) -> None:
-        """Report the start of the next step."""
-        if self.run.world.watchdog is not None:
-            self.run.world.watchdog.beat(self.run.state.iteration + 1)
-
-    def close(self) -> None:
-        """Stop the timer: no more steps follow."""
-        if self.run.world.watchdog is not None:
-            self.run.world.watchdog.rest()
 
 
 class FailureLog(Callback):

@@ -11,18 +11,17 @@ import pytest
 import torch
 
 from megatron_core.config.validate import problems
-from megatron_core.monitor import rank_records
-from megatron_core.monitor.device import share_of_cores
-from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
-from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
+from megatron_core.reports import measurements, rank_records
+from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.rank_records import RankWriter, rank_file, read_run
+from megatron_core.reports.reference_rate import share_of_cores
 from megatron_core.reports.report import report
-from megatron_core.training import reports
+from megatron_core.reports.timers import slowest_ranks, timer_lines
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
@@ -115,7 +114,7 @@ def test_a_restart_keeps_the_rate_that_utilisation_is_against(
 ) -> None:
     """The stored rate is used on a machine that is busy at a start; another precision has another rate."""
     rates = iter([1e9, 4e9, 8e9])
-    monkeypatch.setattr(reports, "measure_product_rate", lambda device, dtype: next(rates))
+    monkeypatch.setattr(measurements, "measure_product_rate", lambda device, dtype: next(rates))
     settings = {"eval_iters": 0, "save_interval": 1, "load": str(tmp_path)}
     _trained(str(tmp_path), settings | {"train_iters": 1})
     _trained(str(tmp_path), settings | {"train_iters": 2})

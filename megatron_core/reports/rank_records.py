@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError, shortened, visible
-from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
-from megatron_core.monitor.record_schema import checked_line
+from megatron_core.monitor.jsonl import METRICS, LineFile
 from megatron_core.output_file import refuse_url
 from megatron_core.parallel.meter import StepTimes
+from megatron_core.reports.metrics import read_metrics
+from megatron_core.reports.record_schema import checked_line
 
 VERSION = 1
 DETAILED = 100

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_core.pipeline_parallel.executor import Listener
-from megatron_core.schedules.trace import MOST_STEPS, TraceWriter, read_trace
-from megatron_core.training.pipeline_trace import clock_of, traced
+from megatron_core.reports.pipeline_trace import PipelineTrace, clock_of
+from megatron_core.reports.trace_files import MOST_STEPS, read_trace
+from megatron_core.training.callbacks import Callbacks
+from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
@@ -18,12 +20,21 @@ from tests.runs import tiny_run
 ZB_V = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb_v", "global_batch_size": 16}
 
 
+def _step(run: Run, called: Callbacks) -> float:
+    """Take a step with callbacks; its loss."""
+    result = train_step(run, hooks=called.step_hooks)
+    called.call("after_step", result)
+    return result.loss
+
+
 def _train(settings: dict) -> tuple[list[float], list[str]]:
     """Losses of three steps with an evaluation between them, and this rank's plan."""
     run = tiny_run(**settings)
-    losses = [train_step(run).loss for _ in range(2)]
-    evaluate(run, run.splits.valid, 1)
-    losses.append(train_step(run).loss)
+    called = Callbacks(run, [PipelineTrace(run)] if "trace_pipeline" in settings else [])
+    with called.running():
+        losses = [_step(run, called) for _ in range(2)]
+        evaluate(run, run.splits.valid, 1)
+        losses.append(_step(run, called))
     plan = run.plans.training(run.step_after(0).num_microbatches)
     return losses, [str(action) for action in plan.ranks[run.groups.index("pp")]]
 
@@ -48,24 +59,29 @@ def test_every_rank_traces_its_training_steps(tmp_path: Path) -> None:
 
 def test_no_trace_no_listener(tmp_path: Path) -> None:
     run, listener = tiny_run(trace_pipeline=str(tmp_path)), Listener()
-    assert tiny_run().trace is None
+    trace = PipelineTrace(run)
+    callbacks = Callbacks(run, [trace])
 
-    def given(trace: TraceWriter | None, step: int) -> Listener:
-        with traced(trace, step, run.groups, run.world.device) as around_plan, around_plan(listener) as found:
-            return found
+    def listener_in_plan() -> Listener:
+        with callbacks.step_hooks.around_plan(listener) as in_plan:
+            return in_plan
 
-    assert given(None, 1) is listener
-    for step in range(1, MOST_STEPS + 1):
-        found = given(run.trace, step)
-        assert found is not listener and found.on_last_weights is listener.on_last_weights
-    assert given(run.trace, MOST_STEPS + 1) is listener, "a full trace costs nothing more"
+    assert listener_in_plan() is listener, "a run without callbacks"
+    with callbacks.running():
+        for _ in range(MOST_STEPS):
+            in_plan = listener_in_plan()
+            assert in_plan is not listener and in_plan.on_last_weights is listener.on_last_weights
+            trace._write()
+        assert listener_in_plan() is listener, "a full trace costs nothing more"
 
 
 def test_the_trace_names_the_plans_file(tmp_path: Path) -> None:
     plan = tmp_path / "mine.txt"
     plan.write_text("0F0 0F1 0B0 0B1\n")
     run = tiny_run(pipeline_plan=str(plan), trace_pipeline=str(tmp_path / "traces"), global_batch_size=4)
-    train_step(run)
+    called = Callbacks(run, [PipelineTrace(run)])
+    with called.running():
+        _step(run, called)
     measured = read_trace(tmp_path / "traces")
     assert measured.schedule == "mine.txt" and measured.timelines[1].bubble < 0.5
 
