@@ -80,7 +80,6 @@ assert "torch" not in sys.modules
     assert flag in ended.stderr + ended.stdout or "hidden_size=33" in ended.stderr
 
 
-
 # ---- help and errors
 
 
