@@ -51,6 +51,15 @@ def activation(s: SimpleNamespace, inner: Tensor, w: Weights) -> Tensor:
     return xielu(inner, under(w, "activation")) if s.xielu else gelu(s, inner)
 
 
+def width_of(s: SimpleNamespace) -> int:
+    """Width of an MLP: by default 4 h, or with gates 8/3 h, a multiple of 64 (Shazeer 2020, section 3.1)."""
+    if s.ffn_hidden_size:
+        return s.ffn_hidden_size
+    if s.swiglu or s.geglu or s.quick_geglu:
+        return max(64, s.hidden_size * 8 // 3 // 64 * 64)
+    return 4 * s.hidden_size
+
+
 def mlp(s: SimpleNamespace, x: Tensor, w: Weights) -> Tensor:
     """W_2 f(W_1 x + b_1) + b_2; Falcon-H1 has factors on the gates and on the output."""
     inner = x @ w["linear_fc1.weight"].T
@@ -60,6 +69,7 @@ def mlp(s: SimpleNamespace, x: Tensor, w: Weights) -> Tensor:
         gate, up = inner.chunk(2, -1)
         inner = torch.cat([s.mlp_multipliers[0] * gate, up], -1)
     output = activation(s, inner, w) @ w["linear_fc2.weight"].T
+    assert w["linear_fc2.weight"].shape[1] == width_of(s)
     if not s.disable_bias_linear:
         output = output + w["linear_fc2.bias"]
     return s.mlp_multipliers[1] * output
@@ -71,11 +81,13 @@ def expert(s: SimpleNamespace, x: Tensor, w: Weights, number: int) -> Tensor:
     if not s.disable_bias_linear:
         inner = inner + w["linear_fc1.bias"][number]
     output = activation(s, inner, {}) @ w["linear_fc2.weight"][number].T
+    assert w["linear_fc2.weight"].shape[2] == (s.moe_ffn_hidden_size or width_of(s))
     return output if s.disable_bias_linear else output + w["linear_fc2.bias"][number]
 
 
 def shared_experts(s: SimpleNamespace, x: Tensor, w: Weights) -> Tensor:
     """The MLP of every token (Dai et al. 2024, equation 9), times sigmoid(g x) in Qwen2-MoE."""
-    plain = SimpleNamespace(**vars(s) | {"mlp_multipliers": (1.0, 1.0)})
+    own = {"mlp_multipliers": (1.0, 1.0), "ffn_hidden_size": s.moe_shared_expert_intermediate_size}
+    plain = SimpleNamespace(**vars(s) | own)
     output = mlp(plain, x, w)
     return output * torch.sigmoid(x @ w["gate_weight"].T) if s.moe_shared_expert_gate else output

@@ -93,7 +93,9 @@ def embedded(s: SimpleNamespace, w: Weights, tokens: Tensor, positions: Tensor |
     if s.scale_embeddings:
         x = x * s.hidden_size**0.5
     if s.position_embedding_type == "learned_absolute" and positions is not None:
-        x = x + w["embedding.position_embeddings.weight"][positions]
+        table = w["embedding.position_embeddings.weight"]
+        assert len(table) == (s.max_position_embeddings or s.seq_length)
+        x = x + table[positions]
     return x * s.embedding_multiplier * (s.mup_embedding_mult if s.use_mup else 1.0)
 
 

@@ -189,7 +189,7 @@ def learning_rate(s: SimpleNamespace, n: int, last: int, highest: float, lowest:
     """
     end = s.lr_decay_iters or last
     warm = s.lr_warmup_iters if s.lr_warmup_fraction is None else s.lr_warmup_fraction * end
-    if n <= warm:
+    if warm and n <= warm:
         return s.lr_warmup_init + (highest - s.lr_warmup_init) * n / warm
     if s.lr_decay_style == "constant":
         return highest

@@ -14,6 +14,7 @@ LLAMA = ROPE | RMS | UNTIED | NO_BIAS | {"swiglu": True}
 GROUPS = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = ROPE | RMS | NO_BIAS | {"swiglu": True, "num_experts": 4, "moe_ffn_hidden_size": 8}
 AUX = {"moe_aux_loss_coeff": 0.05}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 LATENT = LLAMA | {
@@ -28,12 +29,14 @@ MTP = LLAMA | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 SCALED = ROPE | {"use_rope_scaling": True, "original_max_position_embeddings": 8, "rotary_base": 100.0}
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_attention_mask": True}
 FIXED = {"lr_decay_style": "constant"}
-YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}
+YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 64}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_decay_iters": 5}
 
 MODELS: dict[str, Values] = {
-    "gpt2": {"openai_gelu": True, "seed": 7},
-    "more learned positions": {"max_position_embeddings": 20, "embedding_init_method_std": 0.1},
+    "gpt2": {"openai_gelu": True},
+    "default width": {"ffn_hidden_size": None, "hidden_size": 24},
+    "default width with gates": LLAMA | {"ffn_hidden_size": None, "hidden_size": 48},
+    "more learned positions": {"max_position_embeddings": 20},
     "llama": LLAMA | {"norm_epsilon": 1e-2},
     "groups": LLAMA | GROUPS | {"kv_channels": 6, "rotary_base": 50.0},
     "one group": ROPE | GROUPS | {"num_query_groups": 1, "add_qkv_bias": True, "disable_bias_linear": True},
@@ -54,10 +57,17 @@ MODELS: dict[str, Values] = {
     "adjacent channels rotated": ROPE | {"rotary_interleaved": True},
     "positions interpolated": ROPE | {"rotary_seq_len_interpolation_factor": 3.0},
     "llama3 frequencies": SCALED | {"rope_scaling_factor": 4.0},
-    "yarn": SCALED | YARN | {"yarn_beta_fast": 1.2, "yarn_beta_slow": 0.2, "mscale": 0.7, "mscale_all_dim": 0.3},
+    "yarn": SCALED
+    | YARN
+    | {"kv_channels": 16, "yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.3},
     "yarn, not rounded": SCALED
     | YARN
-    | {"yarn_correction_range_round_to_int": False, "yarn_beta_fast": 1.5, "yarn_attention_factor": 1.3},
+    | {
+        "kv_channels": 16,
+        "yarn_correction_range_round_to_int": False,
+        "yarn_beta_fast": 3.0,
+        "yarn_attention_factor": 1.3,
+    },
     "longrope, long": SCALED
     | {
         "rope_scaling_type": "longrope",
@@ -160,7 +170,6 @@ ROUTERS: dict[str, Values] = {
     "balance of all and of sequences": EXPERTS
     | AUX
     | {
-        "micro_batch_size": 2,
         "moe_further_balancing_types": ("global_aux_loss",),
         "moe_further_aux_loss_coeffs": (0.03,),
     },
@@ -176,19 +185,14 @@ ROUTERS: dict[str, Values] = {
     "sparsemixer": EXPERTS | {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_threshold": 0.2},
     "groups of experts": EXPERTS
     | AUX
-    | {
-        "num_experts": 8,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_score_function": "sigmoid",
-    },
+    | SIGMOID
+    | {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 3},
     "groups by two scores, biases": EXPERTS
     | {
         "num_experts": 8,
         "moe_router_num_groups": 4,
         "moe_router_group_topk": 2,
         "moe_router_group_score_topk": 2,
-        "moe_router_topk": 4,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.05,
@@ -218,7 +222,8 @@ OPTIMIZERS: dict[str, Values] = {
     "sgd": {"optimizer": "sgd", "sgd_momentum": 0.7, "weight_decay": 0.3, "lr": 0.1},
     "sgd without momentum": {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1},
     "lion": LLAMA | {"optimizer": "lion", "lion_beta1": 0.7, "lion_beta2": 0.9, "weight_decay": 0.2},
-    "lamb": {"optimizer": "lamb", "weight_decay": 0.2, "lamb_max_coeff": 3.0, "lamb_min_coeff": 0.5},
+    "lamb": {"optimizer": "lamb", "weight_decay": 0.2, "lamb_min_coeff": 0.5},
+    "lamb, small limit": {"optimizer": "lamb", "lamb_max_coeff": 0.6},
     "lamb, rate": {"optimizer": "lamb", "lamb_bias_correction": "rate"},
     "lamb, none": {"optimizer": "lamb", "lamb_bias_correction": "none"},
     "muon": LLAMA | GROUPS | {"optimizer": "muon", "muon_momentum": 0.8, "weight_decay": 0.1},
@@ -240,7 +245,7 @@ OPTIMIZERS: dict[str, Values] = {
     "soap, seldom, small, lion": LLAMA
     | {
         "optimizer": "soap",
-        "soap_precondition_frequency": 2,
+        "soap_precondition_frequency": 3,
         "soap_max_precondition_dim": 20,
         "soap_split_qkv": False,
         "soap_split_gate_up": True,
@@ -249,8 +254,8 @@ OPTIMIZERS: dict[str, Values] = {
     },
     "linear decay": {"lr_warmup_iters": 2, "lr_warmup_init": 1e-3, "min_lr": 2e-3},
     "cosine decay": {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_fraction": 0.4, "min_lr": 1e-3},
-    "root decay": {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 1, "min_lr": 1e-4},
-    "constant rate, one step later": FIXED | {"lr_one_step_later": True, "lr_warmup_iters": 3, "lr_warmup_init": 1e-3},
+    "root decay": {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 2, "min_lr": 9e-3},
+    "constant rate, one step later": FIXED | {"lr_one_step_later": True, "lr_warmup_iters": 1, "lr_warmup_init": 1e-3},
     "exponential end": WSD,
     "linear end": WSD | {"lr_wsd_decay_style": "linear"},
     "cosine end": WSD | {"lr_wsd_decay_style": "cosine", "min_lr": 1e-3},

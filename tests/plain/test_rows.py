@@ -14,11 +14,17 @@ from tests.plain.training import Record, train
 STEPS = 3
 
 
-def wrong(values: Values, world_size: int = 1, layout: Values | None = None, loss_scale: float | None = None) -> list:
+def wrong(
+    values: Values,
+    world_size: int = 1,
+    layout: Values | None = None,
+    loss_scale: float | None = None,
+    steps: int = STEPS,
+) -> list[str]:
     """The quantities in which the engine, in a layout, differs from the plain model, which starts with its weights."""
-    trace = engine_trace(values | (layout or {}), STEPS, world_size, loss_scale)
+    trace = engine_trace(values | (layout or {}), steps, world_size, loss_scale)
     settings = settings_of(values)
-    record = train(settings, start_of(trace), samples_of(BASE | values, STEPS * settings.global_batch_size), STEPS)
+    record = train(settings, start_of(trace), samples_of(BASE | values, steps * settings.global_batch_size), steps)
     return beyond(differences(trace, record, loss_scale or 1.0))
 
 
@@ -35,6 +41,7 @@ def test_training_in_layout(row: str) -> None:
     assert wrong(ROWS[name], world_size, layout) == []
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("row", SCALED_LOSS)
 def test_training_with_loss_scale(row: str) -> None:
     """A loss scale multiplies the gradients before the update, and has no other effect."""
@@ -51,13 +58,21 @@ def plainly(row: str, values: Values) -> Record:
     return train(settings_of(values), initial(row), samples, STEPS)
 
 
+UNFIT = (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 WITHOUT_EFFECT = {
-    # Numbers of the computation, not of the function.
-    ("capacity by position", "moe_pad_expert_input_to_capacity"),
-    ("wide router", "moe_router_dtype"),
-    # It is the name of the pattern, and the default has no losses.
-    ("no balance", "moe_router_load_balancing_type"),
+    ("capacity by position", "moe_pad_expert_input_to_capacity"): "only the sizes of messages",
+    ("wide router", "moe_router_dtype"): "only the precision",
+    ("no balance", "moe_router_load_balancing_type"): "the default has the coefficient 0",
+    ("one group", "num_query_groups"): "1 is the default",
+    ("rms norms without weights", "normalization"): "norms without weights are RMS norms",
+    ("longrope, long", "longrope_short_factor"): "required, but of shorter texts",
+    ("longrope, default magnitude", "longrope_short_factor"): "required, but of shorter texts",
+    ("longrope, short", "longrope_long_factor"): "required, but of longer texts",
+    ("documents", "tokenizer_type"): "names the end of a document",
+    ("documents, positions continue", "tokenizer_type"): "names the end of a document",
+    ("positions restart", "tokenizer_type"): "names the end of a document",
 }
+"""Settings of rows that change nothing in the plain model, with the reason."""
 
 
 @pytest.mark.whole_matrix
@@ -72,7 +87,7 @@ def test_settings_matter(row: str) -> None:
         values = {key: value for key, value in ROWS[row].items() if key != name}
         try:
             changed = plainly(row, values)
-        except (IndexError, KeyError, RuntimeError, TypeError, ValueError):  # the others or the weights do not fit
+        except UNFIT:  # the other settings, or the weights
             continue
         assert changed.losses != expected.losses or differ(changed, expected), f"{name} has no effect in {row!r}"
 

@@ -60,8 +60,10 @@ def documents_of(s: SimpleNamespace, tokens: Tensor, eod: int) -> tuple[Tensor, 
 
 def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], steps: int) -> Record:
     """Train on consecutive ``samples`` (tokens, labels, mask, each ``[t]``), ``global_batch_size`` in each step."""
-    weights = {name: value.double().requires_grad_() for name, value in start.items() if "expert_bias" not in name}
-    weights |= {name: value.float() for name, value in start.items() if "expert_bias" in name}
+    weights = {
+        name: value.double().clone().requires_grad_() for name, value in start.items() if "expert_bias" not in name
+    }
+    weights |= {name: value.float().clone() for name, value in start.items() if "expert_bias" in name}
     states: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     record = Record(average={name: value.detach().clone() for name, value in weights.items()})
     for step in range(steps):
