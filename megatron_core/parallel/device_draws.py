@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.initialization import PER_COUNTER
 
 COUNTERS = 2**20
 """Philox counters drawn at a time, so that temporaries take some hundred MB."""
-PER_COUNTER = 8
-"""Elements of a counter."""
 _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 """Constants of Philox 4x64 (Salmon et al. 2011, section 3.3)."""

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_core import parallel
 from megatron_core.parallel.boxes import Box
-from megatron_core.parallel.device_draws import PER_COUNTER, fill_normal
 from megatron_core.parallel.sharding import spec_of
 
 InitMethod = Callable[[Tensor], object]
 CONSTANTS = (nn.init.zeros_, nn.init.ones_)
+PER_COUNTER = 8
+"""Elements of a Philox counter."""
 CHUNK = 2**16
 """Elements drawn at a time, so that temporaries fit in a cache."""
 ON_GPU = 2**20
@@ -94,7 +96,7 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
     contiguous = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     flat, offset = contiguous.view(-1), 0
     if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
-        fill_normal(flat, box, shape, seed, init_method.std)
+        parallel.fill_normal(flat, box, shape, seed, init_method.std)
         if contiguous is not target:
             target.copy_(contiguous)
         return
@@ -114,7 +116,7 @@ def draws_alike(device: torch.device) -> bool:
     seed = name_seed(0, "check")
     for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
         there = torch.empty(box.numel, device=device)
-        fill_normal(there, box, shape, seed, normal.std)
+        parallel.fill_normal(there, box, shape, seed, normal.std)
         if not np.array_equal(there.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
             warnings.warn(f"{device} rounds differently from a CPU: initial weights are drawn on the CPU", stacklevel=2)
             return False

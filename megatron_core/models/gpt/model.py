@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core import tensor_parallel, transformer
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.feature import layer_hooks, load_hook
@@ -19,19 +20,12 @@ from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
-from megatron_core.tensor_parallel import (
-    ColumnParallelLinear,
-    ModelParallelConfig,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
-from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
+from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, vocab_parallel_cross_entropy
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, in_chunks
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
-from megatron_core.transformer.z_loss import with_z_loss
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -256,7 +250,7 @@ class GPTModel(nn.Module):
         """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
         config, add_z_loss, later = self.model_config, None, sequences.later
         if config.output_z_loss_coeff and context.auxiliary_losses is not None:
-            add_z_loss = partial(with_z_loss, config, sequences.loss_mask, context, self.parallel)
+            add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
         losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
         if self.mtp is not None and self.training and later is not None:
             losses_of = partial(self._losses, tied=tied)
@@ -282,14 +276,16 @@ class GPTModel(nn.Module):
             weight = self.output_layer.weight if tied is None else tied
             assert weight is not None, "an output layer without a weight of its own is tied"
             comm = self.output_layer.comm
-            return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
+            return tensor_parallel.linear_cross_entropy(
+                hidden_states, weight, target, comm, vocab_size=size, backend=backend
+            )
         logits = self._vocab_parallel_logits(hidden_states, tied)
         if logit_loss is not None:
             return logit_loss(logits, target)
         canonical = self.parallel.arithmetic.parts_on(self.tp_group)
         of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": canonical}
         if add_z_loss is not None:
-            return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))
+            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
         return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
 
     def _output_weight(self) -> nn.Parameter | None:
