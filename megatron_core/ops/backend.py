@@ -23,6 +23,7 @@ def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.d
     ``auto`` selects the native kernel if available, because it is faster (benchmarks/bench_ops.py). A requested library
     is used for its operations, ``auto`` for the others. ConfigError if the requested backend is unavailable.
     """
+    # A request is for the operations that the library has; others run as with auto.
     if _library_has(op, requested, device_type, dtype):
         return requested
     if requested == "reference":
@@ -57,6 +58,7 @@ def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -
     """ConfigError unless the requested backend can run all operations of a model in ``dtype`` and of its optimizer."""
     for op in OPS:
         select_backend(op, requested, device_type, dtype)
+    # The optimizer works on weights in float32 also if the model has 16 bits.
     select_backend("multi_tensor", requested, device_type, torch.promote_types(dtype, torch.float32))
 
 
@@ -83,6 +85,7 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     for op in OPS:
         chosen = select_backend(op, requested, device_type, dtype)
         label = _label(chosen, device_type, dtype)
+        # Whether a call is supported depends on its arguments, so both backends are named.
         if chosen in LIBRARY_NAMES and op in ops.LIBRARIES[chosen].PARTIAL_OPS:
             chosen = select_backend(op, "auto", device_type, dtype)
             label = f"{label}, or for unsupported calls {_label(chosen, device_type, dtype)},"

@@ -64,7 +64,8 @@ class ContextParallelAttention(CoreAttention):
             return fused_products(query.device, query.dtype, mask)
         if not self.dropout.active:
             return Unfused(softcap=self.softcap, mask=mask)
-        queries, samples = context.positions, context.sample_index
+        queries = context.positions
+        samples = context.sample_index
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
@@ -109,7 +110,9 @@ class HeadParallelAttention(nn.Module):
 
     def __init__(self, inner: CoreAttention, heads: Group, *, ring: Group) -> None:
         super().__init__()
-        self.inner, self.exchange, self.ring = inner, HeadExchange(heads), ring
+        self.inner = inner
+        self.exchange = HeadExchange(heads)
+        self.ring = ring
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None

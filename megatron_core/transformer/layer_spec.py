@@ -68,20 +68,21 @@ def mixer_layer(name: str) -> Callable[..., nn.Module]:
     return loaded
 
 
-def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
-    """Make a kind of attention from outside of this package available as ``--attention-kind NAME``.
+def register_attention(attention: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
+    """Make a kind of attention from outside of this package available as ``--attention-attention NAME``.
 
     Call this on every rank before the configuration is checked. Errors: ``ConfigError`` if the name is taken.
     """
-    add_attention(kind)
-    ATTENTION_LAYERS[kind.name] = layer
+    add_attention(attention)
+    ATTENTION_LAYERS[attention.name] = layer
 
 
 def core_attention_of(
     context: LayerContext, layer_number: int, *, window_size: tuple[int, int] | None = None
 ) -> nn.Module:
     """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
-    groups, parallel = context.cp, context.parallel
+    groups = context.cp
+    parallel = context.parallel
     if (replacement := parallel.arithmetic.core_attention) is not None:
         return replacement(context, layer_number, window_size)
     # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
@@ -130,19 +131,21 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     mixer: Callable[..., nn.Module] | None = None
     loss_names: tuple[str, ...] = ()
     if config.has_mixer(layer_number):
-        kind = mixer_of(config, layer_number)
-        parts = {
+        mixer_kind = mixer_of(config, layer_number)
+        constructors = {
             "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
         }
-        if kind.mixers:
-            mixers = {name: partial(mixer_layer(inner.name), **parts) for name, inner in kind.mixers.items()}
-            mixer = partial(mixer_layer(kind.name), mixers=mixers)
-        elif isinstance(kind, LinearMixer):
+        if mixer_kind.mixers:
+            mixers = {
+                name: partial(mixer_layer(inner.name), **constructors) for name, inner in mixer_kind.mixers.items()
+            }
+            mixer = partial(mixer_layer(mixer_kind.name), mixers=mixers)
+        elif isinstance(mixer_kind, LinearMixer):
             mixer = load_hook(LINEAR_REPLACEMENT)
         else:
-            layer = mixer_layer(kind.name)
-            mixer = partial(layer, **parts)
+            layer = mixer_layer(mixer_kind.name)
+            mixer = partial(layer, **constructors)
             loss_names = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
     mlp: Callable[..., nn.Module] | None = None
     if config.has_mlp(layer_number):

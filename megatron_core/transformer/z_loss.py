@@ -46,14 +46,14 @@ def cross_entropy_and_log_z(
     tp_group: Group,
     vocab_size: int,
     backend: Backend = "auto",
-    parts: int = 1,
+    num_parts: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Logits ``[..., v/tp]`` and targets ``[...]`` -> losses and log Z = log sum_v exp(z_v), each ``[...]``.
 
     The arguments are those of ``vocab_parallel_cross_entropy``. Backward, once, overwrites the logits:
     dlogits = (g + h) softmax - g [target] for gradients g of losses and h of log Z.
     """
-    losses, log_z = _CrossEntropyAndLogZ.apply(logits, target, (vocab_size, 0.0, tp_group, backend, parts))
+    losses, log_z = _CrossEntropyAndLogZ.apply(logits, target, (vocab_size, 0.0, tp_group, backend, num_parts))
     return losses, log_z
 
 
@@ -73,7 +73,7 @@ class _CrossEntropyAndLogZ(torch.autograd.Function):
         loss: VocabularyLoss = ctx.loss
         # The kernel subtracts the gradient of both at the target; that of log Z is added again.
         grad = loss.gradient(of_losses + of_log_z, logits, target, statistics, overwrite=True).detach()
-        here = (target >= loss.first) & (target < loss.first + loss.valid)
-        column = (target - loss.first).where(here, 0)
-        grad.scatter_add_(-1, column[..., None], of_log_z.where(here, 0.0)[..., None].to(grad.dtype))
+        is_local = (target >= loss.first) & (target < loss.first + loss.valid)
+        column = (target - loss.first).where(is_local, 0)
+        grad.scatter_add_(-1, column[..., None], of_log_z.where(is_local, 0.0)[..., None].to(grad.dtype))
         return grad, None, None

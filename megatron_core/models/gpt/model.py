@@ -77,7 +77,8 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = self.model_config = config
-        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
 
         # Settings and groups.
         parallel = parallel or ModelParallelConfig()
@@ -194,12 +195,14 @@ class GPTModel(nn.Module):
             hidden_states: output of the previous stage.
             sequences: positions, documents, numbers and masks of the sequences, such as a ``MicroBatch``.
         """
-        sequences, head = sequences or SequenceDetails(), head or HeadOptions()
+        sequences = sequences or SequenceDetails()
+        head = head or HeadOptions()
         if head.only_output_layer:
             assert hidden_states is not None, "the input of the output layer"
             return self._vocab_parallel_logits(hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
-        positions, loss_mask = sequences.positions, sequences.loss_mask
+        positions = sequences.positions
+        loss_mask = sequences.loss_mask
         shape = len(input_ids), input_ids.shape[1] * self.split.cp_size
         if positions is None:
             positions = self.split.positions(shape[1], input_ids.device)
@@ -207,7 +210,8 @@ class GPTModel(nn.Module):
         documents = None
         if sequences.document_lengths is not None:
             documents = PackedDocuments.of(sequences.document_lengths, *shape, input_ids.device)
-        size, masked = self.model_config.attention_chunk_size, attention_mask is not None
+        size = self.model_config.attention_chunk_size
+        masked = attention_mask is not None
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
@@ -248,7 +252,9 @@ class GPTModel(nn.Module):
         logit_loss: LogitLoss | None,
     ) -> Tensor:
         """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
-        config, add_z_loss, later = self.model_config, None, sequences.later
+        config = self.model_config
+        add_z_loss = None
+        later = sequences.later
         if config.output_z_loss_coeff and context.auxiliary_losses is not None:
             add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
         losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
@@ -269,7 +275,8 @@ class GPTModel(nn.Module):
 
         ``add_z_loss``: function of losses and log Z that returns the losses; ``logit_loss`` replaces cross entropy.
         """
-        size, backend = self.vocab_size, self.model_config.kernel_backend
+        size = self.vocab_size
+        backend = self.model_config.kernel_backend
         assert self.output_layer is not None
         if self.model_config.fuses_output_layer_with_loss:
             hidden_states = self._scaled(hidden_states)
@@ -322,7 +329,8 @@ class GPTModel(nn.Module):
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        base, channels = self.model_config.rotary_base_of_windows, attention_of(self.model_config).rotary_channels
+        base = self.model_config.rotary_base_of_windows
+        channels = attention_of(self.model_config).rotary_channels
         if not channels or base is None:
             return None
         frequencies = plain_frequencies(channels, base, position_ids.device)
