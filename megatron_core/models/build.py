@@ -125,7 +125,8 @@ def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parame
     return embedding.word_embeddings.weight
 
 
-EMBEDDING, OUTPUT = "the embedding", "the output layer"
+EMBEDDING = "the embedding"
+OUTPUT = "the output layer"
 
 
 def check_complete(

@@ -66,7 +66,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, with the configured recomputation."""
-        layers, received = list(self.layers), hidden
+        layers = list(self.layers)
+        received = hidden
         for run, recompute in recompute_runs(self.model_config, len(layers)):
 
             def forward_run(x: Tensor, run: range = run) -> Tensor:
@@ -100,7 +101,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
         super().__init__()
-        p, norm = context.config.hidden_dropout, partial(_norm, context)
+        p = context.config.hidden_dropout
+        norm = partial(_norm, context)
         self.input_layernorm: Any = None
         self.self_attention: Any = None
         self.post_self_attn_layernorm = None
@@ -113,7 +115,8 @@ class TransformerLayer(nn.Module):
         self.mlp: Any = None
         self.post_mlp_layernorm = None
         if spec.mlp is not None:
-            self.pre_mlp_layernorm, self.mlp = norm(spec.pre_mlp_layernorm), spec.mlp(context, layer_number)
+            self.pre_mlp_layernorm = norm(spec.pre_mlp_layernorm)
+            self.mlp = spec.mlp(context, layer_number)
             self.post_mlp_layernorm = norm(spec.post_mlp_layernorm)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
@@ -177,7 +180,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         if self.wide_stream:
             dtype = wide(hidden.dtype)
-            hidden, x = hidden.to(dtype), x.to(dtype)
+            hidden = hidden.to(dtype)
+            x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         x, bias = scaled((x, bias), self.residual_multiplier)
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
@@ -185,7 +189,8 @@ class TransformerLayer(nn.Module):
 
 def _norm(context: LayerContext, make: Callable[..., nn.Module] | None) -> Any:
     """Construct a norm of hidden states; None without one."""
-    size, partial_grad = context.config.hidden_size, context.sequence_parallel
+    size = context.config.hidden_size
+    partial_grad = context.sequence_parallel
     return None if make is None else make(context, size, partial_grad=partial_grad)
 
 

@@ -46,7 +46,8 @@ class LayerContext:
     @property
     def split(self) -> SequenceSplit:
         """The split of sequences over tensor-parallel and context-parallel ranks."""
-        tp, cp = self.tp_group, self.cp.whole
+        tp = self.tp_group
+        cp = self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
 
     def vocabulary_per_rank(self, vocab_size: int) -> int:

@@ -79,10 +79,15 @@ class LatentAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config, self.tp_group = context.config, context.tp_group
-        heads, q_rank, self.rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        config = context.config
+        self.tp_group = context.tp_group
+        heads = config.num_attention_heads
+        q_rank = config.q_lora_rank
+        self.rank = config.kv_lora_rank
         self.layer_number, self.heads = layer_number, heads // self.tp_group.size()
-        self.plain, self.turned, self.value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        self.plain = config.qk_head_dim
+        self.turned = config.qk_pos_emb_head_dim
+        self.value = config.v_head_dim
         up = partial(context.column_linear, bias=False)
         norm = (
             nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, epsilon=config.latent_norm_epsilon)
@@ -97,10 +102,13 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = norm(self.rank, partial_grad=context.sequence_parallel)
         self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
         self.core_attention = core_attention(context, layer_number)
-        self.recompute_core, self.recompute_up = config.recomputes("core_attn"), config.recomputes("mla_up_proj")
+        self.recompute_core = config.recomputes("core_attn")
+        self.recompute_up = config.recomputes("mla_up_proj")
         self.linear_proj = context.output_linear(heads * self.value)
-        self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
-        self.backend, self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)
+        self.has_query_latent = q_rank is not None
+        self.sequence_parallel = context.sequence_parallel
+        self.backend = config.kernel_backend
+        self.has_rotary = config.has_rotary(layer_number)
         self.query_factor = query_factor(config)
         self.arithmetic = context.parallel.arithmetic
 
@@ -158,9 +166,10 @@ class LatentAttention(nn.Module):
 
     def of_latents(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Queries W_uk^T q of latents and shared keys, ``[tokens, heads, rank + r]``, and W_uv ``[heads, v, rank]``."""
-        own, adapter = self.linear_kv_up_proj.weight, self.linear_kv_up_proj.adapter
-        assert own is not None, "the layer owns its weight"
-        weight = own if adapter is None else adapter.merged(own)
+        weight_up = self.linear_kv_up_proj.weight
+        adapter = self.linear_kv_up_proj.adapter
+        assert weight_up is not None, "the layer owns its weight"
+        weight = weight_up if adapter is None else adapter.merged(weight_up)
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
         return torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1), up_value

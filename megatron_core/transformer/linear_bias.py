@@ -53,8 +53,10 @@ def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Ten
     numbers of the query's precision, and so is the bias of the query's own position. That one is the same for all keys
     and only keeps scores small: large scores are rounded where they are stored in 16 bits.
     """
-    dtype, precise = query.dtype, wide(query.dtype)
-    scaled, channels = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS), channels.to(precise)
+    dtype = query.dtype
+    precise = wide(query.dtype)
+    scaled = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS)
+    channels = channels.to(precise)
     positions = STEP * (channels[..., 0] + channels[..., 1]) + channels[..., 2]
     bias = -scaled * positions[..., None] / STEP
     of_slopes = [factor * half.expand_as(bias) for half in _in_two(scaled, dtype) for factor in (STEP, STEP, 1)]

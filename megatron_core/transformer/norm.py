@@ -25,18 +25,21 @@ class Norm(nn.Module):
         self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1, epsilon: float | None = None
     ) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
+        config = context.config
+        parallel = context.parallel
         self.size = size
         self.epsilon = config.norm_epsilon if epsilon is None else epsilon
         spec = replicated((size,), context.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight_minus_one = config.apply_layernorm_1p
         self.weight.init_method = nn.init.zeros_ if self.weight_minus_one else nn.init.ones_
-        self.subtracts_mean, self.bias = config.normalization == "LayerNorm", None
+        self.subtracts_mean = config.normalization == "LayerNorm"
+        self.bias = None
         if config.norms_have_biases:
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
-        self.backend, self.arithmetic = config.kernel_backend, parallel.arithmetic
+        self.backend = config.kernel_backend
+        self.arithmetic = parallel.arithmetic
         self.heads = heads
         self.reset_parameters()
 
@@ -78,7 +81,8 @@ class L2Norm(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
         super().__init__()
-        self.size, self.epsilon = size, context.config.norm_epsilon
+        self.size = size
+        self.epsilon = context.config.norm_epsilon
         self.dtype = _narrow_dtype(context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +126,8 @@ class HeadsNorm(nn.Module):
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
         parallel = context.parallel
-        self.group, self.channels = context.tp_group, size * heads
+        self.group = context.tp_group
+        self.channels = size * heads
         self.epsilon = context.config.norm_epsilon
         spec = split((self.channels,), 0, self.group.rank(), self.group.size())
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
@@ -147,9 +152,11 @@ class NormOfEachHead(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
+        config = context.config
+        parallel = context.parallel
         group = context.tp_group
-        self.size, self.epsilon = size, config.norm_epsilon
+        self.size = size
+        self.epsilon = config.norm_epsilon
         self.subtracts_mean = config.normalization == "LayerNorm"
         self.weight_minus_one = config.apply_layernorm_1p
         spec = split((size * heads,), 0, group.rank(), group.size())

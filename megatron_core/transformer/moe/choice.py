@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from megatron_core.config import ModelConfig
 
-SINKHORN_EPSILON, SINKHORN_TOLERANCE = 1e-8, 1e-4
+SINKHORN_EPSILON = 1e-8
+SINKHORN_TOLERANCE = 1e-4
 
 
 def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
@@ -41,8 +42,10 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     else:
         ranking = log_scores(logits, config).exp()
     ranking = ranking if bias is None else ranking + bias
-    k, groups = config.moe_router_topk, config.moe_router_num_groups
-    group_topk, counted = config.moe_router_group_topk, config.group_score_topk
+    k = config.moe_router_topk
+    groups = config.moe_router_num_groups
+    group_topk = config.moe_router_group_topk
+    counted = config.group_score_topk
     if groups is not None and group_topk is not None and counted is not None:
         grouped = ranking.unflatten(-1, (groups, -1))
         best = grouped.topk(counted).values.sum(-1).topk(group_topk).indices
@@ -59,7 +62,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     score functions, score / (sum of chosen scores + ``moe_router_sum_epsilon``), or the score itself if k = 1. For
     sparsemixer, see its function, which also gets ``drawn``.
     """
-    scores, k = log_scores(logits, config), config.moe_router_topk
+    scores = log_scores(logits, config)
+    k = config.moe_router_topk
     if config.moe_router_score_function == "sparsemixer":
         chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold, drawn)
     elif config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
@@ -75,7 +79,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     return chosen if factor is None else chosen * factor
 
 
-UNSCALED, SCALE = 0.75, 0.3333
+UNSCALED = 0.75
+SCALE = 0.3333
 """Share of drawn experts, apart from the likeliest ones, whose outputs have the factor ``SCALE``; constants of the code
 published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
 
@@ -91,7 +96,8 @@ def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float,
     """
     # In expectation, gradients of drawn experts are those of Heun's third-order method for the difference of an
     # expert's output and none.
-    left, factors = logits, []
+    left = logits
+    factors = []
     for number, chosen in enumerate(experts.split(1, dim=-1)):
         shares = _near(left, logits, threshold).softmax(-1)
         share = shares.gather(-1, chosen)
@@ -109,7 +115,8 @@ def draw_sparsemixer(logits: Tensor, noise: Tensor, threshold: float) -> Tensor:
 
     ``noise`` ``[..., k, E]``: samples of U(0, 1), of which Gumbel noise is added to the logits ``[..., E]``.
     """
-    left, experts = logits, []
+    left = logits
+    experts = []
     for drawn in noise.unbind(-2):
         chosen = (_near(left, logits, threshold) - (-drawn.log()).log()).argmax(-1, keepdim=True)
         experts.append(chosen)
@@ -138,7 +145,8 @@ def sinkhorn(logits: Tensor) -> Tensor:
     Source: Sinkhorn 1964; Clark et al. 2022, section 3.2.
     """
     cost = (logits - logits.max()).exp()  # a constant factor does not affect the result
-    columns, error = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device), inf
+    columns = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device)
+    error = inf
     while error > SINKHORN_TOLERANCE:
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPSILON))
         before = columns

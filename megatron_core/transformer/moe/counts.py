@@ -45,7 +45,8 @@ class ArrivingCounts:
     def _copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Start the copy to pinned memory."""
         device = self._own.device
-        stream, copied = _stream(device), torch.cuda.Event()
+        stream = _stream(device)
+        copied = torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work = self._handle.work if isinstance(self._handle, Waited) else self._handle

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from megatron_core.ops.grouped import runs
 from megatron_core.parallel.collectives import (
-    RowExchange,
     all_reduce_,
     all_to_all_rows,
-    exchange_rows,
     gather_from_sequence,
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.row_exchange import RowExchange, exchange_rows
 from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.tensor_parallel.arithmetic import Chunks, TokenNumbers
 from megatron_core.transformer.moe.counts import ArrivingCounts
@@ -62,7 +61,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index, places, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return _rows(x, index, holes)
 
     @staticmethod
@@ -77,7 +77,8 @@ class _SumTaken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, places, index, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return total(_rows(rows, places.flatten(), holes).unflatten(0, places.shape))
 
     @staticmethod
@@ -111,9 +112,13 @@ class Dispatcher:
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
         self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
-        self.local_experts, self.own_part = num_experts // groups.size("ep"), groups.index("ep")
+        self.local_experts = num_experts // groups.size("ep")
+        self.own_part = groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
-        self.holders = [[i for i, held in enumerate(members) if held == number] for number in range(groups.size("ep"))]
+        self.holders = [
+            [i for i, part_of_rank in enumerate(members) if part_of_rank == number]
+            for number in range(groups.size("ep"))
+        ]
         """For each part of the experts, the indices in the group of the ranks with this part."""
         self._holders: Tensor | None = None
 
@@ -137,7 +142,8 @@ class AllToAll(Dispatcher):
         arriving = None
         if capacity is None:
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
-        tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
+        tokens = slots.owners(keys.shape[1])
+        copies = len(self.holders[0])
         total = _plain_total if numbers is None else partial(_total_of_choices, copies=copies)
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
@@ -150,7 +156,8 @@ class AllToAll(Dispatcher):
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
-        counts, chunks = [sum(column) for column in zip(*receive, strict=True)], None
+        counts = [sum(column) for column in zip(*receive, strict=True)]
+        chunks = None
         order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
         if numbers is not None:
             local = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
@@ -174,7 +181,8 @@ class AllToAll(Dispatcher):
         The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
         """
         holders = self._holders_on(device)  # [ep, etp]
-        ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
+        ranks = holders[routing.experts // self.local_experts]
+        local = routing.experts % self.local_experts
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
@@ -222,7 +230,8 @@ class AllGatherDispatcher(Dispatcher):
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
-        local_rows, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
+        local_rows = x.shape[0]
+        longest = torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
         missing = int(longest) - local_rows
 
@@ -280,7 +289,8 @@ class Slots:
             if drops:
                 places = places.masked_fill(flat == destinations, -1)
             return cls(order, places.view_as(keys), counts[:destinations], drops)
-        first, key = counts.cumsum(0) - counts, flat[order]
+        first = counts.cumsum(0) - counts
+        key = flat[order]
         row = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
         row = row.masked_fill(key == destinations, destinations * capacity)
         rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, row, order)[:-1]
@@ -302,7 +312,8 @@ def _by_number(numbers: Tensor, order: Tensor | None, counts: Sequence[int], chu
     ``numbers`` ``[R]`` are those of the received rows; ``order`` is the permutation to rows ordered by expert.
     """
     numbers = numbers if order is None else numbers[order]
-    permutations, experts = [], []
+    permutations = []
+    experts = []
     of_expert = []
     for run in runs(counts):
         ascending, order_in_run = numbers[run].sort(stable=True)

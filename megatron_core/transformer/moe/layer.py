@@ -51,7 +51,8 @@ class MoELayer(nn.Module):
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
         self.token_numbers = context.parallel.arithmetic.token_numbers
-        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.tp_group = context.tp_group
+        self.sequence_parallel = context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
         """Return (output, None): experts have no bias to add to the output."""
@@ -111,7 +112,8 @@ class MoELayer(nn.Module):
 
     def _tokens(self, hidden: Tensor, own_rows: slice, context: SequenceContext) -> Tokens:
         length, batch, _ = hidden.shape
-        positions, counted = context.residual_positions, context.token_mask
+        positions = context.residual_positions
+        counted = context.token_mask
         if positions is None:
             positions = torch.arange(length, device=hidden.device)
         if counted is None:
