@@ -13,6 +13,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",
     "config.rules_hybrid": "features.recurrent.rules",
