@@ -19,13 +19,17 @@ from megatron_core.transformer.recompute import recomputed
 class SelfAttention(nn.Module):
     """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same shape.
 
-    With sequence parallelism the shape is ``[s/tp, b, h]``. One matrix holds, for each group, the query heads, with
-    ``attention_output_gate`` the same number of gate heads g, the key head and the value head (Megatron's order); gates
-    turn attention(...) into attention(...) * sigmoid(g). With fewer key-value groups than ranks, the key and value of a
-    group are replicated over its ranks. ``core_attention`` constructs the attention without weights; ``qk_layernorm``
-    constructs the norms of each head's queries and keys. ``softmax_offset`` ``[heads]`` are the sinks of
-    ``softmax_type='learnable'``; those of 'off-by-one' are 0.
+    With sequence parallelism the shape is ``[s/tp, b, h]``. With ``attention_output_gate`` attention(...) becomes
+    attention(...) * sigmoid(g) for gate heads g. ``core_attention`` constructs the attention without weights;
+    ``qk_layernorm`` constructs the norms of each head's queries and keys. ``softmax_offset`` ``[heads]`` are the sinks
+    of ``softmax_type='learnable'``; those of 'off-by-one' are 0.
     """
+
+    # One matrix for all projections: one product, and with sequence parallelism one gather of the input. It holds, for
+    # each group, the query heads, the gate heads, the key head and the value head. This is Megatron's order: a split of
+    # the rows over ranks then splits each of the parts by groups, and checkpoints carry over.
+    # With fewer key-value groups than ranks, the key and value of a group are replicated over its ranks: each needs
+    # them for its own query heads.
 
     is_joinable = True
     """See ``transformer.joined``."""

@@ -49,9 +49,11 @@ class ContextParallelAttention(CoreAttention):
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
     ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
+        # Each rank has an equal part of the sequence.
         length = query.shape[0] * self.exchange.group.size()
         documents = None if context.documents is None else context.documents.lengths
         products = self._products(query, length, context)
+        # A mask of the caller replaces causality; documents and windows are causal by definition.
         causal = context.attention_mask is None or documents is not None or self.window is not None
         sequence = SplitSequence(length, self.exchange, products, documents, self.window, causal)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -60,6 +62,7 @@ class ContextParallelAttention(CoreAttention):
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
         mask = None if context.attention_mask is None else self._mask(context.attention_mask, length)
+        # Fused kernels have neither dropout by position nor bounded scores.
         if not (self.by_formula or self.dropout.active):
             return fused_products(query.device, query.dtype, mask)
         if not self.dropout.active:
@@ -69,6 +72,7 @@ class ContextParallelAttention(CoreAttention):
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
+            # Dropout is a function of positions in the whole sequence: the owner's, not this rank's.
             keys = self._positions(owner, length, weights.device)
             return self.dropout(
                 weights,
@@ -87,14 +91,15 @@ class ContextParallelAttention(CoreAttention):
                 f"attention_mask is {list(mask.shape)}; with context parallelism give that of whole sequences, "
                 f"[b, 1, {length}, {length}]"
             )
+        # The rows of this rank's queries once; each tile then takes its columns.
         local = mask[:, :, self._positions(self.exchange.group.rank(), length, mask.device)]
 
-        def part(tile: Tile, owner: int) -> Tensor:
+        def cut(tile: Tile, owner: int) -> Tensor:
             rows = tile.rows if len(local) > 1 else slice(None)
             keys = self._positions(owner, length, mask.device)[slice(*tile.keys)]
             return local[rows, :, slice(*tile.queries)][..., keys]
 
-        return part
+        return cut
 
     def _positions(self, rank: int, length: int, device: torch.device) -> Tensor:
         """Return the positions of the tokens of a rank of the exchange in their sequences."""
@@ -119,6 +124,7 @@ class HeadParallelAttention(nn.Module):
     ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         if sinks is not None:
+            # Each rank has some of the heads after the exchange, and the sinks of these.
             sinks = sinks.chunk(self.exchange.group.size())[self.exchange.group.rank()]
         query, key, value = self.exchange.to_heads(query, key, value)
         split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())

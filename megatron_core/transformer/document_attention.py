@@ -46,6 +46,7 @@ def variable_length_attention(
     """
     batch, heads, _, _ = query.shape
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads, d]
+    # The same starts for queries and keys, whose documents are equal in training.
     starts = documents.starts
     longest = documents.longest
     out: Tensor = _operator()(

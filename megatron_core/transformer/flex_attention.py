@@ -72,7 +72,9 @@ def flex_attention(
     length = query.shape[2]
     device = query.device
     if documents is None:
+        # Cached by length: windows of a model have few lengths, and a mask takes a few kernels to build.
         mask = _mask_of_length(length, window, device)
+    # Kept with the documents, for all layers of the micro-batch.
     elif (mask := documents.masks.get(window)) is None:
         mask = documents.masks[window] = block_mask(first_keys(documents.lengths, window), device)
     bounded = None if softcap is None else _bounded(softcap)

@@ -31,10 +31,12 @@ class JoinedParts:
         ]
         self.partial = [*sublayers, *(linear for linear in self._linears if isinstance(linear, RowParallelLinear))]
         """The modules whose outputs are one rank's part of the sum."""
+        # Kept for ``separate``: adapters are added to a model that exists.
         self._comms: list[LinearComm] = [linear.comm for linear in self._linears]
         self._input = SharedInput(len(sublayers))
         for linear in self._linears:
             if isinstance(linear, ColumnParallelLinear):
+                # The gradients of both uses of the normed input are added before one reduction.
                 linear.comm = replace(linear.comm, shared_input=self._input)
             else:
                 linear.comm = replace(linear.comm, scatter_sequence=False, reduce_output=False)
@@ -49,6 +51,7 @@ class JoinedParts:
         each product with its reduction.
         """
         parallel = context.parallel
+        # Without a reduction there is nothing to join.
         if context.tp_group.size() == 1 or parallel.arithmetic.adds_exactly or parallel.tp_comm_overlap_chunks > 1:
             return None
         return cls(sublayers) if all(map(is_joinable, sublayers)) else None

@@ -136,6 +136,8 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
             "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
         }
+        # A kind that combines others gets their constructors and not their layers, so that it can name its own
+        # submodules.
         if mixer_kind.mixers:
             mixers = {
                 name: partial(mixer_layer(inner.name), **constructors) for name, inner in mixer_kind.mixers.items()
@@ -170,6 +172,8 @@ OUTPUT_Z_LOSS = "output_z_loss"
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
     count = config.num_layers + (config.mtp_num_layers or 0)
+    # Of all layers and not of a stage's: the values are summed over the pipeline in one tensor, with one order of
+    # names.
     of_layers = {name for i in range(count) for name in layer_specs(config, i).auxiliary_losses}
     of_output = (OUTPUT_Z_LOSS,) if config.output_z_loss_coeff else ()
     return (*sorted(of_layers), *mtp_loss_names(config), *of_output)

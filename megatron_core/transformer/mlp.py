@@ -30,12 +30,14 @@ class MLP(nn.Module):
         super().__init__()
         config = context.config
         ffn = context.config.ffn_size
+        # Gate and value of a feature are on the same rank, so that their product needs no communication.
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation = XIELU(context) if config.xielu else activation_of(config)
         self.linear_fc1 = context.column_linear(
             config.hidden_size,
             sum(pieces),
             bias=config.add_bias_linear,
+            # The activation adds the bias in its own pass.
             skip_bias_add=True,
             spec=partial(split_fused, pieces=pieces),
         )

@@ -41,6 +41,7 @@ class Norm(nn.Module):
         self.backend = config.kernel_backend
         self.arithmetic = parallel.arithmetic
         self.heads = heads
+        # Norms are usable without the model's initialization by name.
         self.reset_parameters()
 
     @torch.no_grad()
@@ -56,6 +57,7 @@ class Norm(nn.Module):
 
     def normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of ``x`` with these parameters, in their dtype; ``x`` may be a wider residual stream."""
+        # A float32 residual stream is normalized in float32; only the result is rounded.
         if self.weight_minus_one or x.dtype != weight.dtype:
             dtype = wide(x.dtype)
             factor = weight.to(dtype)
@@ -69,6 +71,7 @@ class Norm(nn.Module):
         """The norm with this factor on each channel, all in one dtype."""
         if not self.subtracts_mean:
             return rms_norm(x, weight, self.epsilon, backend=self.backend)
+        # The kernel has no variant without a bias.
         bias = torch.zeros_like(weight) if bias is None else bias
         return layer_norm(x, weight, bias, self.epsilon, backend=self.backend)
 
@@ -136,6 +139,7 @@ class HeadsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
         flat = x.flatten(2).to(wide(x.dtype))
+        # One number per token is summed over ranks instead of gathering the heads.
         squares = flat.square().sum(-1, keepdim=True)
         # Each rank uses the total for its own channels, so the gradient of the total is summed over ranks as well.
         total = copy_to_region(reduce_from_region(squares, self.group), self.group)

@@ -22,6 +22,7 @@ def rotary_table(
     computed in float64, so that large positions are exact, and cast once for all layers to ``dtype``, which must be the
     dtype that ``ops.rope`` requires for the dtype of the activations.
     """
+    # float32 has 24 bits: at position 100,000 the angle of the fastest pair would be wrong in the third digit.
     angles = position_ids.t().to(torch.float64)[:, :, None] * frequencies
     return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
@@ -63,6 +64,8 @@ def llama3_frequencies(frequencies: Tensor, factor: float, context: int = LLAMA3
 
     f / factor for turns < 1, f for turns > 4, else s f + (1 - s) f / factor with s = (turns - 1) / 3.
     """
+    # Pairs that turn often within the old context know relative positions and are kept; pairs that do not complete a
+    # turn would see new angles, and are interpolated.
     turns = context * frequencies / (2 * math.pi)
     share = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
     return share * frequencies + (1 - share) * frequencies / factor
@@ -90,6 +93,7 @@ def yarn_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
     first = max(first, 0)
     end = min(end, 2 * pairs - 1)
     index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
+    # The bound keeps a range of one pair from dividing by 0.
     share = ((index - first) / max(end - first, 1e-3)).clamp(0.0, 1.0)
     return (1 - share) * frequencies + share * frequencies / config.rope_scaling_factor
 
@@ -116,6 +120,7 @@ def longrope_frequencies(frequencies: Tensor, config: ModelConfig, max_sequence_
     original = config.original_max_position_embeddings
     scale = config.rope_scaling_factor
     assert original is not None, "validated with rope_scaling_type=longrope"
+    # A function of the run's longest text and not of a batch: the cache of generation holds rotated keys.
     if max_sequence_length > original:
         factors = config.longrope_long_factor
         magnitude = config.longrope_long_mscale

@@ -76,6 +76,7 @@ class LanguageModelEmbedding(nn.Module):
             hidden = self.norm(hidden)
         if self.wide_stream:
             hidden = hidden.to(wide(hidden.dtype))
+        # The embedding is a transposed view; the first norm and the messages between stages need contiguous memory.
         if not self.dropout.active:
             return hidden.contiguous()
         return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)

@@ -101,6 +101,8 @@ class GPTModel(nn.Module):
         self.output_layer = self._make_output_layer(context) if post_process else None
         self.mtp: Any = None
         if config.mtp_num_layers and post_process:
+            # Without a weight on this rank, multi-token prediction has a copy of the embedding, whose gradients are
+            # summed with the original's.
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
             self.mtp = load_hook(layer_hooks()["multi_token"])(
                 context, vocab_size, layer_specs, own_embedding=elsewhere
@@ -111,6 +113,8 @@ class GPTModel(nn.Module):
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
             assert shared is not None, "a first or last stage has the weight"
+            # Both ends of the pipeline hold the weight, so its gradient is a sum over them; only the first stage's copy
+            # is counted and saved.
             amend_spec(shared, tied=groups.ends, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
@@ -166,6 +170,7 @@ class GPTModel(nn.Module):
         head: list[nn.Module | None] = [self.decoder.final_layernorm, self.mtp, self.output_layer]
         embeds = self.output_layer is not None and (self.output_layer.weight is None or self.mtp is not None)
         if embeds and (self.embedding is not None or self._weights_of_others):
+            # ZeRO-3 must gather the weight for the head, too, although it belongs to the first unit.
             head.append(nn.ParameterList([self._shared_weight()]))
         units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
         return [present for unit in units if (present := [module for module in unit if module is not None])]
@@ -278,6 +283,8 @@ class GPTModel(nn.Module):
         size = self.vocab_size
         backend = self.model_config.kernel_backend
         assert self.output_layer is not None
+        # Complete logits are the largest tensor of many models; chunks of them are enough for the loss and its
+        # gradient.
         if self.model_config.fuses_output_layer_with_loss:
             hidden_states = self._scaled(hidden_states)
             weight = self.output_layer.weight if tied is None else tied
@@ -290,7 +297,7 @@ class GPTModel(nn.Module):
         if logit_loss is not None:
             return logit_loss(logits, target)
         canonical = self.parallel.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": canonical}
+        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "num_parts": canonical}
         if add_z_loss is not None:
             return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
         return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)

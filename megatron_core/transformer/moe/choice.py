@@ -24,6 +24,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
         return logits
     if config.moe_router_score_function == "sigmoid":
         return functional.logsigmoid(logits)
+    # The logarithm of 0 would be -inf, and the gradient of the ratio NaN.
     tiny = torch.finfo(logits.dtype).tiny
     return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
 
@@ -36,6 +37,7 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     of its ``group_score_topk`` highest expert scores; only experts of the group_topk best groups are eligible.
     """
     if config.moe_router_score_function == "softmax":
+        # The softmax does not change the order of experts, but a bias is added to scores and not to logits.
         ranking = logits.softmax(-1) if config.moe_router_pre_softmax or bias is not None else logits
     elif config.moe_router_score_function == "sparsemixer":
         ranking = logits
@@ -88,10 +90,9 @@ published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
 def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float, drawn: Tensor | None = None) -> Tensor:
     """Return the factors on the outputs of the ``experts``, chosen one after the other.
 
-    With m the largest logit of the experts that are not chosen before, the factor of a choice is the softmax over
-    those of them whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``.
-    ``drawn`` ``[..., k]``, samples of U(0, 1): the experts are drawn, and the factor of a choice that is not the
-    likeliest one is divided by 3 in three of four cases, with unchanged gradients.
+    With m the largest logit of the experts not chosen before, the factor of a choice is the softmax over those of them
+    whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``. ``drawn`` ``[..., k]``, samples of U(0, 1): the
+    experts are drawn, and the factor of most choices but the likeliest is divided by 3, with unchanged gradients.
     Source: Liu et al. 2024 (GRIN, arXiv 2409.12136, section 2); Liu et al. 2023 (arXiv 2310.00811, section 3).
     """
     # In expectation, gradients of drawn experts are those of Heun's third-order method for the difference of an
@@ -103,6 +104,7 @@ def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float,
         share = shares.gather(-1, chosen)
         if drawn is not None:
             unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
+            # Detached, so that only the value is scaled and the gradient is that of the whole share.
             share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
         factors.append(share)
         left = left.scatter(-1, chosen, -inf)
@@ -151,6 +153,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPSILON))
         before = columns
         columns = 1 / (cost.shape[1] * ((rows[:, None] * cost).sum(0) + SINKHORN_EPSILON))
+        # Waits for the device: the number of iterations depends on the data.
         error = float((before - columns).abs().mean())
     return rows[:, None] * cost * columns
 
@@ -169,5 +172,6 @@ def within_capacity(experts: Tensor, probs: Tensor, num_experts: int, capacity: 
         rank = taken.cumsum(0) - 1
     else:
         priority = torch.full(shape, -inf, dtype=probs.dtype, device=probs.device).scatter_(-1, experts, probs)
+        # Stable, so that the choice among equal probabilities is the same in every layout.
         rank = priority.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
     return (rank < capacity).gather(-1, experts)

@@ -35,6 +35,7 @@ class ArrivingCounts:
             self._handle.wait()
             return self._own.tolist(), self.theirs.tolist()
         numbers, copied = self._copied
+        # The meter charges the wait to the collective.
         if isinstance(self._handle, Waited):
             self._handle.wait(instead=copied.synchronize)
         else:
@@ -47,6 +48,7 @@ class ArrivingCounts:
         device = self._own.device
         stream = _stream(device)
         copied = torch.cuda.Event()
+        # The counts are computed in the current stream.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work = self._handle.work if isinstance(self._handle, Waited) else self._handle

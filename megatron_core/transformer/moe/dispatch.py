@@ -98,6 +98,7 @@ def _total_of_choices(slots: Tensor, copies: int) -> Tensor:
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
     if holes:
+        # So -1 selects a row of zeros without a test of every index.
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         index = index % x.shape[0]  # -1 is the last row
     return x.index_select(0, index)
@@ -111,7 +112,8 @@ class Dispatcher:
     """
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
-        self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
+        self.group = groups.group("etp-ep")
+        self.size = self.group.size()
         self.local_experts = num_experts // groups.size("ep")
         self.own_part = groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
@@ -137,10 +139,12 @@ class AllToAll(Dispatcher):
     ) -> Dispatched:
         """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
+        # With padding all sizes are known in advance, so that no counts are exchanged and the host does not wait.
         capacity = routing.capacity if padded else None
         slots = Slots.of(keys, self.size * self.local_experts, capacity, drops=routing.kept is not None)
         arriving = None
         if capacity is None:
+            # Started before the rows are gathered, which hides its latency.
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
         tokens = slots.owners(keys.shape[1])
         copies = len(self.holders[0])
@@ -152,6 +156,8 @@ class AllToAll(Dispatcher):
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
             rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
+        # The probabilities travel with the rows: the expert's rank multiplies by them, so that the sender only sums and
+        # need not keep the outputs for their gradients.
         exchange = RowExchange([rows, probs], sent, received, self.group)
         if meanwhile is not None:
             meanwhile()
@@ -183,6 +189,7 @@ class AllToAll(Dispatcher):
         holders = self._holders_on(device)  # [ep, etp]
         ranks = holders[routing.experts // self.local_experts]
         local = routing.experts % self.local_experts
+        # Sorted by this key, rows are ordered by rank and within it by expert, as messages and experts need them.
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
@@ -207,10 +214,12 @@ class AllToAll(Dispatcher):
 
         ``arrived`` has the numbers of the ``rows`` received, or all are ``capacity``.
         """
+        # Rows of one sender, or for one expert, are in order.
         if self.size == 1 or self.local_experts == 1:
             return None, torch.empty(0)
         expert = torch.arange(self.local_experts, device=device).repeat(self.size)
         lengths = torch.full_like(expert, capacity or 0) if arrived is None else arrived.theirs.flatten()
+        # ``output_size`` is known on the host; without it, torch would wait for the device to learn it.
         order = expert.repeat_interleave(lengths, output_size=rows).argsort(stable=True)
         return order, _inverse(order)
 
@@ -233,6 +242,7 @@ class AllGatherDispatcher(Dispatcher):
         local_rows = x.shape[0]
         longest = torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
+        # A gather needs equal sizes, and ranks may have a different number of tokens.
         missing = int(longest) - local_rows
 
         def gathered(tensor: Tensor, fill: float = 0) -> Tensor:
@@ -282,6 +292,7 @@ class Slots:
         slots may be dropped. The host does not wait for the device.
         """
         flat = keys.flatten()
+        # Stable: tokens of an expert stay in the order of positions, so sums over them have one order.
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(destinations + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits on GPUs
         if capacity is None:

@@ -34,6 +34,7 @@ class GroupedLinear(nn.Module):
         if bias is not None:
             self.bias = allocate(bias, context.parallel.params_dtype, context.parallel.device)
             self.bias.init_method = nn.init.zeros_
+            # Two dims, but no matrix: optimizers of matrices must treat it as a bias.
             self.bias.is_vector = True
         self.adapter: Any = None
         self.product = product
@@ -70,6 +71,7 @@ class Experts(nn.Module):
         first, second = ((config.num_experts, *shape) for shape in ((sum(pieces), outer), (outer, ffn)))
         inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
         once = replicated(second[:2], etp[0], axis="etp", partial_grad=True)
+        # Stacks and not separate parameters: one grouped product computes all experts of a rank.
         specs = [
             split_over(split(shape, 0, *ep, axis="ep"), over_etp, replica_axes=("edp",))
             for shape, over_etp in (

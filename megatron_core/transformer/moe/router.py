@@ -93,10 +93,13 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
         """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
+        # Near ties decide between experts: in 16 bits different layouts would choose differently (Fedus et al. 2021,
+        # section 2.4).
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         x = self._jittered(x.to(dtype), tokens, context)
         logits = self.product(x, self.weight, self.bias)
         drawn = self._drawn(logits, tokens, context)
+        # The choice has no gradient; the probabilities of the chosen experts have one.
         experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number + context.repeat, experts)
@@ -104,6 +107,7 @@ class TopKRouter(nn.Module):
         choose_by = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
         probs = (sinkhorn_probabilities if sinkhorn else choose_by)(logits, experts, self.config)
         within, capacity = self._capacity(experts, probs, tokens)
+        # Not in a forward pass without gradients, which has no collector.
         if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
         if self.training and context.auxiliary_losses is not None:
@@ -240,6 +244,7 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
             applied = [loads[number] for number in router.applications]
+            # The same on all ranks, so replicas of the bias stay equal without a broadcast.
             load = torch.tensor(applied, dtype=torch.float64, device=router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
