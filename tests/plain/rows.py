@@ -31,6 +31,7 @@ SCALED = ROPE | {"use_rope_scaling": True, "original_max_position_embeddings": 8
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_attention_mask": True}
 FIXED = {"lr_decay_style": "constant"}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 64}
+SAMPLES = {"train_iters": None, "train_samples": 40}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_decay_iters": 5}
 
 MODELS: dict[str, Values] = {
@@ -268,6 +269,13 @@ OPTIMIZERS: dict[str, Values] = {
     "weight decay grows along a cosine": FIXED
     | {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
     "rate of embeddings": UNTIED | {"decoupled_lr": 3e-2, "decoupled_min_lr": 2e-2, "min_lr": 1e-3},
+    "rates by samples": SAMPLES | {"lr_warmup_samples": 6, "lr_decay_samples": 14, "min_lr": 1e-3},
+    "rates by samples, WSD": SAMPLES | {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 8, "lr_decay_samples": 16},
+    "weight decay by samples": SAMPLES
+    | {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
+    "growing batches": SAMPLES | {"global_batch_size": 8, "rampup_batch_size": (2, 2, 6), "lr_warmup_samples": 5},
+    "batches in steps": {"step_batch_size_schedule": ("0:2", "24:4", "70:8"), "global_batch_size": 8},
+    "growing sequences": LLAMA | {"seq_length_warmup": (4, 4, 8)},
     "average": {"ema_decay": 0.7},
 }
 
