@@ -182,13 +182,15 @@ def soap_of_part(s: SimpleNamespace, g: Tensor, state: State, t: int) -> Tensor:
 
 
 def learning_rate(s: SimpleNamespace, n: int, last: int, highest: float, lowest: float) -> float:
-    """The rate of step ``n`` (from 1) of ``last``: linear warm-up, then a decay (Megatron-LM's flags).
+    """The rate of step ``n`` (from 1) of ``last``, or of sequence ``n``: linear warm-up, then a decay.
 
     cosine: Loshchilov and Hutter 2017, equation 5; inverse-square-root: Vaswani et al. 2017, section 5.3; WSD: Hu et
     al. 2024, section 4.2.
     """
-    end = s.lr_decay_iters or last
-    warm = s.lr_warmup_iters if s.lr_warmup_fraction is None else s.lr_warmup_fraction * end
+    end = s.lr_decay_iters or s.lr_decay_samples or last
+    warm = s.lr_warmup_iters or s.lr_warmup_samples
+    if s.lr_warmup_fraction is not None:
+        warm = s.lr_warmup_fraction * end
     if warm and n <= warm:
         return s.lr_warmup_init + (highest - s.lr_warmup_init) * n / warm
     if s.lr_decay_style == "constant":
@@ -198,7 +200,8 @@ def learning_rate(s: SimpleNamespace, n: int, last: int, highest: float, lowest:
     if s.lr_decay_style == "inverse-square-root":
         return max(lowest, highest * math.sqrt(max(warm, 1)) / math.sqrt(n))
     if s.lr_decay_style == "WSD":
-        done = (n - end + s.lr_wsd_decay_iters) / s.lr_wsd_decay_iters
+        phase = s.lr_wsd_decay_iters or s.lr_wsd_decay_samples
+        done = (n - end + phase) / phase
         shape = s.lr_wsd_decay_style
     else:
         done, shape = (n - warm) / (end - warm), s.lr_decay_style

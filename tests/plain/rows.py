@@ -17,6 +17,7 @@ AUX = {"moe_aux_loss_coeff": 0.05}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 LATENT = LLAMA | {
     "multi_latent_attention": True,
     "kv_lora_rank": 6,
@@ -30,6 +31,7 @@ SCALED = ROPE | {"use_rope_scaling": True, "original_max_position_embeddings": 8
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_attention_mask": True}
 FIXED = {"lr_decay_style": "constant"}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 64}
+SAMPLES = {"train_iters": None, "train_samples": 40}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_decay_iters": 5}
 
 MODELS: dict[str, Values] = {
@@ -102,6 +104,8 @@ MODELS: dict[str, Values] = {
     },
     "temperature of rotated layers": LLAMA
     | {"query_temperature_scale": 0.4, "query_temperature_floor": 4, "query_temperature_of_rotary": True},
+    "chunks of four": LLAMA | {"attention_chunk_size": 5, "no_rope_freq": (0, 1), "seq_length": 16},
+    "gpt2 of six layers": {"num_layers": 6},
     "windows": LLAMA | {"window_size": (3, 0)},
     "some windows, other base": LLAMA
     | {"num_layers": 3, "window_size": (2, 0), "window_attn_skip_freq": (1, 0, 1), "rotary_base_of_windows": 100.0},
@@ -265,6 +269,13 @@ OPTIMIZERS: dict[str, Values] = {
     "weight decay grows along a cosine": FIXED
     | {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
     "rate of embeddings": UNTIED | {"decoupled_lr": 3e-2, "decoupled_min_lr": 2e-2, "min_lr": 1e-3},
+    "rates by samples": SAMPLES | {"lr_warmup_samples": 6, "lr_decay_samples": 14, "min_lr": 1e-3},
+    "rates by samples, WSD": SAMPLES | {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 8, "lr_decay_samples": 16},
+    "weight decay by samples": SAMPLES
+    | {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
+    "growing batches": SAMPLES | {"global_batch_size": 8, "rampup_batch_size": (2, 2, 6), "lr_warmup_samples": 5},
+    "batches in steps": {"step_batch_size_schedule": ("0:2", "24:4", "70:8"), "global_batch_size": 8},
+    "growing sequences": LLAMA | {"seq_length_warmup": (4, 4, 8)},
     "average": {"ema_decay": 0.7},
 }
 
@@ -274,11 +285,98 @@ LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "gpt2, tp2": ("gpt2", 2, TP2 | {"sequence_parallel": True}),
     "balance of all and of sequences, dp2": ("balance of all and of sequences", 2, {"micro_batch_size": 1}),
     "capacity, ep2": ("capacity", 2, {"expert_model_parallel_size": 2}),
-    "groups, cp2": ("groups", 2, {"context_parallel_size": 2}),
+    "groups, cp2": ("groups", 2, CP2),
     "later tokens, pp2": ("later tokens", 2, PP2),
     "latent queries, tp2 pp2": ("latent queries", 4, TP2 | PP2),
 }
 """Name of the row, number of ranks, and settings of the layout alone."""
+
+FOUR = "layers without rotation"
+"""A row with four layers, for stages."""
+FULL = {"recompute_granularity": "full"}
+EP2 = {"expert_model_parallel_size": 2}
+FUSED = {"cross_entropy_loss_fusion": True}
+FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
+    "unfused attention": ("groups", 1, {"attention_backend": "unfused", "apply_query_key_layer_scaling": True}),
+    "reference kernels": ("rms norms plus one, embeddings scaled", 1, {"kernel_backend": "reference"}),
+    "native loss": ("gpt2", 1, FUSED),
+    "loss with the output layer": ("llama", 1, FUSED | {"cross_entropy_fusion_impl": "linear"}),
+    "padding of the vocabulary": ("gpt2", 1, {"make_vocab_size_divisible_by": 64}),
+    "larger micro-batch": ("llama", 1, {"micro_batch_size": 4}),
+    "compiled layers": ("llama", 1, {"compile": True, "compile_backend": "eager"}),
+    "compiled layers, aot": ("llama", 1, {"compile": True, "compile_backend": "aot_eager"}),
+    "full recompute": (FOUR, 1, FULL | {"recompute_method": "uniform", "recompute_num_layers": 2}),
+    "recompute of a block": (FOUR, 1, FULL | {"recompute_method": "block", "recompute_num_layers": 1}),
+    "selective recompute": (
+        "shared experts",
+        1,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "layernorm", "moe_act", "shared_experts"),
+        },
+    ),
+    "selective recompute of mlp": (
+        "latent queries",
+        1,
+        {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "mlp")},
+    ),
+    "selective recompute of experts": (
+        "experts",
+        1,
+        {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    ),
+    "shards of the optimizer": ("gpt2", 2, {"use_distributed_optimizer": True}),
+    "zero1": ("gpt2", 2, {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "zero2": ("gpt2", 2, {"zero_stage": 2, "ddp_bucket_size": 1000}),
+    "zero3": ("gpt2", 2, {"zero_stage": 3, "zero3_keep_after_forward": True}),
+    "strategy optim": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim"}),
+    "strategy optim_grads": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "strategy optim_grads_params": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    "instances": (
+        "gpt2",
+        4,
+        {"micro_batch_size": 1, "num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True},
+    ),
+    "muon, cut matrices": ("muon", 2, {"zero_stage": 1, "use_layer_wise_param_layout": False}),
+    "soap, dp2": ("soap", 2, {"zero_stage": 1}),
+    "adamuon, tp2": ("adamuon", 2, TP2),
+    "lamb, tp2": ("lamb", 2, TP2),
+    "tp2 without overlap": ("llama", 2, TP2 | {"sequence_parallel": True, "tp_comm_overlap": False}),
+    "tp2 in chunks": ("llama", 2, TP2 | {"sequence_parallel": True, "tp_comm_overlap_chunks": 2}),
+    "over gloo": ("llama", 2, TP2 | {"distributed_backend": "gloo"}),
+    "over shared memory": ("llama", 2, TP2 | {"distributed_backend": "shm"}),
+    "order of ranks": ("llama", 4, TP2 | PP2 | {"rank_order": "pp-tp-cp-ep-dp"}),
+    "cp2 all_gather": ("groups", 2, CP2 | {"cp_comm_type": ("all_gather",)}),
+    "cp2 a2a": ("groups", 2, CP2 | {"cp_comm_type": ("a2a",)}),
+    "cp4 a2a+p2p": (
+        "chunks of four",
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+    ),
+    "documents, cp2": ("documents", 2, CP2),
+    "gpipe": (FOUR, 2, PP2 | {"pipeline_schedule": "gpipe"}),
+    "1f1b": (FOUR, 2, PP2 | {"pipeline_schedule": "1f1b", "overlap_p2p_communication": False}),
+    "interleaved": (FOUR, 2, PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),
+    "interleaved by layers": (FOUR, 2, PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "zb_h1": (FOUR, 2, PP2 | {"pipeline_schedule": "zb_h1"}),
+    "zb_h2": (FOUR, 2, PP2 | {"pipeline_schedule": "zb_h2"}),
+    "zb_v": (FOUR, 2, PP2 | {"pipeline_schedule": "zb_v"}),
+    "dualpipe_v": (FOUR, 2, PP2 | {"pipeline_schedule": "dualpipe_v", "micro_batch_size": 1}),
+    "layout of stages": (FOUR, 2, PP2 | {"pipeline_model_parallel_layout": "Et|tttL"}),
+    "first stage": (FOUR, 2, PP2 | {"decoder_first_pipeline_num_layers": 1}),
+    "last stage": (FOUR, 2, PP2 | {"decoder_last_pipeline_num_layers": 1}),
+    "embedding and loss count as layers": (
+        "gpt2 of six layers",
+        2,
+        PP2 | {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    ),
+    "all gather of experts": ("experts", 2, EP2 | {"moe_token_dispatcher_type": "allgather"}),
+    "overlapped shared experts": ("shared experts", 2, EP2 | {"moe_shared_expert_overlap": True}),
+    "experts over tensor ranks": ("experts", 2, TP2 | {"expert_tensor_parallel_size": 1, **EP2}),
+    "later tokens, tp2": ("later tokens, experts", 2, TP2 | {"sequence_parallel": True}),
+    "three balancing losses, pp2": ("three balancing losses", 2, PP2),
+}
+"""Further layouts and ways of computing, which only ``make verify-all`` runs: each setting of them at least once."""
 
 SCALED_LOSS = ("three balancing losses", "later tokens, experts", "z-loss")
 """Rows with losses of layers, which also run with a loss scale."""

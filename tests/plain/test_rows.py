@@ -8,7 +8,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from tests.plain.engine import BASE, beyond, differences, engine_trace, samples_of, settings_of, start_of
-from tests.plain.rows import LAYOUTS, ROWS, SCALED_LOSS, Values
+from tests.plain.rows import FURTHER_LAYOUTS, LAYOUTS, ROWS, SCALED_LOSS, Values
 from tests.plain.training import Record, train
 
 STEPS = 3
@@ -38,6 +38,13 @@ def test_training(row: str) -> None:
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_training_in_layout(row: str) -> None:
     name, world_size, layout = LAYOUTS[row]
+    assert wrong(ROWS[name], world_size, layout) == []
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("row", FURTHER_LAYOUTS)
+def test_training_in_further_layout(row: str) -> None:
+    name, world_size, layout = FURTHER_LAYOUTS[row]
     assert wrong(ROWS[name], world_size, layout) == []
 
 

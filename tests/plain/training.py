@@ -66,10 +66,12 @@ def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], 
     weights |= {name: value.float().clone() for name, value in start.items() if "expert_bias" in name}
     states: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     record = Record(average={name: value.detach().clone() for name, value in weights.items()})
+    consumed = 0
     for step in range(steps):
-        first = step * s.global_batch_size
-        numbers = list(range(first, first + s.global_batch_size))
-        batch = {key: torch.stack([samples[n][key] for n in numbers]) for key in samples[0]}
+        size, length = batch_size(s, consumed), sequence_length(s, consumed)
+        numbers = list(range(consumed, consumed + size))
+        batch = {key: torch.stack([samples[n][key][:length] for n in numbers]) for key in samples[0]}
+        before, consumed = consumed, consumed + size
         positions, documents = documents_of(s, batch["tokens"], s.vocab_size - 1)
         seq = Sequences(positions, documents, longest_of(s))
 
@@ -90,7 +92,8 @@ def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], 
         record.loads.append({layer: load.tolist() for layer, load in collected.loads.items()})
         record.gradients.append(gradients)
         with torch.no_grad():
-            for name, new in updated(s, weights, clipped(s, gradients, norm), states, step + 1).items():
+            used = (before if s.lr_one_step_later else consumed) if by_samples(s) else step + (not s.lr_one_step_later)
+            for name, new in updated(s, weights, clipped(s, gradients, norm), states, step + 1, used).items():
                 weights[name].copy_(new)
             update_biases(s, weights, collected.loads)
             if s.ema_decay is not None:  # Polyak and Juditsky 1992; e = d e + (1 - d) w
@@ -112,11 +115,39 @@ def clipped(s: SimpleNamespace, gradients: Weights, norm: float) -> Weights:
     return {name: (factor * g).clamp(-limit, limit) for name, g in gradients.items()}
 
 
-def updated(s: SimpleNamespace, weights: Weights, gradients: Weights, states: dict, step: int) -> Weights:
-    """The weights after an update."""
+def by_samples(s: SimpleNamespace) -> bool:
+    """Whether rates follow the sequences used, as with Megatron-LM's ``train_samples``, and not the steps."""
+    return s.train_samples is not None
+
+
+def ramp(start: int, increment: int, samples: int, last: int, consumed: int) -> int:
+    """Megatron-LM's ramp: from start to last in equal steps of an increment, over the first ``samples`` samples."""
+    if consumed > samples:
+        return last
+    each = samples / ((last - start) // increment)
+    return min(start + int(consumed / each) * increment, last)
+
+
+def batch_size(s: SimpleNamespace, consumed: int) -> int:
+    """Sequences of the step that follows ``consumed`` sequences."""
+    if s.rampup_batch_size:
+        return ramp(*s.rampup_batch_size, s.global_batch_size, consumed)
+    if s.step_batch_size_schedule:
+        parts = [part.split(":") for part in s.step_batch_size_schedule]
+        return [int(size) for tokens, size in parts if int(tokens) <= consumed * s.seq_length][-1]
+    return s.global_batch_size
+
+
+def sequence_length(s: SimpleNamespace, consumed: int) -> int:
+    """Tokens of a sequence of that step (Li et al. 2021, section 4)."""
+    return ramp(*s.seq_length_warmup, s.seq_length, consumed) if s.seq_length_warmup else s.seq_length
+
+
+def updated(s: SimpleNamespace, weights: Weights, gradients: Weights, states: dict, step: int, used: int) -> Weights:
+    """The weights after update ``step``; rates are those of ``used`` steps, or sequences."""
     width = s.hidden_size / (s.mup_base_hidden_size or s.hidden_size) if s.use_mup else 1.0
-    at = step - 1 if s.lr_one_step_later else step
-    wd = weight_decay(s, at, s.train_iters)
+    last = s.train_samples if by_samples(s) else s.train_iters
+    wd = weight_decay(s, used, last)
     new = {}
     for name, g in gradients.items():
         w, state, highest, lowest = weights[name], states[name], s.lr, s.min_lr
@@ -125,7 +156,7 @@ def updated(s: SimpleNamespace, weights: Weights, gradients: Weights, states: di
         if has_own_rate:
             highest = s.decoupled_lr
             lowest = s.min_lr if s.decoupled_min_lr is None else s.decoupled_min_lr
-        lr, eps = learning_rate(s, at, s.train_iters, highest, lowest), s.adam_eps
+        lr, eps = learning_rate(s, used, last, highest, lowest), s.adam_eps
         decays = is_matrix(name, w)
         if s.apply_wd_to_qk_layernorm and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
             decays = True
