@@ -106,9 +106,11 @@ class WholeInShards:
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
         """Place parameters in shards of equal length."""
+        # Equal work alone could place all large and cheap parameters in one shard, and the others would be padding.
         limit = 1.3 * sum(sizes) / self.shards
         ends = [0] * self.shards
         positions = [(0, 0)] * len(sizes)
+        # Costs and sizes are those of global shapes, so that all ranks compute the same layout without a message.
         for number in sorted(range(len(sizes)), key=lambda n: -costs[n]):
             starts = [round_up(end, self.start_multiple) for end in ends]
             fit = [shard for shard, start in enumerate(starts) if start + sizes[number] <= limit]
@@ -116,6 +118,7 @@ class WholeInShards:
             positions[number] = shard, starts[shard]
             ends[shard] = starts[shard] + sizes[number]
             self.work[shard] += costs[number]
+        # Shards are equal in length, as collectives require; shorter ones are padded.
         length = round_up(max(ends), self.shard_multiple)
         offsets = [shard * length + start for shard, start in positions]
         end = max(offset + size for offset, size in zip(offsets, sizes, strict=True))

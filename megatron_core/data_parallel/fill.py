@@ -72,10 +72,12 @@ def make_buckets(
                 rule = settings.rule_of(bucket_kind, ranks[bucket_kind][0].size())
                 packers[bucket_kind] = Packer(rule, settings.bucket_size)
             is_shared = settings.zero_stage > 0 and getattr(parameter, "shared_embedding", False)
+            # Ranks of several stages sum it together, and the other parameters of a bucket would differ there.
             alone = bool(bucket_kind.tied) or is_shared
             cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
             for full in packers[bucket_kind].add((name, parameter), parameter.numel(), cost, alone=alone):
                 make(bucket_kind, number, *full)
+        # Otherwise the gradients of a unit would wait for those of the unit before it in backward.
         if settings.zero_stage >= 2:
             close_all(number)
     close_all(number)
@@ -100,10 +102,12 @@ def units_of(
     of experts, which only expert-data-parallel ranks share.
     """
     units = ([[]] if has_rest else []) + (modules_of(module) if units is None else units)
+    # Reversed, so that the first unit with a parameter wins.
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
     result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in global_parameters(module):
         if not hasattr(parameter, "shard_spec"):
+            # Megatron's mark for parameters of experts.
             expert = not getattr(parameter, "allreduce", True)
             axis = "etp" if expert else "tp"
             spec = replicated(tuple(parameter.shape), groups.index(axis), axis=axis)

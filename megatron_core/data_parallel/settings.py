@@ -72,9 +72,11 @@ class BucketKind:
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
             dtype=parameter.dtype,
+            # Decay pulls norms and biases, which are not scale-free, towards 0; Megatron-LM leaves them out, too.
             decay=matrix or getattr(parameter, "decays", False),
             matrix=matrix,
             replica_axes=spec.replica_axes,
+            # Axes of one rank are left out: their parameters may share buckets with others.
             partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),

@@ -31,6 +31,7 @@ class GradientNorm:
         self.compressor = data_parallel.compressor
         self.device = data_parallel.device
         self.backend = backend
+        # All ranks: stages of a pipeline hold other layers, and one factor has to scale all of them.
         self.group = groups.group(WORLD)
         self.arithmetic = data_parallel.settings.arithmetic
 
@@ -61,6 +62,7 @@ class GradientNorm:
 
         float64 ``[2, num_layers + 2]``.
         """
+        # One list for each part of the whole model, also of other stages, so that the sums of all ranks have one shape.
         spans: list[list[tuple[Bucket, Span]]] = [[] for _ in part_names(num_layers)]
         for bucket, owned in self.owned:
             for name, _, start, stop, offset in bucket.pieces():
@@ -76,6 +78,7 @@ class GradientNorm:
 
     def _mean_of_ranks(self) -> Tensor:
         """Return this rank's part of the mean over the data-parallel ranks of the squared norms of their gradients."""
+        # Every data-parallel rank counts its copy of the gradients, which differ in local steps.
         means = [self._sum_of_squares([entry]) / entry[0].dp_group.size() for entry in self.everywhere]
         return torch.stack(means).sum() if means else self._sum_of_squares([])
 
@@ -108,4 +111,5 @@ def _gaps(spans: list[Span], size: int) -> list[Span]:
 
 def clip_factor(norm: float, limit: float) -> float:
     """Return the factor that reduces the gradient norm to at most ``limit`` (Pascanu et al. 2013); 0: no clipping."""
+    # The epsilon is that of torch and Megatron-LM.
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

@@ -15,8 +15,10 @@ def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -
     between two stages are received in the order of sending. Such a plan runs with blocking and with overlapped sends:
     see ``Plan.receive_lookahead``.
     """
+    # All problems at once, as for a configuration: a plan of a user's own may have several.
     local_problems = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan), *_bad_pairs(plan)]
     yield from local_problems
+    # Also for incomplete plans: the action that is missing is often what a rank waits for.
     yield from _stuck(plan)
     if not local_problems:  # senders and receivers of messages are defined only for a complete plan
         yield from order_problems(plan)

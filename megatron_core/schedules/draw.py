@@ -58,6 +58,7 @@ def tracks(intervals: Iterable[T]) -> list[list[T]]:
     """Divide intervals that overlap in time among as few tracks as possible, in the order of their starts."""
     divided: list[list[T]] = []
     for interval in sorted(intervals, key=lambda interval: interval.start):
+        # The first track that is free (first fit), which needs as few tracks as there are intervals at one time.
         track = next((track for track in divided if track[-1].end <= interval.start), None)
         if track is None:
             divided.append([interval])
@@ -124,6 +125,7 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
     if not shortest:
         return room
     units = timeline.makespan / shortest
+    # Equal actions then have equal widths, and a pattern is visible.
     columns_per_unit = min(int(room / units), _MOST_COLUMNS)
     return round(columns_per_unit * units) if columns_per_unit else max(room, 1)
 
@@ -137,6 +139,7 @@ def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
     for action in timeline.plan.ranks[rank]:
         start, stop = timeline.boxes[action]
         begin = max(round((start - first) * scale), column)
+        # Rounded from absolute times, so that rounding errors do not add up along a row.
         end = max(round((stop - first) * scale), begin)
         text += (" " if colour else ".") * (begin - column) + _box(timeline.plan, action, end - begin, colour)
         column = end
@@ -149,7 +152,8 @@ def _transfer_row(timeline: Timeline, rank: int, columns: int) -> str:
     marks = [" "] * columns
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     for transfer in timeline.transfers[rank]:
-        begin, end = (transfer.start - first) * scale, (transfer.end - first) * scale
+        begin = (transfer.start - first) * scale
+        end = (transfer.end - first) * scale
         for column in range(max(int(begin), 0), min(max(round(end), int(begin) + 1), columns)):
             marks[column] = "="
     return "".join(marks)

@@ -92,10 +92,10 @@ class _Loaded:
 
     def __init__(self, job: Job, sent: dict[Shard, _Sent], spare: _Spare) -> None:
         self._shard = job.shard
-        self._at = job.at
+        self._at = job.span
         self._spare = spare
         shard = job.shard
-        span = job.at
+        span = job.span
         self._waits = list[Transfer]()
         weights = shard.bucket.weight_shard[span]
         # The gradient.
