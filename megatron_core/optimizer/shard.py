@@ -110,7 +110,7 @@ class Shard:
 
     def part(self, span: slice) -> ShardSlice:
         """Return the slice ``span``, with its gradient on the device of the weights."""
-        # With the state on another device the copy is sent there and written back by ``ShardUpdates``.
+        # An update on another device cannot write these weights; ``ShardUpdates`` transfers them.
         copy = self.bucket.weight_shard[span] if self.is_narrow and not self.is_on_other_device else None
         state = {name: tensor[span] for name, tensor in self.state.items()}
         return ShardSlice(self.bucket.grad_shard[span], self.main[span], copy, state)

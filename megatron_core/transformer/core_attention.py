@@ -36,9 +36,9 @@ class CoreAttention(nn.Module):
     """Attention of queries ``[s, b, heads, d]`` over keys ``[t, b, groups, d]`` and values ``[t, b, groups, e]``.
 
     Returns ``[s, b, heads * e]``. Attention is causal: the last query and the last key have the same position.
-    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most ``left`` keys
-    before it (-1: all). ``heads_over`` is the group over which the heads of a
-    rank are split further. ``sinks`` ``[heads]`` are scores of one more key, whose value is 0 (gpt-oss).
+    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most ``left`` keys before it (-1:
+    all). ``heads_over``: ranks that split the heads of this rank further. ``sinks`` ``[heads]`` are scores of one more
+    key, whose value is 0 (gpt-oss).
     Source: Vaswani et al. 2017; Ainslie et al. 2023; Beltagy et al. 2020 for the window.
     """
 
