@@ -29,7 +29,7 @@ class BucketLayout:
     """Length of the bucket, a multiple of the number of shards."""
 
 
-class Rule(Protocol):
+class FillRule(Protocol):
     """Rule that fills a bucket."""
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
@@ -128,7 +128,7 @@ class WholeInShards:
 class Packer(Generic[Item]):
     """Fills buckets one after another and yields each full bucket."""
 
-    def __init__(self, rule: Rule, bucket_size: int) -> None:
+    def __init__(self, rule: FillRule, bucket_size: int) -> None:
         self.rule = rule
         self.bucket_size = bucket_size
         self._items: list[tuple[Item, int, int]] = []

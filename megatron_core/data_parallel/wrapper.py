@@ -16,7 +16,7 @@ from megatron_core.data_parallel.agreement import Agreement, Announcement
 from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.buffer import Bucket, Compressor
 from megatron_core.data_parallel.early_sums import EarlySums, complete_shard
-from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of, name_units, units_of
+from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of_units, name_units, units_of
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.split_parameter import release
@@ -65,7 +65,7 @@ class DataParallel(EarlySums):
         self.settings = settings = settings or DataParallelSettings()
         self.groups = groups
         self.compressor = compressor
-        self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
+        self._units = {stage: modules_of_units(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
         self.memory = memory = memory or BucketMemory()
         self.buckets: list[Bucket] = []

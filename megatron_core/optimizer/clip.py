@@ -67,7 +67,7 @@ class GradientNorm:
         for bucket, owned in self.owned:
             for name, _, start, stop, offset in bucket.pieces():
                 inside = [(max(first, offset), min(end, offset + stop - start)) for first, end in owned]
-                spans[part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
+                spans[model_part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
         grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
         weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
         squares = [squared_norm(of_part, backend=self.backend).to(self.device) for of_part in grads + weights]
@@ -95,7 +95,7 @@ def part_names(num_layers: int) -> list[str]:
     return ["embedding", *(f"layer {number}" for number in range(num_layers)), "head"]
 
 
-def part_of(name: str, num_layers: int) -> int:
+def model_part_of(name: str, num_layers: int) -> int:
     """Return the index in ``part_names`` of a parameter, given its global name."""
     layer = _LAYER.match(name)
     if layer is not None:

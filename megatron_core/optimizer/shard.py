@@ -117,7 +117,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Job:
+class UpdateJob:
     """The update of a slice of a shard."""
 
     shard: Shard
@@ -134,7 +134,7 @@ class ShardUpdates:
     def settle(self) -> None:
         """Wait for all gradients in transfer, and discard them: their step is skipped, or they change."""
 
-    def run(self, jobs: Sequence[Job], update: Callable[[Job, ShardSlice], None]) -> None:
+    def run(self, jobs: Sequence[UpdateJob], update: Callable[[UpdateJob, ShardSlice], None]) -> None:
         """Call ``update`` for each job with the tensors of its slice."""
         for job in jobs:
             update(job, job.shard.part(job.span))

@@ -22,7 +22,7 @@ from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
-from megatron_core.optimizer.shard import Job, JointAlgorithm, Shard, ShardUpdates
+from megatron_core.optimizer.shard import JointAlgorithm, Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
@@ -189,13 +189,13 @@ class Optimizer:
                     scaled[shard].append((span, rates))
 
         def update_by_element() -> None:
-            jobs: list[Job] = []
+            jobs: list[UpdateJob] = []
             for runs, rates in by_element:
                 # One call for all shards: a launch updates them together.
                 if pieces := [shard.part(span) for shard, span in runs if shard.is_updated_in_place]:
                     runs[0][0].algorithm.update(pieces, rates)
                 jobs += [
-                    Job(shard, chunk, rates)
+                    UpdateJob(shard, chunk, rates)
                     for shard, run in runs
                     if not shard.is_updated_in_place
                     for chunk in shard.chunks(run)
@@ -249,7 +249,7 @@ class Optimizer:
                 runs[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
         return runs
 
-    def _update_part(self, job: Job, piece: ShardSlice) -> None:
+    def _update_part(self, job: UpdateJob, piece: ShardSlice) -> None:
         """Update a slice of a shard that is not updated together with others."""
 
         def update(piece: ShardSlice) -> None:

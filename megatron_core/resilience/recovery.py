@@ -28,7 +28,7 @@ from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
-from megatron_core.parallel.exit_status import FAILED, RESTART, explained
+from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.meter import unix_time
@@ -320,7 +320,7 @@ class Recovery:
         """
         if isinstance(error, WrongStepError) and self._steps_back(error):
             return
-        found = explained(error)
+        found = exit_explanation(error)
         deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
         while self._rendezvous.failure(self.generation) is None:
             ended = self._rendezvous.ended()
@@ -359,7 +359,7 @@ class Recovery:
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
             dist.distributed_c10d._world.pg_map.clear()
         shared_memory.forget()
-        rank_local.forget()
+        rank_local.forget_rank()
         gc.collect()
 
     def _leave(self, run: Run) -> None:

@@ -65,7 +65,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
     newest = [copy.stamp for copy in memory.copies()][-1:]
     deadline = time.monotonic() + LONGEST_WAIT
     while newest and memory.numbers[MIRRORED] < newest[0]:
-        interrupt.check()
+        interrupt.raise_if_requested()
         if time.monotonic() > deadline:
             reader = ranks[(ranks.index(memory.rank) - _shift(ranks)) % len(ranks)]
             raise MegatronError(

@@ -7,7 +7,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules.actions import Action, Plan, format_turn
 
 
-def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
+def plan_problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
     """Yield every problem of a plan as a sentence; nothing if the plan is valid.
 
     A valid plan has each F exactly once, and for every stage and micro-batch either one B or one I and one W. Each
@@ -24,9 +24,9 @@ def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -
         yield from order_problems(plan)
 
 
-def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
+def check_plan(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
     """Return ``plan`` if it is valid; otherwise ``LayoutError`` with every problem."""
-    sentences = list(problems(plan, num_microbatches, forward_only=forward_only))
+    sentences = list(plan_problems(plan, num_microbatches, forward_only=forward_only))
     if sentences:
         raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in sentences))
     return plan

@@ -32,12 +32,12 @@ def kinds(plan: Plan) -> list[str]:
     return [action_kind for action_kind in COLOURS if action_kind in present]
 
 
-def digits(time: float) -> str:
+def four_digits(time: float) -> str:
     """Format a time with four significant digits, or with all digits before the decimal point."""
     return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
 
 
-class Interval(Protocol):
+class TimeInterval(Protocol):
     """Anything with a start and an end."""
 
     @property
@@ -51,7 +51,7 @@ class Interval(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Interval)
+T = TypeVar("T", bound=TimeInterval)
 
 
 def tracks(intervals: Iterable[T]) -> list[list[T]]:
@@ -67,16 +67,16 @@ def tracks(intervals: Iterable[T]) -> list[list[T]]:
     return divided
 
 
-def summary(timeline: Timeline) -> str:
+def timeline_summary(timeline: Timeline) -> str:
     """Return bubble, makespan and peak memory on one line."""
     peaks = peak_activations(timeline.plan)
     return (
-        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {digits(timeline.makespan)}, "
+        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {four_digits(timeline.makespan)}, "
         f"peak activations {max(peaks):g} micro-batches"
     )
 
 
-def picture(
+def timeline_picture(
     timeline: Timeline, title: str, *, width: int = 100, colour: bool = False, longest: float | None = None
 ) -> str:
     """Draw one line per rank over time, with the micro-batch in each box and the rank's peak memory at the end.
@@ -103,14 +103,14 @@ def picture(
         for label, share in zip(labels, timeline.shares, strict=False)  # only if measured
     )
     legend = _legend(plan, colour) + (", = transfer in flight" if any(timeline.transfers) else "")
-    return "\n".join([*lines, legend, *shares, *_totals(timeline), summary(timeline)])
+    return "\n".join([*lines, legend, *shares, *_totals(timeline), timeline_summary(timeline)])
 
 
 def _totals(timeline: Timeline) -> list[str]:
     """Describe each rank's transfers of the step by name; their order does not depend on times."""
     return [
-        f"rank {rank} {name}: {total['number']:g} transfers, in flight {digits(total['in_flight'])}, waited "
-        f"{digits(total['waited'])}"
+        f"rank {rank} {name}: {total['number']:g} transfers, in flight {four_digits(total['in_flight'])}, waited "
+        f"{four_digits(total['waited'])}"
         for rank, totals in enumerate(timeline.traffic)
         for name, total in sorted(totals.items())
     ]

@@ -94,7 +94,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSpan:
     """A collective or a copy in flight, from its call to the end of its wait."""
 
     name: str
@@ -113,7 +113,7 @@ class Timeline:
     end: dict[Action, float]
     waited: dict[Action, float] = field(default_factory=dict)
     """Time of each turn, by its first action, in which the rank only waited for collectives; only if measured."""
-    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     """The transfers of each rank, in the order of their starts; only if measured."""
 
     @property

@@ -33,8 +33,8 @@ from typing import Any
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.schedules.actions import Action, format_turn, parse_turn, plan_of_turns
-from megatron_core.schedules.checks import check
-from megatron_core.schedules.simulate import StageCosts, Timeline, Transfer
+from megatron_core.schedules.checks import check_plan
+from megatron_core.schedules.simulate import StageCosts, Timeline, TransferSpan
 from megatron_core.schema import items, real, text, whole, wrong
 
 MOST_STEPS = 20
@@ -58,7 +58,7 @@ class Recording:
         self._before = 0.0
         self.turns: list[tuple[tuple[Action, ...], float, float, float]] = []
         """(actions that ran together, start, end, time of waiting for collectives) in the order of execution."""
-        self.transfers: list[Transfer] = []
+        self.transfers: list[TransferSpan] = []
         """Transfers of the step; their times begin at ``began``."""
 
     def begin(self, action: Action) -> None:
@@ -246,10 +246,12 @@ def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one
         flights = entry.get("transfers", [])
         transfers.append(
             tuple(
-                Transfer(name, (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS, wait * _MILLISECONDS)
+                TransferSpan(
+                    name, (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS, wait * _MILLISECONDS
+                )
                 for name, begin, stop, wait in flights
             )
         )
     # The plan is that which ran, and not one made again from the name of a schedule.
     plan = plan_of_turns(ranks, stage_to_rank)
-    return Timeline(check(plan, plan.num_microbatches), start, end, waited, tuple(transfers))
+    return Timeline(check_plan(plan, plan.num_microbatches), start, end, waited, tuple(transfers))

@@ -285,7 +285,7 @@ class SharedMemoryGroup(_ProcessGroup):
                     + ("its memory is full" if number < NO_ENTRY else "it has too many operations in flight")
                     + "; if they are only slow, raise distributed_timeout_minutes"
                 )
-            interrupt.check()
+            interrupt.raise_if_requested()
             time.sleep(1e-4)
         return number
 

@@ -43,7 +43,7 @@ class Members:
             return
         deadline = time.monotonic() + limit - SLICE / 1e6
         while missing:
-            interrupt.check()
+            interrupt.raise_if_requested()
             if missing < 0:
                 raise RuntimeError(self._mismatch(what, number, -1 - missing))
             member = missing - 1

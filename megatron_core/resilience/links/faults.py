@@ -110,7 +110,7 @@ def wait_for_transfer(*, is_lost: bool) -> None:
     """Wait as for a transfer that arrives late or never, until the wait is interrupted."""
     until = math.inf if is_lost else time.monotonic() + DELAY
     while time.monotonic() < until:
-        interrupt.check()
+        interrupt.raise_if_requested()
         time.sleep(0.02)
 
 

@@ -78,7 +78,7 @@ class Connection:
             try:
                 count = self._socket.recv_into(view[at:])
             except TimeoutError:
-                interrupt.check()
+                interrupt.raise_if_requested()
                 if time.monotonic() - last > PATIENCE:
                     raise
                 continue
