@@ -36,9 +36,9 @@ def bias_dropout_add(
     ``key_positions`` ``[t]`` the positions of the keys of attention weights, in any order; None means 0, 1, 2, ....
     All three are int64.
     """
-    # All backends use the bits of ``reference.random_bits``, and round p to a multiple of 2^-16, so that a run may continue
-    # with another backend. For backward the CPU kernel saves one bit per element, because drawing again would take
-    # longer than reading it; a GPU has arithmetic to spare, and its kernel saves nothing.
+    # All backends use the same bits (``reference.random_bits``), and round p to a multiple of 2^-16, so that a run may
+    # continue with another backend. For backward the CPU kernel saves one bit per element, because drawing again would
+    # take longer than reading it; a GPU has arithmetic to spare, and its kernel saves nothing.
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it must be >= 0 and < 1")
     # An addition alone: torch's is as fast, and it needs no numbers of samples.

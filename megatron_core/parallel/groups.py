@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import WORLD, Grid
+from megatron_core.parallel.time_limit import group_limit
 
 # All combinations of axes over which this framework runs collectives or Megatron Core has a getter.
 COMBINATIONS = (
@@ -102,8 +103,9 @@ class ParallelGroups:
         self._grids = (
             [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
-        self._timeout = timeout
         self._instances = instances
+        backend = dist.get_backend() if dist.is_initialized() else ""
+        self._timeout = timedelta(seconds=group_limit(backend, timeout.total_seconds()))
         # Combinations of axes with the same ranks share one communicator.
         # NCCL allocates buffers for each communicator.
         self._made: dict[tuple[int, ...], Group] = {}

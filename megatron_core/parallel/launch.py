@@ -24,7 +24,7 @@ from megatron_core.errors import LayoutError, RestartNeeded, visible
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.groups import SHARED_MEMORY
-from megatron_core.parallel.time_limit import within
+from megatron_core.parallel.time_limit import group_limit, set_nccl_limits, watchdog_limit, within
 from megatron_core.parallel.transports import transport
 from megatron_core.parallel.watchdog import Watchdog
 from megatron_core.parallel.world import STORE_SECONDS, World
@@ -59,7 +59,9 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     world.store = connect(world, timeout)
     if world.size > 1 and not world.is_spare:
         join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
-    world.watchdog = Watchdog(world.store, world.rank, world.size, timeout.total_seconds(), RESTART)
+    joined = dist.get_backend() if dist.is_initialized() else "gloo"
+    patience = watchdog_limit(joined, timeout.total_seconds())
+    world.watchdog = Watchdog(world.store, world.rank, world.size, patience, RESTART)
 
 
 def connect(world: World, timeout: timedelta) -> dist.Store:
@@ -153,8 +155,11 @@ def _first_process_is_python() -> bool:
         return False
 
 
-def join(backend: str, device_type: str, **settings: Any) -> None:
-    """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included."""
+def join(backend: str, device_type: str, *, timeout: timedelta, **settings: Any) -> None:
+    """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included.
+
+    ``timeout``: --distributed-timeout-minutes.
+    """
     shared_memory = transport(SHARED_MEMORY)
     if shared_memory is not None:
         shared_memory.register()
@@ -168,7 +173,10 @@ def join(backend: str, device_type: str, **settings: Any) -> None:
         chosen = "nccl" if device_type == "cuda" else for_cpu
     if chosen == SHARED_MEMORY and device_type == "cuda":
         raise LayoutError("distributed_backend='shm' runs on CPU ranks only; use auto or nccl")
-    dist.init_process_group(chosen, **settings)
+    limit = group_limit(chosen, timeout.total_seconds())
+    if chosen == "nccl":
+        set_nccl_limits(limit)
+    dist.init_process_group(chosen, timeout=timedelta(seconds=limit), **settings)
     # Only now: whether the ranks share a machine is known when they have joined.
     reason = None if shared_memory is None or backend != SHARED_MEMORY else shared_memory.unavailable_reason()
     if reason is not None:

@@ -32,14 +32,11 @@ EARLY = 1.0
 """Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
 ANSWERS = 3.0
 """Seconds that ranks have to answer; more than ``EARLY``."""
-SLACK = 1.25
-"""Number of time limits without progress after which a rank is reported even if no collective has failed. The error of
-a collective comes earlier and is more specific."""
 LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
 
 
 class Watchdog:
-    """One rank's monitoring thread; ``limit`` is the time limit of collectives in seconds."""
+    """One rank's monitoring thread; a rank without progress for ``limit`` seconds is reported."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, limit: float, status: int) -> None:
         # A separate connection, if torch supports it, because calls on a shared one may block.
@@ -141,7 +138,7 @@ class Watchdog:
                 self._answer_and_exit()
             # A collective is progress, too: a long evaluation has many of them without a new step.
             idle = time.monotonic() - max(self._beat, RECORDER.last)
-            if self._beat and idle > SLACK * self._limit:
+            if self._beat and idle > self._limit:
                 self.report(f"rank {self._rank} has made no progress for {idle:.0f} s")
                 os._exit(self._status)
 

@@ -52,8 +52,8 @@ class Tokens:
 
 
 class TopKRouter(nn.Module):
-    """logits = W x, or W x + b if linear layers have biases; ``choice.choose_experts`` selects the k experts of each token;
-    then compute their probabilities.
+    """logits = W x, or W x + b if linear layers have biases; ``choice.choose_experts`` selects the k experts of each
+    token; then compute their probabilities.
 
     ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
     is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
