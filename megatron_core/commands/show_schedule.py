@@ -26,10 +26,10 @@ from typing import Any
 from megatron_core.command import program
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
+from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.draw import chrome_trace, timeline_picture
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_core.output_file import save_picture
-from megatron_core.schedules.draw import COLOURS, NAMES, four_digits, kinds, shade
+from megatron_core.reports.timelines import COLOURS, NAMES, four_digits, kinds, shade
 from megatron_core.schedules.simulate import Timeline, peak_activations
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PhaseSpan, unix_time
 from megatron_core.reports.settings import ProfileConfig
-from megatron_core.schedules.draw import IN_FLIGHT, tracks
+from megatron_core.reports.timelines import IN_FLIGHT, tracks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
+from megatron_core.cpu_ranks.interrupt import InterruptedWait
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
-from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery

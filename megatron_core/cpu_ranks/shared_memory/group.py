@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, library
 from megatron_core.cpu_ranks.shared_memory.messages import Messages
 from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, LostRankError, Members, Pending
-from megatron_core.parallel import interrupt
 
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(6)
 NO_ENTRY = -1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.parallel import interrupt
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.resilience.settings import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from megatron_core.reports.timelines import COLOURS, chrome_trace, shade, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.draw import COLOURS, chrome_trace, shade, timeline_picture
 from megatron_core.schedules.simulate import Costs, simulate
 
 
