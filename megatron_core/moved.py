@@ -13,6 +13,10 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "ops.paged_attention": "inference.paged_kernel",
+    "parallel.interrupt": "cpu_ranks.interrupt",
+    "parallel.filled_work": "cpu_ranks.filled_work",
+    "schedules.draw": "reports.timelines",
     "tensor_parallel.log_z": "transformer.z_loss",
     "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
