@@ -52,7 +52,7 @@ Initialise = Callable[[nn.Module], None]
 UnitClasses = Sequence[str | type[nn.Module]]
 
 
-def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None) -> RunConfig:
+def read_engine_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None) -> RunConfig:
     """Convert the ``config`` of ``initialize`` into a ``RunConfig``; check it for ``world_size`` ranks later.
 
     Errors: ``ConfigError`` for unknown names, values of the wrong type, and settings of the GPT model or its data.
@@ -119,7 +119,7 @@ def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
     return RunConfig.from_flat(values)
 
 
-def check_settings(config: RunConfig, world_size: int) -> RunConfig:
+def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
     """Check ``config`` on ``world_size`` ranks; return it with a constant learning rate if the steps are unknown."""
     training = config.training
     optimizer = config.optimizer
@@ -172,7 +172,7 @@ def _layers_of(parallel: ParallelConfig) -> int:
     return stages if parallel.pipeline_model_parallel_size > 1 else RunConfig().model.num_layers
 
 
-def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
+def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Move ``module`` to ``device`` and its floating-point parameters to the compute dtype.
 
     Buffers keep their dtype with bf16 and fp16, because running statistics and tables lose accuracy; with fp64 they
