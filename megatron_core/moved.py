@@ -13,6 +13,15 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "features.sparse_attention.warmup": "features.sparse_attention.new_indexers",
+    "any_model.meta": "any_model.module",
+    "any_model.zero_grad": "any_model.direct",
+    "hub.averaged_reader": "hub.adapter_export",
+    "hub.hugging_face.families.deepseek_v2": "hub.hugging_face.families.deepseek",
+    "hub.hugging_face.families.deepseek_v3": "hub.hugging_face.families.deepseek",
+    "hub.hugging_face.families.deepseek_v32": "hub.hugging_face.families.deepseek",
+    "hub.hugging_face.families.phi3": "hub.hugging_face.families.phi",
+    "hub.hugging_face.families.phimoe": "hub.hugging_face.families.phi",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",
     "config.rules_hybrid": "features.recurrent.rules",
@@ -81,7 +90,7 @@ MOVED = {
     "datasets.builder": "preprocess.builder",
     "parallel.simulated": "cpu_ranks.simulated",
     "parallel.shared_memory": "cpu_ranks.shared_memory",
-    "training.averaged_reader": "hub.averaged_reader",
+    "training.averaged_reader": "hub.adapter_export",
     "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megatron_core.any_model.data import call_with
 from megatron_core.any_model.module import outermost
@@ -314,11 +315,11 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 def _nothing_in(value: Any) -> Any:
     """Replace the floating-point tensors in the output of a layer by NaN."""
-    if isinstance(value, Tensor):
-        return _nothing(value.shape, value.dtype, value.device).data if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_nothing_in(inner) for inner in value)
-    return {name: _nothing_in(inner) for name, inner in value.items()} if type(value) is dict else value
+
+    def nothing(tensor: Tensor) -> Tensor:
+        return _nothing(tensor.shape, tensor.dtype, tensor.device).data if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, nothing, value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from megatron_core.any_model.arguments import check_positive, next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
-from megatron_core.any_model.direct import DirectBackward
+from megatron_core.any_model.direct import DirectBackward, discard_with
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
 from megatron_core.any_model.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
@@ -30,7 +30,6 @@ from megatron_core.any_model.scheduler import make_scheduler, plain_state, repla
 from megatron_core.any_model.tensor import whole_tensor
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
-from megatron_core.any_model.zero_grad import discard_with
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError

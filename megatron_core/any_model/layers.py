@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_core.any_model.activations import recompute_in_backward
@@ -355,8 +356,5 @@ def _without_memory(spec: LayerSpec) -> nn.Module:
 def _on_meta(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).to("meta")
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple | list):
-        return type(value)(map(_on_meta, value))
-    return {name: _on_meta(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+    content = dict(value) if isinstance(value, Mapping) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), content)

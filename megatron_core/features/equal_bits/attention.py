@@ -163,12 +163,8 @@ class InvariantAttention(CoreAttention):
             out = room[:, :, :size]
             lse = room.new_full(room.shape[:3], -torch.inf)[:, :, :size]
             for tile in _tiles_of((start, start + size), None, self.window):
-                query_index, of = _indices(tile.queries[0], slice(0, tile.queries[1] - tile.queries[0]), tile)
-                merge_(
-                    out[query_index],
-                    lse[query_index],
-                    *products.forward(queries[query_index], keys[of], values[of], tile, 0),
-                )
+                inner = slice(0, tile.queries[1] - tile.queries[0])
+                _add_tile_(out, lse, (queries, keys, values), products, tile.queries[0], inner, tile)
             outputs.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
@@ -215,12 +211,7 @@ class _ChunkedAttention(torch.autograd.Function):
         lse = out.new_full(query.shape[:-1], -torch.inf)
         for start, chunk in sequence.own_chunks():
             for inside, tile in sequence.tiles(chunk):
-                query_index, of = _indices(start, inside, tile)
-                merge_(
-                    out[query_index],
-                    lse[query_index],
-                    *sequence.products.forward(query[query_index], keys[of], values[of], tile, 0),
-                )
+                _add_tile_(out, lse, (query, keys, values), sequence.products, start, inside, tile)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, local, out, finite(lse))
         ctx.sequence = sequence
@@ -242,16 +233,9 @@ class _ChunkedAttention(torch.autograd.Function):
             )
             grads = total.tensor_split([channels], dim=-1)
             for inside, tile in sequence.tiles(chunk):
-                query_index, of = _indices(start, inside, tile)
-                operands = (
-                    grad[query_index],
-                    query[query_index],
-                    keys[of],
-                    values[of],
-                    out[query_index],
-                    lse[query_index],
-                )
-                sums = grad_query[query_index], grads[0][of], grads[1][of]
+                rows, columns = _indices(start, inside, tile)
+                operands = grad[rows], query[rows], keys[columns], values[columns], out[rows], lse[rows]
+                sums = grad_query[rows], grads[0][columns], grads[1][columns]
                 for sum_, addend in zip(sums, sequence.products.backward(*operands, tile, 0), strict=True):
                     sum_ += addend
             by_chunk.append(total)
@@ -264,6 +248,21 @@ class _ChunkedAttention(torch.autograd.Function):
         total = sequence.own_sum(total).to(query.dtype)
         grad_key, grad_value = total.tensor_split([channels], dim=-1)
         return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _add_tile_(
+    out: Tensor,
+    lse: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    products: Products,
+    start: int,
+    inside: slice,
+    tile: Tile,
+) -> None:
+    """Merge the attention of the queries ``inside`` a chunk, which begins at ``start``, over the keys of a tile."""
+    query, keys, values = qkv
+    rows, columns = _indices(start, inside, tile)
+    merge_(out[rows], lse[rows], *products.forward(query[rows], keys[columns], values[columns], tile, 0))
 
 
 def _add_shorter(total: Tensor, shorter: Tensor) -> Tensor:
