@@ -15,6 +15,7 @@ bits before the addition. The batched product adds in the dtype of ``main_grad``
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +41,13 @@ def runs(counts: Sequence[int]) -> Iterator[slice]:
 
 def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first row after each group, int32 ``[E]``."""
-    return _on(device, accumulate(counts), torch.int32)
+    return copied_to(accumulate(counts), torch.int32, device)
 
 
-def _on(device: torch.device, numbers: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of the host on a device; a copy to a GPU does not block the host."""
-    found = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return found.to(device, non_blocking=True)
+def copied_to(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host, or rows of them, on a device; a copy to a GPU does not block the host."""
+    on_host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -120,6 +121,6 @@ def _padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
     row = torch.arange(len(rows), device=rows.device)
     group = torch.searchsorted(ends_of(counts, rows.device).long(), row, right=True)
     shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
-    place = row + _on(rows.device, shifts, torch.int64)[group]
+    place = row + copied_to(shifts, torch.int64, rows.device)[group]
     padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy_(0, place, rows)
     return padded.unflatten(0, (len(counts), longest))

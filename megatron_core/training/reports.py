@@ -27,8 +27,9 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.parallel.texts import gather_strings
+from megatron_core.parallel.times import StepTimes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -166,6 +166,7 @@ class FirstRank:
     """The messages of the first of two pipeline ranks; its partner is simulated."""
 
     index = 0
+    has_run = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, ...]] = []

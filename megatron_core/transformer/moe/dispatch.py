@@ -222,7 +222,8 @@ class AllGatherDispatcher(Dispatcher):
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
-        local_rows, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
+        local_rows = x.shape[0]
+        longest = torch.full((), local_rows, device=x.device)  # unlike ``torch.tensor``, without a copy from the host
         all_reduce_(longest, self.group, maximum=True)
         missing = int(longest) - local_rows
 
