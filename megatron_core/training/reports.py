@@ -33,6 +33,7 @@ from megatron_core.parallel.times import StepTimes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
+from megatron_core.transformer.attention_backend import chosen_kernel
 
 
 class Measurements(Callback):
@@ -237,7 +238,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Versions of Python, torch and system, device, threads, and size of the vocabulary."""
+    """Versions of Python, torch and system, device, threads, size of the vocabulary, kernel of attention."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -245,6 +246,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
+        "attention": chosen_kernel(run.config, run.world.device),
     }
 
 
