@@ -70,8 +70,8 @@ def transformer_layer(
         inner = under(w, "mlp")
         if "E" in letter:
 
-            def noise(z: Tensor) -> Tensor:
-                return drop(f"layers.{layer}.router", z, 0)
+            def noise(kind: str, z: Tensor) -> Tensor:
+                return drop(f"{kind}:layers.{layer}.router", z, 0)
 
             out = mixture(s, y, inner, collected, layer + repeat[0], repeat[1], noise)
         else:
