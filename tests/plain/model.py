@@ -48,7 +48,7 @@ def transformer_layer(
     """
     letter = "*E" if has_experts(s, layer) else "*-"
     if s.hybrid_layer_pattern:
-        letter = s.hybrid_layer_pattern[layer]
+        letter = s.hybrid_layer_pattern[layer] if layer < s.num_layers else s.mtp_layer_pattern
 
     def before(name: str, y: Tensor) -> Tensor:
         return y if s.norm_placement == "post" else hidden_norm(s, y, under(w, name))

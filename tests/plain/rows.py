@@ -155,6 +155,11 @@ MODELS: dict[str, Values] = {
     "documents, positions continue": PACKED | {"window_size": (4, 0)},
     "positions restart": ROPE | {"tokenizer_type": "NullTokenizer", "reset_position_ids": True},
     "layers of attention or mlp": LLAMA | {"num_layers": 4, "hybrid_layer_pattern": "*-*-"},
+    "layers of one part, later tokens": MTP
+    | {"num_layers": 4, "hybrid_layer_pattern": "*--*", "mtp_layer_pattern": "*-"},
+    "layers of one part, later experts": EXPERTS
+    | MTP
+    | {"num_layers": 4, "hybrid_layer_pattern": "*E-*", "mtp_layer_pattern": "*E"},
     "layers of attention or experts": EXPERTS | AUX | {"num_layers": 4, "hybrid_layer_pattern": "*E-*"},
 }
 

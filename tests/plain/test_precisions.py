@@ -14,10 +14,14 @@ from tests.plain.training import train
 
 NARROW = {"adam_eps": 1e-3, "clip_grad": 1.0, "init_method_std": 0.1, "fp64": False}
 """With a smaller epsilon, elements whose true gradient is 0 move by rounding errors alone."""
+MUON = LLAMA | NARROW | {"optimizer": "muon"}
 BF16 = NARROW | {"bf16": True}
 STATE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 BOUNDS: dict[str, tuple[Values, float, float]] = {
     "float32": (LLAMA | NARROW, 3e-7, 3e-6),
+    "float32, muon": (MUON | {"muon_fp32_matmul_prec": "highest"}, 3e-7, 3e-6),
+    "float32, muon, high": (MUON | {"muon_fp32_matmul_prec": "high"}, 3e-7, 3e-6),
+    "float32, muon in bf16": (MUON, 3e-4, 3e-6),
     "bf16": (LLAMA | BF16, 3e-4, 0.04),
     "bf16, wide stream": (LLAMA | BF16 | {"fp32_residual_connection": True}, 3e-4, 0.04),
     "bf16 state": (LLAMA | BF16 | STATE | {"main_params_dtype": "bf16"}, 3e-4, 0.04),
