@@ -13,6 +13,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "tensor_parallel.log_z": "transformer.z_loss",
+    "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",
     "config.rules_hybrid": "features.recurrent.rules",
