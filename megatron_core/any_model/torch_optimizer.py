@@ -52,7 +52,7 @@ def coupling_of(optimizer: torch.optim.Optimizer) -> Coupling:
     for group in optimizer.param_groups:
         try:
             with torch.random.fork_rng(devices=[]):
-                (first, second) = _trial(optimizer, group, draws)
+                first, second = _trial(optimizer, group, draws)
                 (alone,) = _trial(optimizer, group, draws[:1])
                 (other,) = _trial(optimizer, group, draws[1:])
                 changes = [_trial(optimizer, group, [[x.flatten()[half] for x in draws[0]]])[0] for half in _halves()]

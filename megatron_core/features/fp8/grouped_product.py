@@ -91,7 +91,7 @@ def _wrong(device: torch.device) -> str | None:
     """Describe how torch's grouped product on the device differs from the definition; None if they agree."""
     generator = torch.Generator("cpu").manual_seed(1)
     counts = [5, 0, 48]
-    (along, columns) = (64, 32)
+    along, columns = (64, 32)
     x = torch.randn(sum(counts), along, generator=generator, device="cpu")
     weight = torch.randn(len(counts), along, columns, generator=generator, device="cpu")
     x *= 10.0 ** torch.randn(len(x), 1, generator=generator, device="cpu")

@@ -110,7 +110,7 @@ def is_block_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool
     if scalings is None or not a.data.numel() or not b.data.numel() or a.data.dtype == b.data.dtype == E5M2:
         return False
     rows = a.data.shape[0]
-    (along, columns) = b.data.shape
+    along, columns = b.data.shape
     multiples = (1, SMALL_BLOCK, CUDA_MULTIPLE)
     if a.blocks.columns == BLOCK:
         multiples = (CUDA_MULTIPLE, BLOCK, b.blocks.columns if b.blocks.columns == BLOCK else CUDA_MULTIPLE)

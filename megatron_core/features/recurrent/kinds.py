@@ -76,7 +76,7 @@ class RecurrenceKind(AttentionKind):
         hidden = self.model.hidden_size
         pieces = tuple(piece // tp for piece in self.pieces)
         values = self.heads * self.value_head_size // tp
-        (width, of_values) = self.widths
+        width, of_values = self.widths
         return [
             Projection(hidden, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(values, hidden, "inputs", False, of_values, "out_proj"),
