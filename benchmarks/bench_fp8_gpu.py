@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
-from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.scaled_product import product, scaled_product_unavailable_reason
+from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel.linear import parallel_linear

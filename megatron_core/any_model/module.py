@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import read_config
-from megatron_core.config.fp8 import Recipe
 from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
 from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
@@ -73,7 +73,7 @@ def read_engine_settings(config: Mapping[str, Any] | str | os.PathLike[str] | Ru
         raise ConfigError(f"config={config!r} must be a dict, the path of a YAML or JSON file, or a RunConfig")
     values = settings.flat()
     defaults = RunConfig().flat()
-    if settings.training.fp8_param_gather:
+    if settings.section(FP8Config).fp8_param_gather:
         raise ConfigError(
             "fp8_param_gather=True on a model of your own: gathered weights would be rounded to FP8 for all their "
             "readers (code outside of the FP8 products, engine.gathered, full_state_dict); remove it"
@@ -168,7 +168,8 @@ def check_same_settings(config: RunConfig, device: torch.device) -> None:
 def _without_blocks(training: TrainingConfig) -> TrainingConfig:
     """Replace an FP8 recipe with blocks, whose rules are about extents of the GPT, by one with the same conditions."""
     same: dict[Recipe, Recipe] = {"blockwise": "tensorwise", "mxfp8": "rowwise"}
-    return replace(training, fp8_recipe=same.get(training.fp8_recipe, training.fp8_recipe))
+    settings = training.section(FP8Config)
+    return replace(settings, fp8_recipe=same.get(settings.fp8_recipe, settings.fp8_recipe))
 
 
 def _layers_of(parallel: ParallelConfig) -> int:

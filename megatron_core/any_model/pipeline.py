@@ -27,6 +27,7 @@ from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_set
 from megatron_core.any_model.tensor import check_plan, equalize_and_split, split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
+from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.grid import WORLD
@@ -108,7 +109,7 @@ class PipelineEngine(Engine):
         if choices.unit_classes is not None:
             units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
         all_units = [modules for units_of_stage in units.values() for modules in units_of_stage]
-        compile_units(all_units, config.training)
+        compile_units(all_units, config.section(CompilationConfig))
         save_memory(module, [inner for modules in all_units for inner in modules], config.model)
         places = self.staged.places
         local_groups = [{**group, "params": [p for p in group["params"] if p in places]} for group in param_groups]

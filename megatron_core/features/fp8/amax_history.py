@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.checkpoint import Box, TensorBox
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8.arithmetic import fp8_of
 from megatron_core.features.fp8.products import ROLES, FP8Products
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 

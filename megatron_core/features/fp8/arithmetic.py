@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.gather import start_fp8_gather
 from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.sharding import ShardSpec
@@ -20,9 +20,10 @@ from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic, Pro
 
 def fp8_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> LayerArithmetic:
     """See ``Feature.arithmetic``."""
-    layers = config.training.fp8_layers(config.model.num_layers)
+    settings = config.section(FP8Config)
+    layers = settings.fp8_layers(config.model.num_layers)
     unquantised = frozenset(range(config.model.num_layers)) - frozenset(layers)
-    return FP8Arithmetic(config.training, unquantised, context, config.model.kernel_backend)
+    return FP8Arithmetic(settings, unquantised, context, config.model.kernel_backend)
 
 
 class FP8Arithmetic(LayerArithmetic):
@@ -72,7 +73,7 @@ def fp8_of(module: nn.Module) -> FP8Products | None:
 
 def mark_gathered_weights(config: RunConfig, stage: nn.Module, groups: Any, *, initialise: bool) -> None:
     """With ``fp8_param_gather``, let data parallelism gather the weights in FP8; see ``Feature.change_stage``."""
-    if not config.training.fp8_param_gather:
+    if not config.section(FP8Config).fp8_param_gather:
         return
     for module in stage.modules():
         products = fp8_of(module)

@@ -27,7 +27,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.features.fp8.casts import (
     COLUMNS,
     E4M3,
@@ -44,6 +43,7 @@ from megatron_core.features.fp8.casts import (
     scale_of,
 )
 from megatron_core.features.fp8.scaled_product import product
+from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.ops import Backend
 from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group

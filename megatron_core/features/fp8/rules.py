@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 
 from megatron_core.config.attention import attention_of
-from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.config.run import RunConfig
+from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 
 
 def uses_fp8(config: RunConfig) -> bool:
     """Whether a run computes in FP8."""
-    return config.training.fp8_format is not None
+    return config.section(FP8Config).fp8_format is not None
 
 
 def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
     """Settings of FP8 that contradict each other, the model or the layout."""
-    fp8 = config.training
+    fp8 = config.section(FP8Config)
     if not uses_fp8(config):
         return
     if not fp8.fp8_layers(config.model.num_layers):
@@ -23,6 +23,9 @@ def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
             "or remove --fp8-format"
         )
+    if config.parallel.tp_comm_overlap_chunks > 1:
+        chunks = config.parallel.tp_comm_overlap_chunks
+        yield f"tp_comm_overlap_chunks={chunks} cannot be used with --fp8-format; remove one of them"
     if fp8.fp8_param_gather:
         yield from _gather_problems(config)
     if size := block_size(fp8):
@@ -36,7 +39,7 @@ def block_size(fp8: FP8Config) -> int | None:
 
 
 def _gather_problems(config: RunConfig) -> Iterator[str]:
-    fp8 = config.training
+    fp8 = config.section(FP8Config)
     stage = config.parallel.dp_zero_stage
     if fp8.fp8_recipe in ("rowwise", "mxfp8"):
         yield (
@@ -56,6 +59,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Blocks that would be split over tensor-parallel ranks."""
     model = config.model
     parallel = config.parallel
+    recipe = config.section(FP8Config).fp8_recipe
     tp = parallel.tensor_model_parallel_size
     etp = parallel.expert_tensor_size
     projections = [projection for projection in attention_of(model).projections(1) if projection.split is not None]
@@ -76,11 +80,11 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     for name, width, ranks in widths:
         if ranks > 1 and width % (ranks * size):
             yield (
-                f"fp8_recipe={config.training.fp8_recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
+                f"fp8_recipe={recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
                 f"parallel ranks is not a multiple of them: scales would depend on the layout; choose a multiple of "
                 f"{ranks * size}, fewer ranks, or --fp8-recipe rowwise"
             )
-    if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
+    if tp > model.query_groups and recipe == "blockwise":
         yield (
             f"fp8_recipe=blockwise, but tensor_model_parallel_size={tp} ranks share {model.query_groups} key-value "
             "groups, so blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
@@ -90,7 +94,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
 def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Weight gradients have blocks along the tokens."""
     cp = config.parallel.context_parallel_size
-    fp8 = config.training
+    fp8 = config.section(FP8Config)
     tokens = config.data.seq_length * fp8.micro_batch_size
     if cp > 1 and fp8.fp8_wgrad and tokens % (2 * cp * size):
         yield (
@@ -102,7 +106,7 @@ def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
 
 def describe_fp8(config: RunConfig) -> str:
     """One line about the layers that run in FP8."""
-    fp8 = config.training
+    fp8 = config.section(FP8Config)
     total = config.model.num_layers
     layers = fp8.fp8_layers(total)
     unquantised = [i for i in range(total) if i not in layers]

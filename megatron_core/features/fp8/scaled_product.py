@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
-from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK
 from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, Quantised, quantise
+from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK
 
 CUDA_MULTIPLE = 16
 """On GPUs the last two extents of a product must be multiples of this number (cuBLASLt)."""

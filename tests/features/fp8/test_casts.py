@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8.casts import (
     COLUMNS,
     E4M3,
@@ -27,6 +26,7 @@ from megatron_core.features.fp8.casts import (
 )
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.scaled_product import is_scaled_product, product
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel.linear import parallel_linear
 from tests.defects.plant import planted

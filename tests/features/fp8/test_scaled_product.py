@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8 import scaled_product as fp8_product
 from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, Blocks, Quantised, quantise
 from megatron_core.features.fp8.products import FP8Products
@@ -28,6 +27,7 @@ from megatron_core.features.fp8.scaled_product import (
     product,
     scaled_product_unavailable_reason,
 )
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel.linear import parallel_linear
 
