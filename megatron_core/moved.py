@@ -13,6 +13,12 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "ops.paged_attention": "inference.paged_kernel",
+    "parallel.interrupt": "cpu_ranks.interrupt",
+    "parallel.filled_work": "cpu_ranks.filled_work",
+    "schedules.draw": "reports.timelines",
+    "tensor_parallel.log_z": "transformer.z_loss",
+    "config.fp8": "features.fp8.settings",
     "features.sparse_attention.warmup": "features.sparse_attention.new_indexers",
     "any_model.meta": "any_model.module",
     "any_model.zero_grad": "any_model.direct",

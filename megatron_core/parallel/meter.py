@@ -88,7 +88,7 @@ class _Transfer:
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """An interval of one phase in a trace, in seconds from the trace's start."""
 
     phase: str
@@ -143,8 +143,8 @@ class Meter:
         self._device = torch.device("cpu")
         self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
-        self.spans: list[Span] = []
-        self.flights: list[Span] = []
+        self.spans: list[PhaseSpan] = []
+        self.flights: list[PhaseSpan] = []
         """The collectives of ``spans``, each from its call to the end of its wait."""
 
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
@@ -280,7 +280,7 @@ class Meter:
                 times.phases[phase] = times.phases.get(phase, 0.0) + end - start
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
-            self.spans = [Span(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
+            self.spans = [PhaseSpan(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
             self.flights = self._flights(moments)
         self._marks = [self._marks[-1]]
         # A transfer still in flight is counted after its wait.
@@ -290,7 +290,7 @@ class Meter:
             transfer.waits.clear()
         return times
 
-    def flights_since(self, mark: int) -> list[Span]:
+    def flights_since(self, mark: int) -> list[PhaseSpan]:
         """Return the transfers that ended after the recorded time ``mark``, in seconds after it.
 
         On a GPU this synchronizes.
@@ -301,10 +301,10 @@ class Meter:
         began = moments[mark]
         return [replace(flight, start=flight.start - began, end=flight.end - began) for flight in later_flights]
 
-    def _flights(self, moments: list[float]) -> list[Span]:
+    def _flights(self, moments: list[float]) -> list[PhaseSpan]:
         """The transfers that have ended."""
         return [
-            Span(
+            PhaseSpan(
                 transfer.name if transfer.label is None else f"{transfer.name}: {transfer.label}",
                 transfer.detail,
                 moments[transfer.began],

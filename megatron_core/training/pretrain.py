@@ -161,7 +161,7 @@ def introduce(run: Run) -> None:
         for description in part.descriptions():
             print(description)
     if run.world.size > 1:
-        print(f"collectives: {transports.describe()}")
+        print(f"collectives: {transports.describe_transport()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
@@ -174,7 +174,7 @@ def introduce(run: Run) -> None:
 def kernels(run: Run) -> str:
     """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
-    text = backend.describe(run.config.model.kernel_backend, device_type, dtype)
+    text = backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
     return text
 
 

@@ -36,10 +36,10 @@ class CoreAttention(nn.Module):
     """Attention of queries ``[s, b, heads, d]`` over keys ``[t, b, groups, d]`` and values ``[t, b, groups, e]``.
 
     Returns ``[s, b, heads * e]``. Attention is causal: the last query and the last key have the same position.
-    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
-    ``left`` keys before it (-1: all), and to no key after it. ``heads_over`` is the group over which the heads of a
-    rank are split further. ``sinks`` ``[heads]`` are scores of one more key, whose value is 0 (gpt-oss).
-    Source: Vaswani et al. 2017; Ainslie et al. 2023 for groups; Beltagy et al. 2020 for the window.
+    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most ``left`` keys before it (-1:
+    all). ``heads_over``: ranks that split the heads of this rank further. ``sinks`` ``[heads]`` are scores of one more
+    key, whose value is 0 (gpt-oss).
+    Source: Vaswani et al. 2017; Ainslie et al. 2023; Beltagy et al. 2020 for the window.
     """
 
     # The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which

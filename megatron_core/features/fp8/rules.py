@@ -61,6 +61,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     parallel = config.parallel
     recipe = config.section(FP8Config).fp8_recipe
     tp = parallel.tensor_model_parallel_size
+    recipe = config.section(FP8Config).fp8_recipe
     etp = parallel.expert_tensor_size
     projections = [projection for projection in attention_of(model).projections(1) if projection.split is not None]
     widths = [

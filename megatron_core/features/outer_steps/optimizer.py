@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.features.outer_steps.messages import GroupMessage
 from megatron_core.features.outer_steps.settings import OuterConfig
-from megatron_core.optimizer.clip import part_of
+from megatron_core.optimizer.clip import model_part_of
 from megatron_core.optimizer.lamb import reduce_over_tensors
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.shard import Shard
@@ -253,7 +253,7 @@ class OuterOptimizer:
 
     def _number_of(self, name: str) -> int:
         """The fragment of a parameter: i mod P for layer i; the first for the embedding, the last for the head."""
-        number = part_of(name, self._num_layers)
+        number = model_part_of(name, self._num_layers)
         final = self.config.outer_fragments - 1
         if number == 0:
             return 0

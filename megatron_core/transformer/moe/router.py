@@ -16,7 +16,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
-    choose,
+    choose_experts,
     draw_sparsemixer,
     probabilities,
     sinkhorn,
@@ -52,8 +52,8 @@ class Tokens:
 
 
 class TopKRouter(nn.Module):
-    """logits = W x, or W x + b if linear layers have biases; ``choice.choose`` selects the k experts of each token;
-    then compute their probabilities.
+    """logits = W x, or W x + b if linear layers have biases; ``choice.choose_experts`` selects the k experts of each
+    token; then compute their probabilities.
 
     ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
     is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
@@ -150,7 +150,7 @@ class TopKRouter(nn.Module):
             return self._sinkhorn_choice(logits, tokens)
         if drawn is not None:
             return draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
-        return choose(logits, self.expert_bias, config)
+        return choose_experts(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Balance whole sequences in any layout: each separately (seq_sinkhorn), or the micro-batch together."""
