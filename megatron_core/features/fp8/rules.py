@@ -59,6 +59,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Blocks that would be split over tensor-parallel ranks."""
     model = config.model
     parallel = config.parallel
+    recipe = config.section(FP8Config).fp8_recipe
     tp = parallel.tensor_model_parallel_size
     recipe = config.section(FP8Config).fp8_recipe
     etp = parallel.expert_tensor_size
