@@ -228,7 +228,7 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
         length = f"{steps:,} steps" if steps else f"{training.train_samples or 0:,} samples"
         yield f"training: {length}, {batch} sequences ({batch * config.data.seq_length:,} tokens) a step"
     dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(training.compute_dtype, training.compute_dtype)
-    eight = f", fp8 {training.fp8_format}" if training.fp8_format else ""
+    eight = f", fp8 {config.optional('fp8_format')}" if config.optional("fp8_format") else ""
     schedule = f"lr {optimizer.lr}, {optimizer.lr_decay_style} decay"
     yield f"precision: {dtype}{eight}; optimizer: {optimizer.optimizer}, {schedule}"
     data = [*config.data.data_path, *config.data.train_data_path]

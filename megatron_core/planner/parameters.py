@@ -14,6 +14,8 @@ from megatron_core.config.linear_layers import AddedTensor
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
+from megatron_core.features.compilation.settings import CompilationConfig
+from megatron_core.features.fp8.settings import FP8Config
 
 Computed = TypeVar("Computed")
 
@@ -182,7 +184,7 @@ def layer_kinds(config: RunConfig) -> list[int]:
     """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
     model = config.model
     comm = config.parallel.cp_comm_type
-    in_eight_bits = config.training.fp8_layers(model.num_layers)
+    in_eight_bits = config.training.section(FP8Config).fp8_layers(model.num_layers)
     seen: dict[object, int] = {}
     numbers = []
     for layer in range(model.num_layers):
@@ -213,7 +215,7 @@ def joins_parts(config: RunConfig, layer_number: int) -> bool:
         return False
     separate = (
         *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
-        *(config.training.compile, config.optional("lora_rank") is not None),
+        *(config.training.section(CompilationConfig).compile, config.optional("lora_rank") is not None),
     )
     return attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
 

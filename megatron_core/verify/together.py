@@ -4,6 +4,7 @@ from enum import Enum, auto
 
 from megatron_core.config.layout import Layout
 from megatron_core.config.run import RunConfig
+from megatron_core.features.fp8.settings import FP8Config
 
 
 class Scope(Enum):
@@ -27,8 +28,9 @@ def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
             scopes["moe_router_load_balancing_type=sinkhorn"] = Scope.RANK
         if "global_aux_loss" in balancing:
             scopes["the balancing loss global_aux_loss"] = Scope.REPLICAS
-    if config.training.fp8_format is not None:  # scales are those of matrices, or blocks, of a whole micro-batch
-        scopes[f"fp8_format={config.training.fp8_format}"] = Scope.RANK
+    fp8_format = config.section(FP8Config).fp8_format
+    if fp8_format is not None:  # scales are those of matrices, or blocks, of a whole micro-batch
+        scopes[f"fp8_format={fp8_format}"] = Scope.RANK
     return scopes
 
 
