@@ -267,7 +267,7 @@ class ParallelGroups:
         With torch.distributed all groups of the world are created, because every process must take part in each
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
-        mine = None
+        own_group = None
         distributed = self._is_distributed
         # All processes create all groups in the same order, as torch requires, and keep only their own.
         everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
@@ -276,8 +276,8 @@ class ParallelGroups:
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout, backend=backend)
                 if self.rank in members:
-                    mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
-        return mine
+                    own_group = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
+        return own_group
 
     @property
     def _is_distributed(self) -> bool:
