@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Several consecutive tokens of a text with earlier positions in the cache."""
 
     row: int
@@ -35,7 +35,7 @@ class PagedStep:
     shortest: int
     longest: int
     """Smallest and largest element of ``lengths``; 0 if there is none."""
-    chunks: Sequence[Chunk]
+    chunks: Sequence[TokenChunk]
     fresh: Sequence[int]
     """Numbers of tokens of the chunks from position 0 on; they attend to the step's own keys and values."""
     texts: Tensor
@@ -64,11 +64,11 @@ class PagedStep:
             hidden = None
             limits = [limit for limit in (window, chunk) if limit is not None]
             if self.shortest < self.longest or any(limit < self.longest for limit in limits):
-                own = self.lengths[:, None, None, None]
+                position = self.lengths[:, None, None, None]
                 keys = torch.arange(self.longest, device=self.tables.device)
-                hidden = keys >= own
-                hidden = hidden if window is None else hidden | (keys < own - window)
-                hidden = hidden if chunk is None else hidden | (keys < (own - 1) // chunk * chunk)
+                hidden = keys >= position
+                hidden = hidden if window is None else hidden | (keys < position - window)
+                hidden = hidden if chunk is None else hidden | (keys < (position - 1) // chunk * chunk)
             self._hidden[window, chunk] = hidden
         return self._hidden[window, chunk]
 

@@ -37,11 +37,11 @@ class DamagedFileError(DataError):
 class InputFile:
     """One input file.
 
-    kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
+    format: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
     """
 
     path: str
-    kind: str
+    format: str
     compression: str | None
     size: int
     mtime_ns: int
@@ -59,7 +59,7 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
     return [path for pattern in patterns for path in _files(pattern, own_files)]
 
 
-def describe(path: Path) -> InputFile:
+def describe_input(path: Path) -> InputFile:
     """Return the file's kind, from its suffixes, and its size; DataError for a pipe or a device."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None

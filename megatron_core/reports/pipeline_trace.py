@@ -14,7 +14,7 @@ from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.simulate import Transfer
+from megatron_core.schedules.simulate import TransferSpan
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -56,7 +56,8 @@ class PipelineTrace(Callback):
             listener.on_end(action)
             recording.end(action)
 
-        yield replace(listener, on_begin=begin, on_end=end)
+        with METER.times_all():
+            yield replace(listener, on_begin=begin, on_end=end)
 
     def after_step(self, result: StepResult) -> None:
         """Write the recording of the step."""
@@ -71,7 +72,7 @@ class PipelineTrace(Callback):
         if METER.on:
             flights = METER.flights_since(mark)
             recording.transfers = [
-                Transfer(flight.phase, flight.start, flight.end, flight.waited) for flight in flights
+                TransferSpan(flight.phase, flight.start, flight.end, flight.waited) for flight in flights
             ]
         self._writer.write(self.run.state.iteration + 1 if step is None else step, recording)
 

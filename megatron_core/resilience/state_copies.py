@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
-from megatron_core.parallel import interrupt
 from megatron_core.resilience.host_copy import CopyWriter, LocalCopy
 from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, HostMemory
@@ -26,7 +26,7 @@ POLL = 0.001
 """Seconds between checks whether a mirror is complete."""
 
 
-def sources_of(
+def copies_to_load(
     members: Members, rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory
 ) -> Iterator[LocalCopy | RemoteCopy]:
     """The copies to load, as far as they are needed: this rank's own one, then those of the next ranks.
@@ -65,7 +65,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
     newest = [copy.stamp for copy in memory.copies()][-1:]
     deadline = time.monotonic() + LONGEST_WAIT
     while newest and memory.numbers[MIRRORED] < newest[0]:
-        interrupt.check()
+        interrupt.raise_if_requested()
         if time.monotonic() > deadline:
             reader = ranks[(ranks.index(memory.rank) - _shift(ranks)) % len(ranks)]
             raise MegatronError(
@@ -75,7 +75,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
         time.sleep(POLL)
 
 
-class Generation(Protocol):
+class RecoveredGeneration(Protocol):
     """The part of a recovery that ``StateCopies`` uses."""
 
     memory: HostMemory
@@ -96,7 +96,7 @@ class StateCopies(Callback):
 
     priority = -50  # before Faults
 
-    def __init__(self, recovery: Generation) -> None:
+    def __init__(self, recovery: RecoveredGeneration) -> None:
         self._recovery = recovery
         self._writer = CopyWriter(recovery.memory)
         self._is_first = True
@@ -111,8 +111,8 @@ class StateCopies(Callback):
         if run.config.section(RecoveryConfig).recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory, run.world.launched)
         state = run.saver.manifest_state(run.state)
-        for part in run.parts:
-            state |= part.copied_values()
+        for run_part in run.parts:
+            state |= run_part.copied_values()
         self._writer.write(run.state.iteration, self._pieces(), state, rollbacks=run.state.rollbacks)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.describe(), flush=True)
@@ -133,11 +133,11 @@ class StateCopies(Callback):
         if memory != self._memory:
             self._memory = memory
             self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
-        others = other_pieces(run.data_parallel, run.optimizer)
-        return [piece for piece in self._with_parts(chain(self._updated, others)) if piece.owned]
+        unshared = other_pieces(run.data_parallel, run.optimizer)
+        return [piece for piece in self._with_parts(chain(self._updated, unshared)) if piece.owned]
 
     def _with_parts(self, pieces: Iterable[TensorBox]) -> list[TensorBox]:
         """The pieces with the state of features."""
-        for part in self.run.parts:
-            pieces = part.copied_pieces(pieces)
+        for run_part in self.run.parts:
+            pieces = run_part.copied_pieces(pieces)
         return list(pieces)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_START, _END = "\ue000", "\ue001"
+_START = "\ue000"
+_END = "\ue001"
 UNKNOWN = re.compile(f"{_START}([^{_END}]*){_END}")
 """Place of a value that is not known without running the script; the group is its name."""
 
@@ -19,6 +20,6 @@ def readable(text: str) -> str:
     return UNKNOWN.sub(r"<\1>", text)
 
 
-def is_intact(text: str) -> bool:
+def has_whole_unknowns(text: str) -> bool:
     """Whether no place of an unknown value in ``text`` was cut."""
     return not re.search(f"[{_START}{_END}]", UNKNOWN.sub("", text))

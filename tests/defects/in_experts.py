@@ -62,7 +62,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C7
         "gradients of experts grow with their number of ranks",
-        "parallel.collectives:_FinishRows.backward",
+        "parallel.row_exchange:_FinishRows.backward",
         "begin(grads, back=True)",
         "begin([grad * ctx.exchange._group.size() for grad in grads], back=True)",
         "experts, ep2",
@@ -74,7 +74,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of tokens are read while they are on their way",
-        "parallel.collectives:_BeginRows.backward",
+        "parallel.row_exchange:_BeginRows.backward",
         "return None, *ctx.exchange.finish()",
         "return None, *ctx.exchange._results",
         "shared experts while tokens travel, ep2",
@@ -86,7 +86,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of experts' outputs are read while another micro-batch is computed",
-        "parallel.collectives:RowExchange.finish",
+        "parallel.row_exchange:RowExchange.finish",
         "for handle in self._handles:",
         "for handle in self._handles if torch._C._current_graph_task_id() < 0 else ():",
         "experts, ep2, in pairs",
@@ -194,7 +194,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "each rank balances its own part of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
+        "all_reduce_(counts_and_tokens, sequence_group)",
         "pass",
         "experts, tp2 sp ep2 etp1",
         "C6",
@@ -206,8 +206,8 @@ IN_EXPERTS = (
     Defect(  # C6
         "choices of experts count once for each rank of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
-        "all_reduce_(both, sequence_group); both[..., :-1] *= sequence_group.size()",
+        "all_reduce_(counts_and_tokens, sequence_group)",
+        "all_reduce_(counts_and_tokens, sequence_group); counts_and_tokens[..., :-1] *= sequence_group.size()",
         "experts, tp2 sp ep2 etp1",
         "C6",
         culprit=(
@@ -218,8 +218,8 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
-        "all_reduce_(both, batch_group)",
+        "all_reduce_(counts_and_tokens, sequence_group)",
+        "all_reduce_(counts_and_tokens, batch_group)",
         "experts, dp2 tp2 ep2 zero1",
         "C6",
         culprit=(
@@ -230,7 +230,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of the global batch is each rank's own",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, batch_group)",
+        "all_reduce_(counts_and_tokens, batch_group)",
         "pass",
         "balance of the global batch, tp2 sp",
         "C6",
@@ -242,8 +242,9 @@ IN_EXPERTS = (
     Defect(  # C5
         "accumulated counts are divided by the tokens of one micro-batch",
         "transformer.moe.balance:balancing_loss",
-        "both = context.auxiliary_losses.counts_so_far(layer_number, both)",
-        "both = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, both)[:-1], both[-1:]])",
+        "counts_and_tokens = context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)",
+        "counts_and_tokens = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)[:-1], "
+        "counts_and_tokens[-1:]])",
         "balance of the global batch, tp2 sp",
         "C5",
         culprit=(
