@@ -127,7 +127,7 @@ class ParallelGroups:
         # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
         self.links: dict[tuple[int, int], Group | None] = {}
-        """Groups of the messages from one pipeline rank to another, if links have their own, see ``create_link_groups``."""
+        """Groups of messages between two pipeline ranks, if links have their own, see ``create_link_groups``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
