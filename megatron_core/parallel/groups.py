@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import WORLD, Grid
-from megatron_core.parallel.time_limit import group_limit
 
 # All combinations of axes over which this framework runs collectives or Megatron Core has a getter.
 COMBINATIONS = (
@@ -102,8 +101,7 @@ class ParallelGroups:
             [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
         self._instances = instances
-        backend = dist.get_backend() if dist.is_initialized() else ""
-        self._timeout = timedelta(seconds=group_limit(backend, timeout.total_seconds()))
+        self._timeout = timeout
         # Combinations of axes with the same ranks share one communicator.
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
@@ -122,7 +120,7 @@ class ParallelGroups:
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         self._made.clear()
         self.links: dict[tuple[int, int], Group | None] = {}
-        """Groups of the messages from one pipeline rank to another, if links have their own, see ``connect_links``."""
+        """Groups of the messages from one pipeline rank to another, see ``make_link_groups``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
@@ -192,7 +190,7 @@ class ParallelGroups:
             if ranks not in self._tied:
                 self._tied[ranks] = self._own_group("pp", partial(_members, indices=ranks))
 
-    def connect_links(self, links: Iterable[tuple[int, int]]) -> None:
+    def make_link_groups(self, links: Iterable[tuple[int, int]]) -> None:
         """Create a group for each link (sender, receiver) between pipeline ranks, if messages need one.
 
         All ranks of the job call it with the same links.

@@ -6,8 +6,9 @@ time in flight is reported separately. The same holds for transfers to host memo
 
 On a GPU, times are CUDA events on the compute stream. Reading the last event would wait for the device a second time in
 each step; therefore an interval ends at the step's only wait for the device (``settle``), and the update counts for the
-next interval. Collectives have events in one of ten intervals only (``Sampling``): 32 layers and 16 micro-batches would
-record 25,000 events in a step. In the other intervals they get the share of each phase that the last sampled one had.
+next interval. With ``monitor.sampling`` collectives have events in one of ten intervals only: 32 layers and 16 micro-
+batches would record 25,000 events in a step. In the others they get the share of each phase that the last sampled one
+had.
 """
 
 # Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
@@ -19,16 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
-from megatron_core.parallel.times import OTHER, Sampling, StepTimes, Traffic
 
 PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
+OTHER = "other"
 COMPRESSED = "compressed gradients"
 """Label of messages with gradients that are rounded or approximated."""
 
@@ -36,6 +37,39 @@ COMPRESSED = "compressed gradients"
 def unix_time() -> float:
     """Seconds since 1970; after the start of the process, changes of the system's clock have no effect."""
     return PROCESS_BEGAN + time.monotonic() - _BEGAN
+
+
+@dataclass
+class Traffic:
+    """Totals of one kind of collective over one group."""
+
+    calls: int = 0
+    bytes: float = 0.0
+    exposed: float = 0.0
+    """Seconds in which this rank only waited."""
+    in_flight: float = 0.0
+    """Seconds between the calls and the ends of their waits."""
+
+
+@dataclass
+class StepTimes:
+    """Times of one rank over an interval, in seconds."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    """By phase, without collectives; the sum of these and of all ``exposed`` is ``seconds``."""
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    """By group and kind, such as ``tp all_reduce``; ``host`` and ``disk`` are transfers of offloading."""
+    seconds: float = 0.0
+
+    def add(self, other: StepTimes) -> None:
+        """Add the times of another interval."""
+        self.seconds += other.seconds
+        for name, seconds in other.phases.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        for name, more in other.traffic.items():
+            total = self.traffic.setdefault(name, Traffic())
+            total.calls, total.bytes = total.calls + more.calls, total.bytes + more.bytes
+            total.exposed, total.in_flight = total.exposed + more.exposed, total.in_flight + more.in_flight
 
 
 @dataclass
@@ -99,6 +133,16 @@ class Waited:
         self._transfer.waits.append((began, self._transfer.ended))
 
 
+class TransferSampling(Protocol):
+    """See ``monitor.sampling.Sampling``."""
+
+    def end_interval(self) -> bool:
+        """An interval ends; return whether to time the transfers of the next one."""
+
+    def complete(self, times: StepTimes, exposed: Mapping[tuple[str, str], float]) -> None:
+        """Complete the ``times`` of the interval; ``exposed``: seconds of waiting by phase and transfer."""
+
+
 class Meter:
     """Charges time to phases between ``start`` and ``stop``; otherwise its cost is one check of a flag."""
 
@@ -120,16 +164,21 @@ class Meter:
         """The collectives of ``spans``, each from its call to the end of its wait."""
         self._settled: int | None = None
         """Index of a recorded time up to which the device has completed all work."""
-        self._sampling = Sampling()
+        self._sampling: TransferSampling | None = None
+        self._times_transfers = True
 
-    def start(self, groups: ParallelGroups, device: torch.device) -> None:
-        """Start charging; collectives are named after the axes of ``groups``."""
+    def start(self, groups: ParallelGroups, device: torch.device, sampling: TransferSampling | None = None) -> None:
+        """Start charging; collectives are named after the axes of ``groups``.
+
+        ``sampling`` chooses the intervals in which transfers are timed; without it all are.
+        """
         self._names, self._device = _names_of(groups), device
         self.on = True
         self.charged = (OTHER, None)
         self._transfers.clear()
         self._settled = None
-        self._sampling = Sampling()
+        self._sampling = sampling
+        self._times_transfers = True
         self._marks = [(OTHER, self._now(), None)]
 
     def stop(self) -> None:
@@ -160,17 +209,18 @@ class Meter:
         if not self._marks or self._device.type != "cuda":
             return
         self._settled = self.last_mark
-        self._sampling.end_interval(times_next=self.keep_spans)
+        if self._sampling is not None:
+            self._times_transfers = self._sampling.end_interval() or self.keep_spans
 
     @contextmanager
     def times_all(self) -> Iterator[None]:
         """Time every transfer of the enclosed code, for a trace."""
-        before = self._sampling.is_on
-        self._sampling.is_on = True
+        before = self._times_transfers
+        self._times_transfers = True
         try:
             yield
         finally:
-            self._sampling.is_on = before
+            self._times_transfers = before
 
     @contextmanager
     def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
@@ -218,7 +268,7 @@ class Meter:
             self._captured.append((name, sent))
         if not self.on:
             return call()
-        if not self._sampling.is_on:
+        if not self._times_transfers:
             self._transfers.append(_Transfer(name, sent, 0, 0))
             return call()
         transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1], label=self._label)
@@ -277,7 +327,7 @@ class Meter:
             else:
                 outer = phase
                 times.phases[phase] = times.phases.get(phase, 0.0) + stop - start
-        if self._device.type == "cuda":
+        if self._sampling is not None:
             self._sampling.complete(times, exposed)
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)

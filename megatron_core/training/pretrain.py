@@ -32,9 +32,9 @@ from megatron_core.training.compatibility import (
     with_stored_schedule,
 )
 from megatron_core.training.data import DatasetsProvider
+from megatron_core.training.gpu_notes import chosen_kernel, gpu_notes
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
-from megatron_core.transformer.attention_backend import chosen_kernel, dropout_notes
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -200,7 +200,7 @@ def notes(run: Run) -> Iterator[str]:
         yield f"without effect here: {unread}"
     for part in run.parts:
         yield from part.notes()
-    yield from dropout_notes(run.config, run.world.device)
+    yield from gpu_notes(run.config, run.groups, run.world.device)
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"

@@ -27,13 +27,12 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, TransferSampling, unix_time
 from megatron_core.parallel.texts import gather_strings
-from megatron_core.parallel.times import StepTimes
 from megatron_core.training.callbacks import Callback
+from megatron_core.training.gpu_notes import chosen_kernel
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
-from megatron_core.transformer.attention_backend import chosen_kernel
 
 
 class Measurements(Callback):
@@ -68,7 +67,7 @@ class Measurements(Callback):
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
-        METER.start(run.groups, run.world.device)
+        METER.start(run.groups, run.world.device, _sampling(run.world.device))
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -248,6 +247,15 @@ def _environment(run: Run) -> dict[str, Any]:
         "vocab_size": run.vocab_size,
         "attention": chosen_kernel(run.config, run.world.device),
     }
+
+
+def _sampling(device: torch.device) -> TransferSampling | None:
+    """Times of transfers in some steps only on a GPU, where each needs two events."""
+    if device.type != "cuda":
+        return None
+    from megatron_core.monitor.sampling import Sampling
+
+    return Sampling()
 
 
 def _device_name(run: Run) -> str:
