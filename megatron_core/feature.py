@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_core.errors import ConfigError
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Feature:
     name: str
     """The name of its folder, and of its section of settings in files and in ``--help``."""
     settings: type[Any] | None = None
-    """Its section: a frozen dataclass of ``setting`` fields (``config/setting.py``)."""
+    """A frozen dataclass of ``setting`` fields (``config/setting.py``): its section, or, if it derives from a section
+    of the core such as ``ModelConfig``, settings of that section."""
     is_used: Callable[[Any], bool]
     """Whether a run with this ``RunConfig`` uses the feature."""
     problems: Callable[[Any, int], Iterable[str]] | None = None
@@ -107,6 +111,62 @@ class Feature:
     steps of a training."""
 
 
+class Extensible:
+    """Base class of a section of the core to which features add settings.
+
+    A feature's ``settings`` derive from the section, as ``class FP8Config(TrainingConfig)``. They may override its
+    methods, and call ``super()``. Every object of the section has the settings of all features: users read and replace
+    them as ``config.training.fp8_format``, and ``section`` gives the object the type of one feature.
+    """
+
+    # All features share one object, as the parts of a class with mixins, because a setting of the core may depend on
+    # those of several features: which layers have attention, on a pattern and on sizes of single layers.
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **values: Any) -> Any:
+            return super().__new__(extended(cls))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        core = _core_of(type(self))
+        return _restored, (core if extended(core) is type(self) else type(self), vars(self))
+
+    def section(self, kind: type[Section]) -> Section:
+        """This object, as an object of a feature's settings."""
+        if isinstance(self, kind):
+            return self
+        return extended(kind)(**vars(self))  # made before a program registered the feature
+
+
+def _restored(kind: type[Section], values: dict[str, Any]) -> Section:
+    return kind(**values)
+
+
+def extends(settings: type[Any] | None) -> bool:
+    """Whether settings of a feature belong to a section of the core."""
+    return settings is not None and issubclass(settings, Extensible)
+
+
+def _core_of(kind: type[Any]) -> type[Any]:
+    """The section of the core from which a class derives."""
+    return next(base for base in kind.__mro__ if Extensible in base.__bases__)
+
+
+def extended(kind: type[Section]) -> type[Section]:
+    """The class of the objects of a section of the core, from it or from settings of a feature that derive from it."""
+    core: Any = _core_of(kind)
+    added = tuple(feature.settings for feature in features() if feature.settings and issubclass(feature.settings, core))
+    if not added or kind not in (core, *added):
+        return kind
+    with_all_settings: type[Section] = _with_bases(core, added)
+    return with_all_settings
+
+
+@cache
+def _with_bases(core: type[Any], added: tuple[type[Any], ...]) -> Any:
+    names = {name: getattr(core, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return dataclass(frozen=True, kw_only=True)(type(core.__name__, added, names))
+
+
 _ADDED: dict[str, Feature] = {}
 """Features that programs have registered, by name."""
 
@@ -122,11 +182,11 @@ def register_feature(feature: Feature) -> None:
 
     Errors: ``ConfigError`` if another feature has its name or one of its settings.
     """
-    own_names = _setting_names(feature)
+    own_names = setting_names(feature)
     for other in features():
         if other.name == feature.name:
             raise ConfigError(f"feature {feature.name!r} is already registered; choose another name")
-        common = sorted(own_names & _setting_names(other))
+        common = sorted(own_names & setting_names(other))
         if common:
             raise ConfigError(
                 f"feature {feature.name!r} has the settings {', '.join(common)} of feature {other.name!r}; rename them"
@@ -134,8 +194,12 @@ def register_feature(feature: Feature) -> None:
     _ADDED[feature.name] = feature
 
 
-def _setting_names(feature: Feature) -> set[str]:
-    return set() if feature.settings is None else {setting.name for setting in fields(feature.settings)}
+def setting_names(feature: Feature) -> set[str]:
+    """The names of the settings of a feature."""
+    if feature.settings is None:
+        return set()
+    core_settings = fields(_core_of(feature.settings)) if extends(feature.settings) else ()
+    return {setting.name for setting in fields(feature.settings)} - {setting.name for setting in core_settings}
 
 
 def layer_hooks() -> dict[str, str]:

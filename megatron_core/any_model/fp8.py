@@ -8,11 +8,11 @@ from torch import nn
 
 from megatron_core.any_model.tensor import ParallelLinear, conv1d
 from megatron_core.config import RunConfig
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.rules import block_size
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.groups import ALONE, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks, raising_on_all_ranks
@@ -35,7 +35,7 @@ def multiply_in_fp8(
     units again afterwards. ``module`` may have only this rank's pipeline stages. Errors: ``ConfigError`` on all ranks
     if no layer of any rank is left, and if blocks of a layer of any rank would depend on the layout.
     """
-    settings = config.training
+    settings = config.section(FP8Config)
     if settings.fp8_format is None:
         return
     inside = {child for unit in units for root in unit for child in root.modules()}
@@ -64,9 +64,10 @@ def histories_of(
     module: nn.Module, config: RunConfig, groups: ParallelGroups, device: torch.device
 ) -> AmaxHistories | None:
     """Return the amax histories of the FP8 layers of ``module``, None without FP8."""
-    if config.training.fp8_format is None:
+    settings = config.section(FP8Config)
+    if settings.fp8_format is None:
         return None
-    return AmaxHistories([module], config.training, groups.group("tp-dp-cp"), device)
+    return AmaxHistories([module], settings, groups.group("tp-dp-cp"), device)
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,13 +13,14 @@ from megatron_core.any_model.module import (
     Initialise,
     LocalInitialisation,
     UnitClasses,
-    cast,
+    cast_module,
     check_same_module,
     find_units,
 )
 from megatron_core.any_model.optimizer import Groups, groups_of
 from megatron_core.any_model.tensor import equalize_and_split
-from megatron_core.config import RunConfig, TrainingConfig
+from megatron_core.config import RunConfig
+from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.parallel.compiled import compile_forward
 from megatron_core.parallel.groups import ParallelGroups
@@ -53,10 +54,10 @@ class Prepared:
     fp8: AmaxHistories | None = None
 
 
-def compile_units(units: Iterable[Iterable[nn.Module]], training: TrainingConfig) -> None:
+def compile_units(units: Iterable[Iterable[nn.Module]], settings: CompilationConfig) -> None:
     """Compile the forward of each unit, if configured; operations that torch cannot trace divide its graph."""
-    for unit in (unit for modules in units for unit in modules if training.compile):
-        compile_forward(unit, fullgraph=False, backend=training.compile_backend)
+    for unit in (unit for modules in units for unit in modules if settings.compile):
+        compile_forward(unit, fullgraph=False, backend=settings.compile_backend)
 
 
 def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: Choices) -> Prepared:
@@ -65,12 +66,12 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     check_same_module(module, world.device)
     with raising_on_all_ranks(world.device):
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
-    cast(module, config, world.device)
+    cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed)
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)
-    compile_units(units, config.training)
+    compile_units(units, config.section(CompilationConfig))
     save_memory(module, [child for modules in units for child in modules], config.model)
     return Prepared(
         groups, {0: module}, {0: units}, param_groups, local, histories_of(module, config, groups, world.device)

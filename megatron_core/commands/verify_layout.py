@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.commands.start import start
+from megatron_core.features.compilation.settings import CompilationConfig
 
 if __name__ == "__main__":
     start("verify_layout")
@@ -106,7 +107,7 @@ def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog=program()), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
-    if device == "simulated" and task.config.training.compile:
+    if device == "simulated" and task.config.section(CompilationConfig).compile:
         raise ConfigError(
             "compile=True cannot be checked with simulated ranks, whose groups graphs cannot name; give --device cpu, "
             "or remove --compile"

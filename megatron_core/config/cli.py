@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import tyro
 
@@ -18,7 +18,7 @@ from megatron_core.config.file import write_config as write_config
 from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
-from megatron_core.config.run import RunConfig, aliases, feature_sections, field_types, section_types, settings
+from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.feature import features, shorthands
@@ -63,14 +63,16 @@ class _TrainingCommandLine(_CommandLine):
 
 
 Parsed = TypeVar("Parsed", bound=_CommandLine)
+CommandLine: TypeAlias = tuple[RunConfig, DryRun]
+"""The settings of a command line, and of its dry run."""
 
 
 def _with_features(kind: type[Parsed]) -> type[Parsed]:
-    """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have, and
-    for each flag of a feature that stands for settings."""
+    """Derive a class from ``kind`` with a field for each section, with the settings of all features, and for each flag
+    of a feature that stands for settings."""
     base: Any = kind
     flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
-    derived: type[Parsed] = _derived(base, tuple(feature_sections().items()), flags)
+    derived: type[Parsed] = _derived(base, tuple(section_types().items()), flags)
     return derived
 
 
@@ -106,7 +108,7 @@ def parse_run_config(
 
 def parse_command_line(
     args: list[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: RunConfig | None = None
-) -> tuple[RunConfig, DryRun]:
+) -> CommandLine:
     """As ``parse_run_config``, with the flags of a dry run.
 
     Faults of flags come in one error with those of the remaining settings, for the number of ranks of the dry run or of

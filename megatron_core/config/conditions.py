@@ -125,17 +125,6 @@ ZERO_IN_BF16 = Condition(
 )
 CORRECTS_BIAS = unless("a --grad-compression without bias correction", lambda run: not run.corrects_bias)
 
-# Graphs of layers.
-NO_COMPILE = unless("--compile", lambda run: run.training.compile)
-
-# FP8.
-FP8 = given("fp8_format", "hybrid")
-NO_FP8 = unless("--fp8-format", lambda run: run.training.fp8_format is not None)
-DELAYED = Condition("--fp8-recipe delayed", lambda run: run.training.fp8_recipe == "delayed")
-LARGEST_AMAX = Condition("--fp8-amax-compute-algo max", lambda run: run.training.fp8_amax_compute_algo == "max")
-AMAX_HISTORY = Condition("--fp8-amax-history-len 2 or more", lambda run: run.training.fp8_amax_history_len > 1)
-FIRST_LAST_LAYERS = given("first_last_layers_bf16")
-
 # The optimizer.
 FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))
 SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))

@@ -96,9 +96,7 @@ class ParallelConfig:
     """Overlap communication of parallel linear layers with matrix products: the reduction of the input gradient with
     the weight gradient, the gather of the input with the input gradient, and the parts of --tp-comm-overlap-chunks;
     --no-tp-comm-overlap: one after the other."""
-    tp_comm_overlap_chunks: int = setting(
-        1, r.COUNT, needs=c.NO_FP8, when=c.TENSOR_PARALLEL, aliases="coc_parallel_num"
-    )
+    tp_comm_overlap_chunks: int = setting(1, r.COUNT, when=c.TENSOR_PARALLEL, aliases="coc_parallel_num")
     """More than 1: pipeline the products of parallel linear layers with their communication (--tp-comm-overlap-rs and
     -ag of Megatron-LM). An all-reduced product is computed in this many parts of the tokens; with --sequence-parallel
     there is one part for each TP rank. Smaller products take longer: measure whole steps with and without it."""

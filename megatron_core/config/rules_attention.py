@@ -71,7 +71,6 @@ def _flex_problems(config: RunConfig) -> Iterator[str]:
         return
     excluded = {
         f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
-        "compile=True": (config.training.compile, "its kernel cannot be in the graph of a layer; remove --compile"),
         "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
         f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
         f"context_parallel_size={config.parallel.context_parallel_size}": (

@@ -50,11 +50,6 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
             f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} offloads activations that "
             f"recompute_modules={modules} discards; remove one of them"
         )
-    if config.training.compile and any(map(model.recomputes, ("layernorm", "mla_up_proj"))):
-        yield (
-            f"compile=True with recompute_modules={modules}: a graph cannot discard the outputs of layernorm and "
-            "mla_up_proj alone; remove them, or --compile"
-        )
     if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
         yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"
     if (model.recompute_num_layers or 0) > model.num_layers >= 1:

@@ -18,9 +18,8 @@ from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
-from megatron_core.feature import features
+from megatron_core.feature import Extensible, Section, extended, extends, features, setting_names
 
-Section = TypeVar("Section")
 Configuration = TypeVar("Configuration", bound="RunConfig")
 
 
@@ -46,7 +45,7 @@ class RunConfig:
     """Bad steps; the name is that of the section in configuration files."""
 
     features: tuple[Any, ...] = field(default_factory=lambda: tuple(kind() for kind in feature_sections().values()))
-    """The settings of optional features, a section for each; ``section`` returns one of them."""
+    """The sections of optional features; ``section`` returns one of them."""
 
     @property
     def max_positions(self) -> int:
@@ -88,16 +87,22 @@ class RunConfig:
         return self.optional("num_groups") or 1
 
     def section(self, kind: type[Section]) -> Section:
-        """The settings of the feature whose section is ``kind``."""
+        """The settings of the feature whose section is ``kind``, or the section of the core that they extend."""
+        if issubclass(kind, Extensible):
+            extensible: Extensible = getattr(self, _extended_by(kind))
+            return extensible.section(kind)
         return next((section for section in self.features if isinstance(section, kind)), kind())
 
     def with_section(self: Configuration, section: Any) -> Configuration:
-        """Replace the settings of the feature to which ``section`` belongs."""
+        """Replace the settings of a feature, or the section of the core that they extend."""
+        if isinstance(section, Extensible):
+            extended_section: dict[str, Any] = {_extended_by(type(section)): section}
+            return replace(self, **extended_section)
         return replace(self, features=tuple(section if type(own) is type(section) else own for own in self.features))
 
     def optional(self, name: str) -> Any:
         """The value of a feature's setting ``name``; None if this package does not have the feature."""
-        return next((getattr(section, name) for section in self.features if hasattr(section, name)), None)
+        return next((getattr(section, name) for section in self.sections().values() if hasattr(section, name)), None)
 
     def sections(self) -> dict[str, Any]:
         """The sections by name: those of the core, then those of the features."""
@@ -134,16 +139,22 @@ class RunConfig:
         return cls.of_sections(sections)
 
 
-@cache
 def core_sections() -> dict[str, type[Any]]:
-    """The class of each section of the core, by name."""
-    types = get_type_hints(RunConfig)
-    return {part.name: types[part.name] for part in fields(RunConfig) if part.name != "features"}
+    """The class of each section of the core, with the settings that features add, by name."""
+    kinds = _types_of((RunConfig,))
+    names = (section.name for section in fields(RunConfig) if section.name != "features")
+    return {name: extended(kinds[name]) if extends(kinds[name]) else kinds[name] for name in names}
+
+
+def _extended_by(kind: type[Any]) -> str:
+    """The name of the section of the core to which settings of a feature belong."""
+    return next(name for name, core in core_sections().items() if issubclass(core, kind))
 
 
 def feature_sections() -> dict[str, type[Any]]:
-    """The class of each feature's section, by the feature's name."""
-    return {feature.name: feature.settings for feature in features() if feature.settings is not None}
+    """The class of each section of a feature, by the feature's name."""
+    kinds = {feature.name: feature.settings for feature in features() if feature.settings is not None}
+    return {name: kind for name, kind in kinds.items() if not extends(kind)}
 
 
 def section_types() -> dict[str, type[Any]]:
@@ -183,8 +194,7 @@ def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
 
 def names_in_any_model() -> set[str]:
     """The settings of features that also apply to a model of the caller."""
-    chosen = [feature.settings for feature in features() if feature.in_any_model and feature.settings is not None]
-    return {setting.name for section in chosen for setting in fields(section)}
+    return {name for feature in features() if feature.in_any_model for name in setting_names(feature)}
 
 
 @dataclass(frozen=True, kw_only=True)

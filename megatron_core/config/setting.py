@@ -56,6 +56,11 @@ def unless(words: str, is_so: Callable[[Any], object]) -> Condition:
     return Condition(words, lambda run: not is_so(run), excludes=True)
 
 
+def without(name: str) -> Condition:
+    """The condition that the setting ``name`` of an optional feature is not given."""
+    return unless(f"--{name.replace('_', '-')}", lambda run: run.optional(name))
+
+
 class Resume(Enum):
     """The consequence of a setting that differs from the checkpoint from which a run resumes."""
 

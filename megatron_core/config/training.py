@@ -7,15 +7,15 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.config.optimizers import AlgorithmConfig
 from megatron_core.config.ramp import Ramp, Steps, parse_steps
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+from megatron_core.feature import Extensible
 
 
 @dataclass(frozen=True, kw_only=True)
 @section()
-class TrainingConfig(FP8Config):
+class TrainingConfig(Extensible):
     """Batches, length of training, seeds and precision."""
 
     micro_batch_size: int = setting(1, r.SIZE, when=ALWAYS)
@@ -57,12 +57,6 @@ class TrainingConfig(FP8Config):
     dropout always depend only on the seed, and on CPUs all results do."""
     disable_bf16_reduced_precision_matmul: bool = setting(False, when=c.BF16)
     """On GPUs: cuBLAS adds the parts of a sum that it splits in float32 instead of bfloat16."""
-    compile: bool = setting(False, needs=c.NO_FP8, when=c.TRAINING)
-    """Compile each layer with torch.compile. Attention of packed documents or over CP ranks, and experts, stay eager
-    between the graphs of a layer."""
-    compile_backend: Literal["inductor", "aot_eager", "eager"] = setting("inductor", needs=given("compile"))
-    """inductor: generate code. aot_eager, eager: run the operators of the graphs, to find the cause of a fault: with
-    and without graphs of the backward."""
     check_for_nan_in_loss_and_grad: bool = setting(True, when=ALWAYS)
     """Stop with an error if the loss or the gradient norm is not finite (with --fp16: skip the step);
     --no-check-for-nan-in-loss-and-grad: continue."""

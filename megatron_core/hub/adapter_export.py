@@ -1,9 +1,10 @@
-"""Export of low-rank adapters: in PEFT's format, or merged with the frozen weights."""
+"""Weights that an export reads: low-rank adapters merged with the frozen weights, averages, adapters for PEFT."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, open_newest, parameter_pieces
 from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.adapters import linears_of
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
+from megatron_core.hub.hugging_face.writer import read_whole
 from megatron_core.models.build import meta_model
 from megatron_core.output_file import new_folder
 from megatron_core.parallel.boxes import Box
@@ -35,10 +38,11 @@ class MergedReader:
                 f"{stored.folder} has adapters of weights that were drawn by the seed; only adapters of a model in "
                 "--load-hf or --pretrained-checkpoint can be merged"
             )
-        self._stored, self._base = stored, base
+        self._stored = stored
+        self._base = base
         self.state = stored.state
         model = meta_model(config, self.state["vocab_size"])
-        self._linears = {n: own for n, own in linears_of(model.decoder.layers) if own.adapter is not None}
+        self._linears = {n: linear for n, linear in linears_of(model.decoder.layers) if linear.adapter is not None}
 
     def __enter__(self) -> MergedReader:
         return self
@@ -66,7 +70,8 @@ class MergedReader:
     def _merged(self, layer: str) -> Tensor:
         """The merged weight of a layer."""
         linear = deepcopy(self._linears[layer]).to_empty(device="cpu")
-        adapter, weight = linear.adapter, linear.weight
+        adapter = linear.adapter
+        weight = linear.weight
         assert adapter is not None and weight is not None
         self._base.fill(parameter_pieces([(f"{layer}.weight", weight)]))
         self._stored.fill(parameter_pieces((f"{layer}.adapter.{n}", p) for n, p in adapter.named_parameters()))
@@ -91,10 +96,23 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
 
 
 def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         wide = torch.promote_types(reader.dtype_of(f"model.{name}"), torch.float32)
-        found[name] = torch.empty(shape, dtype=wide)
-        box = Box((0,) * len(shape), shape)
-        reader.fill([TensorBox(f"model.{name}", shape, box, found[name], owned=True)])
-    return found
+        tensors[name] = read_whole(reader, f"model.{name}", shape, wide)
+    return tensors
+
+
+PREFIX = f"optimizer.{AVERAGE.name}."
+
+
+class AveragedReader(CheckpointReader):
+    """A checkpoint whose averages are read in place of its weights; tensors without one are read as they are."""
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the averages into the memory of every piece of a weight."""
+        super().fill(self._average_of(piece) for piece in pieces)
+
+    def _average_of(self, piece: TensorBox) -> TensorBox:
+        name = PREFIX + piece.name.removeprefix("model.")
+        return replace(piece, name=name) if name in self.manifest.tensors else piece

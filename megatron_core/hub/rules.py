@@ -55,26 +55,26 @@ def unlike_megatron(model: ModelConfig) -> Iterator[str]:
 def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
     plain = ModelConfig()
-    found = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
+    differing = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
     if model.dsa_indexer_warmup:
-        found.append("dsa_indexer_warmup=True")
+        differing.append("dsa_indexer_warmup=True")
     if model.has_sparse_attention and not model.trains_indexers:  # Adam decays indexers without a loss there
-        found.append(f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}")
+        differing.append(f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}")
     if model.has_sparse_attention and model.hybrid_layer_pattern is not None:
-        found.append(f"hybrid_layer_pattern={model.hybrid_layer_pattern} with experimental_attention_variant=dsa")
+        differing.append(f"hybrid_layer_pattern={model.hybrid_layer_pattern} with experimental_attention_variant=dsa")
     if model.position_embedding_type == "alibi":
-        found.append("position_embedding_type=alibi")
+        differing.append("position_embedding_type=alibi")
     if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
-        found.append(f"rope_scaling_type={model.rope_scaling_type}")
+        differing.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
-        found.append("moe_router_score_function=sparsemixer")
+        differing.append("moe_router_score_function=sparsemixer")
     pattern = model.linear_attention_freq or (1,)
     recurs_last = model.num_layers % max(pattern[0], 1) > 0 if len(pattern) == 1 else pattern[-1] == 1
     if model.mtp_num_layers and recurs_last:
-        found.append(f"mtp_num_layers={model.mtp_num_layers} with a recurrence in the last layer")
+        differing.append(f"mtp_num_layers={model.mtp_num_layers} with a recurrence in the last layer")
     fixed = FIXED_OF_MAMBA if model.has_mamba else {}
-    found += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
-    return found + unlike_delta_net(model)
+    differing += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
+    return differing + unlike_delta_net(model)
 
 
 def unlike_delta_net(model: ModelConfig) -> list[str]:
@@ -83,5 +83,7 @@ def unlike_delta_net(model: ModelConfig) -> list[str]:
     It takes activation and norm of the model for the gates and outputs of heads.
     """
     has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in (model.hybrid_layer_pattern or "")
-    found = [f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only]
-    return [f"{setting} with gated delta nets" for setting in found] if has_nets else []
+    differing = [
+        f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only
+    ]
+    return [f"{setting} with gated delta nets" for setting in differing] if has_nets else []

@@ -20,6 +20,7 @@ from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
@@ -67,7 +68,7 @@ class Generator:
     ) -> Generator:
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
         # With FP8, scales would depend on the number of positions per forward; stored weights have more bits.
-        config = replace(config, training=replace(config.training, fp8_format=None))
+        config = config.with_section(replace(config.section(FP8Config), fp8_format=None))
         validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
         vocab_size = reader.state["vocab_size"]
         layers, stages = build_stages(config, groups, vocab_size, device, initialise=False, context_parallel=False)
@@ -129,7 +130,7 @@ class Generator:
             tp_group=ALONE,
             vocab_size=self.vocab_size,
             backend=model.kernel_backend,
-            parts=head_parts,
+            num_parts=head_parts,
         )
 
     @torch.inference_mode()

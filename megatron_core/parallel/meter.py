@@ -3,16 +3,13 @@
 Time is charged to exactly one phase, so the phases of a step sum to its duration. A collective is charged only while
 this rank waits for it; while it overlaps with computation, time is charged to the computation, and the collective's
 time in flight is reported separately. The same holds for transfers to host memory and files (``transfer.Lane``).
-
-On a GPU, times are CUDA events on the compute stream. Reading the last event would wait for the device a second time in
-each step; therefore an interval ends at the step's only wait for the device (``settle``), and the update counts for the
-next interval. With ``monitor.sampling`` collectives have events in one of ten intervals only: 32 layers and 16 micro-
-batches would record 25,000 events in a step. In the others they get the share of each phase that the last sampled one
-had.
 """
 
 # Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
 # for other collectives. Divided by time, they compare with a link's bandwidth (NVIDIA's nccl-tests, "bus bandwidth").
+# On a GPU, times are CUDA events. Reading the last one would wait for the device a second time in each step; therefore
+# an interval ends at the step's only wait (``settle``), and the update counts for the next interval. Collectives have
+# events in one of ten intervals (``monitor.sampling``): 32 layers and 16 micro-batches record 25,000 events in a step.
 
 from __future__ import annotations
 
@@ -24,10 +21,11 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
+from megatron_core.parallel.groups import ParallelGroups, group_names
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
-PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
+PROCESS_BEGAN = time.time()
+_BEGAN = time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 COMPRESSED = "compressed gradients"
@@ -99,7 +97,7 @@ class _Transfer:
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """An interval of one phase in a trace, in seconds from the trace's start."""
 
     phase: str
@@ -114,7 +112,8 @@ class Waited:
     """The handle of a collective; charges the duration of ``wait`` to it."""
 
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
-        self._meter, self._work = meter, work
+        self._meter = meter
+        self._work = work
         self._transfer = transfer
 
     @property
@@ -124,6 +123,7 @@ class Waited:
 
     def wait(self, instead: Callable[[], object] | None = None) -> None:
         """Wait for the collective, by calling ``instead`` if it is given."""
+        # Charged to the collective only here: while it overlaps with computation this rank does not lose time to it.
         before = self._meter.charged
         self._meter.switch(self._transfer.name, before[1])
         began = self._meter.last_mark
@@ -133,7 +133,7 @@ class Waited:
         self._transfer.waits.append((began, self._transfer.ended))
 
 
-class TransferSampling(Protocol):
+class Sampler(Protocol):
     """See ``monitor.sampling.Sampling``."""
 
     def end_interval(self) -> bool:
@@ -150,6 +150,8 @@ class Meter:
         self.on = False
         self.charged: tuple[str, Any] = (OTHER, None)
         """The phase to which time is charged now, and its detail."""
+        # One list of times for all phases, so that intervals have neither gaps nor overlaps, and on a GPU each change
+        # of phase costs one event and no synchronization.
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
@@ -157,22 +159,20 @@ class Meter:
         self._names: Mapping[Any, str] = {}
         self._label: str | None = None
         self._captured: list[tuple[str, float]] | None = None
-        self._device, self.keep_spans = torch.device("cpu"), False
+        self._device = torch.device("cpu")
+        self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
-        self.spans: list[Span] = []
-        self.flights: list[Span] = []
+        self.spans: list[PhaseSpan] = []
+        self.flights: list[PhaseSpan] = []
         """The collectives of ``spans``, each from its call to the end of its wait."""
-        self._settled: int | None = None
-        """Index of a recorded time up to which the device has completed all work."""
-        self._sampling: TransferSampling | None = None
+        self._settled: int | None = None  # index of a time at which the device had completed all earlier work
+        self._sampling: Sampler | None = None
         self._times_transfers = True
 
-    def start(self, groups: ParallelGroups, device: torch.device, sampling: TransferSampling | None = None) -> None:
-        """Start charging; collectives are named after the axes of ``groups``.
-
-        ``sampling`` chooses the intervals in which transfers are timed; without it all are.
-        """
-        self._names, self._device = _names_of(groups), device
+    def start(self, groups: ParallelGroups, device: torch.device, sampling: Sampler | None = None) -> None:
+        """Start charging; collectives are named after ``groups``, and timed in intervals that ``sampling`` chooses."""
+        self._names = group_names(groups)
+        self._device = device
         self.on = True
         self.charged = (OTHER, None)
         self._transfers.clear()
@@ -225,8 +225,10 @@ class Meter:
     @contextmanager
     def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
         """Charge the enclosed code to ``name``; with ``inclusive``, including its collectives and inner phases."""
-        before, was_on = self.charged, self.on
+        before = self.charged
+        was_on = self.on
         self.switch(name, before[1])
+        # Switched off, inner phases leave no times, and their time stays with the outer phase.
         self.on = was_on and not inclusive
         try:
             yield
@@ -251,7 +253,8 @@ class Meter:
         Nothing is charged meanwhile: events on the stream would be part of the graph.
         """
         was_on = self.on
-        self.on, self._captured = False, []
+        self.on = False
+        self._captured = []
         try:
             yield self._captured
         finally:
@@ -271,6 +274,7 @@ class Meter:
         if not self._times_transfers:
             self._transfers.append(_Transfer(name, sent, 0, 0))
             return call()
+        # ``began`` is the index of the time that the next switch records.
         transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1], label=self._label)
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)
@@ -281,6 +285,7 @@ class Meter:
         finally:
             self.switch(*before)
         transfer.waits.append((transfer.began, self.last_mark))
+        # A synchronous collective: its time was exposed and is complete.
         if work is None:
             transfer.ended = self.last_mark
             return None
@@ -307,15 +312,18 @@ class Meter:
         """
         if self._settled is None:
             self._marks.append((self.charged[0], self._now(), None))
+        # The end of this interval is the beginning of the next, so that no time is lost between two steps.
         end = self.last_mark if self._settled is None else self._settled
         moments = self._seconds(end)
         times = StepTimes(seconds=moments[-1])
         ended = [transfer for transfer in self._transfers if transfer.ends_by(end)]
         running = [transfer for transfer in self._transfers if not transfer.ends_by(end)]
+        # A transfer may be in flight over several intervals, such as weights gathered for the next step.
         for transfer in ended:
             transfer.flown += moments[transfer.ended or 0] - moments[min(transfer.began, end)]
             traffic = times.traffic.setdefault(transfer.name, Traffic())
-            traffic.calls, traffic.bytes = traffic.calls + 1, traffic.bytes + transfer.bytes
+            traffic.calls += 1
+            traffic.bytes += transfer.bytes
             traffic.in_flight += transfer.flown
         # The time in which this rank only waited, by the phase around the transfer and by transfer.
         exposed: dict[tuple[str, str], float] = {}
@@ -331,7 +339,7 @@ class Meter:
             self._sampling.complete(times, exposed)
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
-            self.spans = [Span(phase, detail, start, stop) for (phase, _, detail), start, stop in bounds]
+            self.spans = [PhaseSpan(phase, detail, start, stop) for (phase, _, detail), start, stop in bounds]
             self.flights = self._flights(moments)
         # A transfer still in flight is counted after its wait.
         for transfer in running:
@@ -342,20 +350,21 @@ class Meter:
         self._settled = None
         return times
 
-    def flights_since(self, mark: int) -> list[Span]:
+    def flights_since(self, mark: int) -> list[PhaseSpan]:
         """Return the transfers that ended after the recorded time ``mark``, in seconds after it.
 
         On a GPU this synchronizes.
         """
         self.mark()
         moments = self._seconds()
-        found = (flight for flight in self._flights(moments) if flight.end > moments[mark])
-        return [replace(each, start=each.start - moments[mark], end=each.end - moments[mark]) for each in found]
+        later_flights = (flight for flight in self._flights(moments) if flight.end > moments[mark])
+        began = moments[mark]
+        return [replace(flight, start=flight.start - began, end=flight.end - began) for flight in later_flights]
 
-    def _flights(self, moments: list[float]) -> list[Span]:
+    def _flights(self, moments: list[float]) -> list[PhaseSpan]:
         """The transfers that have ended."""
         return [
-            Span(
+            PhaseSpan(
                 transfer.name if transfer.label is None else f"{transfer.name}: {transfer.label}",
                 transfer.detail,
                 moments[transfer.began],
@@ -369,6 +378,8 @@ class Meter:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The host runs ahead of the GPU, so its clock would measure launches; events are read only when the times are
+        # needed.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -380,22 +391,9 @@ class Meter:
         if self._device.type != "cuda":
             return [mark - first for _, mark, _ in marks]
         if last is None or last != self._settled:
+            # Events of one stream complete in order, so waiting for the last is enough.
             marks[-1][1].synchronize()
         return [first.elapsed_time(mark) / 1000.0 for _, mark, _ in marks]
-
-
-def _names_of(groups: ParallelGroups) -> dict[Any, str]:
-    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
-    names: dict[Any, str] = {}
-    for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
-        if groups.group(axes).size() > 1:
-            names.setdefault(groups.group(axes), axes)
-    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
-    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
-    for name, group in special.items():
-        if group is not None and group.size() > 1:
-            names.setdefault(group, name)
-    return names
 
 
 METER: Meter = cast(Meter, Forwarding(RankLocal(Meter)))

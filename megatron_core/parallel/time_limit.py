@@ -19,7 +19,7 @@ SLACK = 1.25
 
 def group_limit(backend: str, limit: float) -> float:
     """Seconds after which a group's collective fails, for a ``limit`` of --distributed-timeout-minutes."""
-    # NCCL's thread ends the process without a message: the report must have been printed by then.
+    # NCCL's thread aborts the process, and Python code no longer runs: the report must be printed before that.
     return max(GROUP_FACTOR * limit, limit + GROUP_MARGIN) if backend in FATAL else limit
 
 
@@ -39,6 +39,7 @@ def set_nccl_limits(limit: float) -> None:
 def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
     """Run ``action``; returns ``otherwise`` if it fails or takes longer than ``seconds`` (it then continues in a
     thread)."""
+    # A thread, because calls of torch's store have time limits of minutes and cannot be interrupted.
     results: list[Result] = []
     start_thread(lambda: results.append(action())).join(seconds)
     return results[0] if results else otherwise
@@ -51,6 +52,7 @@ def start_thread(action: Callable[[], None]) -> threading.Thread:
         with suppress(RuntimeError, OSError, ValueError):
             action()
 
+    # A daemon: a call that never returns must not keep the process from ending.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread

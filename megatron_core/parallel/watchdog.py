@@ -23,7 +23,7 @@ import torch.distributed as dist
 import typing_extensions  # its wrappers are on the stack of many functions of torch
 
 from megatron_core.errors import visible
-from megatron_core.parallel.flight_recorder import RECORDER, first_difference
+from megatron_core.parallel.flight_recorder import RECORDER, first_differing_call
 from megatron_core.parallel.time_limit import start_thread, within
 
 POLL = 0.5
@@ -50,6 +50,7 @@ class Watchdog:
         self._iteration = 0
         self._beat = 0.0
         self._answered = self._leaving = False
+        # The thread whose stack is reported: it calls the collectives.
         self._main = threading.main_thread().ident
         self._host = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -66,6 +67,7 @@ class Watchdog:
     def leave(self, reason: str) -> None:
         """This rank ends; with a ``reason`` the other ranks end too, without waiting for it."""
         self._leaving = True
+        # Once: a rank that is already a part of a report must not start another.
         if reason and not self._answered:
             self._answered = True
             content = json.dumps({"left": reason.splitlines()[0][:200]})
@@ -75,6 +77,7 @@ class Watchdog:
                 self._store.set("reason", f"rank {self._rank} has ended: {reason.splitlines()[0][:200]}")
                 return True
 
+            # The store may be on a host that is gone.
             within(ANSWERS, tell, otherwise=False)
 
     def report(self, reason: str, error: BaseException | None = None) -> str:
@@ -83,6 +86,7 @@ class Watchdog:
 
         ``error``: its traceback replaces the current location of this rank.
         """
+        # This thread reports, so the polling thread must neither answer for this rank nor end it before it has printed.
         self._answered = self._leaving = True
         answer = self._place()
         if error is not None:
@@ -91,6 +95,7 @@ class Watchdog:
         is_first: list[bool] = []  # stays empty while the store does not answer
 
         def ask() -> None:
+            # An atomic counter decides which of several failing ranks prints the report.
             is_first.append(self._store.add("first", 1) == 1)
             self._store.set(f"answer/{self._rank}", json.dumps(answer))
             if is_first[0]:
@@ -103,6 +108,7 @@ class Watchdog:
                 time.sleep(0.05)
 
         asking = start_thread(ask)
+        # The reason is printed early, because a scheduler may end the job before all answers have arrived.
         asking.join(EARLY)
         if is_first == [False]:
             asking.join(ANSWERS)
@@ -114,7 +120,7 @@ class Watchdog:
             reason += f"; no answer yet from rank {', '.join(map(str, silent))}"
         self._print(f"{self.prefix} error: {reason}".lstrip())
         asking.join(ANSWERS + POLL - EARLY)
-        report = describe(reason, dict(answers), self._size)
+        report = describe_failure(reason, dict(answers), self._size)
         self._print(report.partition("\n")[2])
         return report
 
@@ -127,8 +133,10 @@ class Watchdog:
                 is_requested = self._store.check(["reason"])
             except (RuntimeError, OSError):
                 return  # the store is gone: collectives will fail on their own
+            # Another rank has failed: collectives with it would wait for the whole time limit.
             if is_requested:
                 self._answer_and_exit()
+            # A collective is progress, too: a long evaluation has many of them without a new step.
             idle = time.monotonic() - max(self._beat, RECORDER.last)
             if self._beat and idle > self._limit:
                 self.report(f"rank {self._rank} has made no progress for {idle:.0f} s")
@@ -139,6 +147,8 @@ class Watchdog:
         if not self._answered:
             self._answered = True
             self._store.set(f"answer/{self._rank}", json.dumps(self._place()))
+        # The main thread may be saving or printing its own error, and the first rank needs the time to read the
+        # answers.
         time.sleep(ANSWERS + POLL)
         os._exit(self._status)
 
@@ -161,7 +171,7 @@ def _line(stack: Sequence[traceback.FrameSummary]) -> str:
     return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
-def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
+def describe_failure(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
     """The report: the reason, the location of each rank, the first collective that differs."""
     lines = [reason]
     ranks_of: dict[str, list[int]] = defaultdict(list)
@@ -178,7 +188,7 @@ def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -
         coordinates = answers.get(ranks[0], {}).get("prefix", "") if len(ranks) == 1 else ""
         lines.append(f"  rank {', '.join(map(str, ranks))}{' ' * bool(coordinates)}{coordinates}: {text}")
     alive = {rank: answer for rank, answer in answers.items() if "left" not in answer}
-    difference = first_difference(alive)
+    difference = first_differing_call(alive)
     if difference is not None:
         lines.append(f"  the first collective that differs: {difference}")
     return "\n".join(lines)

@@ -105,6 +105,7 @@ class PipelineP2P:
 
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[MessageHandle]:
         """As ``send``, with the shape sent before the values; return both handles."""
+        # On the device of the message, because NCCL sends no CPU tensors.
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         return [self.send(shape, receiver), self.send(tensor, receiver)]
 

@@ -14,6 +14,8 @@ from megatron_core.config.linear_layers import AddedTensor
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
+from megatron_core.features.compilation.settings import CompilationConfig
+from megatron_core.features.fp8.settings import FP8Config
 
 Computed = TypeVar("Computed")
 
@@ -182,7 +184,7 @@ def layer_kinds(config: RunConfig) -> list[int]:
     """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
     model = config.model
     comm = config.parallel.cp_comm_type
-    in_eight_bits = config.training.fp8_layers(model.num_layers)
+    in_eight_bits = config.training.section(FP8Config).fp8_layers(model.num_layers)
     seen: dict[object, int] = {}
     numbers = []
     for layer in range(model.num_layers):
@@ -207,12 +209,13 @@ def each_layer(kinds: Sequence[int], compute: Callable[[int], Computed]) -> list
 
 def joins_parts(config: RunConfig, layer_number: int) -> bool:
     """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (``transformer.joined``)."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
         return False
     separate = (
         *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
-        *(config.training.compile, config.optional("lora_rank") is not None),
+        *(config.training.section(CompilationConfig).compile, config.optional("lora_rank") is not None),
     )
     return attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
 

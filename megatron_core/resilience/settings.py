@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, BY_RULE, Condition, given, section, setting
+from megatron_core.config.setting import ALWAYS, BY_RULE, Condition, given, section, setting, without
 
 RERUN = Condition("--rerun-mode validate_results", lambda run: run.value("rerun_mode") != "disabled")
 NO_SPARE = given("recover_without_spare")
@@ -38,7 +38,7 @@ _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 class Fault:
     """A fault to inject."""
 
-    kind: str
+    name: str
     """One of ``FAULTS``."""
     rank: int
     """The rank on which it occurs."""
@@ -50,8 +50,8 @@ class Fault:
     @classmethod
     def of(cls, text: str) -> Fault | None:
         """The fault described by ``text``; None if it describes none."""
-        found = _FAULT.fullmatch(text)
-        return cls(found[1], int(found[2]), int(found[3]), found[4] is not None) if found else None
+        match = _FAULT.fullmatch(text)
+        return cls(match[1], int(match[2]), int(match[3]), match[4] is not None) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +103,14 @@ class RerunConfig:
     """Steps that are computed again, to find wrong results."""
 
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(
-        "disabled", needs=c.NO_FP8, when=c.TRAINING
+        "disabled", needs=without("fp8_format"), when=c.TRAINING
     )
     """validate_results: compute a step with a suspicious result (loss or gradient norm not finite, or rejected as by
     --spike-factor) again, on the same and on other ranks, and report whether it is transient, persistent or correct; a
     persistent error ends the run. report_stats: compute every step twice and report differences."""
-    replay_interval: int | None = setting(None, r.COUNT, needs=c.NO_FP8, when=(c.TRAINING, c.SEVERAL_DATA_RANKS))
+    replay_interval: int | None = setting(
+        None, r.COUNT, needs=without("fp8_format"), when=(c.TRAINING, c.SEVERAL_DATA_RANKS)
+    )
     """Number of steps between two in which each data-parallel replica also computes the samples of the next one, before
     the update. If their losses differ beyond rounding, the rank that computes wrong values is named; with --recover the
     step is repeated, and with --recover-without-spare and three replicas or more without this rank."""

@@ -25,7 +25,9 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Plan:
     forwards, not in reverse, so that gradients are summed in the same order under every schedule.
     """
     micros = range(num_microbatches)
-    ranks = tuple(tuple(Action(rank, kind, micro) for kind in "FB" for micro in micros) for rank in range(num_ranks))
+    ranks = tuple(
+        tuple(Action(rank, action_kind, micro) for action_kind in "FB" for micro in micros) for rank in range(num_ranks)
+    )
     return Plan(ranks, round_robin_stages(num_ranks, 1))
 
 
@@ -65,11 +67,13 @@ def paired_interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -
 
 
 def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool) -> Plan:
+    # Groups of p keep every rank busy in its turn: the chunks of a rank follow each other after p micro-batches.
     full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
     ranks = []
     for rank in range(num_ranks):
         forwards = _chunk_order(rank, num_ranks, num_chunks, full, "F")
         backwards = _chunk_order(rank, num_ranks, num_chunks, full, "B")
+        # As many as a micro-batch needs to reach the last stage and return while this rank has work.
         ahead = num_ranks - rank - 1
         if num_chunks > 1 or paired:
             ahead = 2 * ahead + (num_chunks - 1) * num_ranks + paired
@@ -110,11 +114,11 @@ def forward_only(
     return Plan(tuple(tuple(sorted(mine, key=time)) for mine in actions), stage_to_rank)
 
 
-def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:
+def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, action_kind: str) -> list[Action]:
     """Order one rank's forwards or backwards: p micro-batches of a chunk, then the next chunk (B: last chunk first)."""
-    chunks = range(num_chunks) if kind == "F" else range(num_chunks - 1, -1, -1)
+    chunks = range(num_chunks) if action_kind == "F" else range(num_chunks - 1, -1, -1)
     return [
-        Action(chunk * num_ranks + rank, kind, micro)
+        Action(chunk * num_ranks + rank, action_kind, micro)
         for group in range(0, num_microbatches, num_ranks)
         for chunk in chunks
         for micro in range(group, min(group + num_ranks, num_microbatches))
@@ -159,7 +163,9 @@ def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
         turns: list[tuple[str, int]] = [("F", micro) for micro in range(ahead)]
         for micro in range(num_microbatches + late):
             turns += [("F", micro + ahead), ("I", micro), ("W", micro - late)]
-        ranks.append(tuple(Action(rank, kind, micro) for kind, micro in turns if 0 <= micro < num_microbatches))
+        ranks.append(
+            tuple(Action(rank, action_kind, micro) for action_kind, micro in turns if 0 <= micro < num_microbatches)
+        )
     return Plan(tuple(ranks), round_robin_stages(num_ranks, 1))
 
 
@@ -249,26 +255,28 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
         split: dict[int, list[int]] = {0: [], 1: []}
         turns_of_rank: list[tuple[Action, ...]] = []
         joins = False
-        for kind, chunk in mine:
-            if kind == "W":
+        for action_kind, chunk in mine:
+            # Weight gradients run in the order of their input gradients, whose graphs they free.
+            if action_kind == "W":
                 micro = split[chunk].pop(0)
             else:
-                side = ("F" if kind[0] == "F" else "B", chunk)
+                side = ("F" if action_kind[0] == "F" else "B", chunk)
                 micro = seen[side]
                 seen[side] += 1
-                if kind == "I":
+                if action_kind == "I":
                     split[chunk].append(micro)
-            action = Action(stages[chunk], kind[0], micro)
+            action = Action(stages[chunk], action_kind[0], micro)
             if joins:
                 turns_of_rank[-1] += (action,)
             else:
                 turns_of_rank.append((action,))
-            joins = paired and kind == "F&"
+            joins = paired and action_kind == "F&"
         ranks.append(_without_surplus(turns_of_rank, num_microbatches))
     return plan_of_turns(ranks, stage_to_rank)
 
 
 @dataclass(frozen=True)
+# A row for each, so that help texts, the planner and the tests list the same schedules.
 class Schedule:
     """A schedule of the table."""
 

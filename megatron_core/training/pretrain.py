@@ -10,7 +10,7 @@ import torch
 from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
-from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
+from megatron_core.config.cli import CommandLine, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
@@ -32,27 +32,31 @@ from megatron_core.training.compatibility import (
     with_stored_schedule,
 )
 from megatron_core.training.data import DatasetsProvider
-from megatron_core.training.gpu_notes import chosen_kernel, gpu_notes
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
 def read_settings(
-    prog: str, args: list[str] | None = None, *, stored_schedule: bool = True
-) -> tuple[RunConfig, DryRun]:
+    prog: str,
+    args: list[str] | None = None,
+    *,
+    stored_schedule: bool = True,
+    parsed: CommandLine | None = None,
+) -> CommandLine:
     """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
     With ``use_checkpoint_args``, or a setting that names a folder of another program, defaults come from that folder.
-    ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
+    ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration;
+    ``parsed``: the parsed command line.
     """
-    config, dry = _read_settings(prog, args)
+    config, dry = _with_defaults_of_folders(prog, args, parsed or parse_command_line(args, prog=prog))
     note_unread_flags(config, args)
     return with_stored_schedule(config) if stored_schedule else config, dry
 
 
-def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
-    config, dry = parse_command_line(args, prog=prog)
+def _with_defaults_of_folders(prog: str, args: list[str] | None, parsed: CommandLine) -> CommandLine:
+    config, dry = parsed
     settings: dict[str, Any] = {}
     if not config.checkpoint.use_checkpoint_args:
         # Adapters come after the model, because their settings are added to those of the model.
@@ -151,15 +155,13 @@ def introduce(run: Run) -> None:
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
-    if (attention := chosen_kernel(run.config, run.world.device)) is not None:
-        print(f"attention without mask: {attention} (torch)")
     for line in descriptions(run.config):
         print(line)
     for part in run.parts:
         for description in part.descriptions():
             print(description)
     if run.world.size > 1:
-        print(f"collectives: {transports.describe()}")
+        print(f"collectives: {transports.describe_transport()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
@@ -172,7 +174,7 @@ def introduce(run: Run) -> None:
 def kernels(run: Run) -> str:
     """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
-    text = backend.describe(run.config.model.kernel_backend, device_type, dtype)
+    text = backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
     return text
 
 
@@ -200,7 +202,6 @@ def notes(run: Run) -> Iterator[str]:
         yield f"without effect here: {unread}"
     for part in run.parts:
         yield from part.notes()
-    yield from gpu_notes(run.config, run.groups, run.world.device)
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"

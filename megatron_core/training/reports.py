@@ -27,10 +27,9 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, TransferSampling, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, Sampler, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.gpu_notes import chosen_kernel
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
@@ -237,7 +236,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Versions of Python, torch and system, device, threads, size of the vocabulary, kernel of attention."""
+    """Versions of Python, torch and system, device, threads, size of the vocabulary, descriptions by features."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -245,11 +244,11 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
-        "attention": chosen_kernel(run.config, run.world.device),
+        "descriptions": [line for part in run.parts for line in part.descriptions()],
     }
 
 
-def _sampling(device: torch.device) -> TransferSampling | None:
+def _sampling(device: torch.device) -> Sampler | None:
     """Times of transfers in some steps only on a GPU, where each needs two events."""
     if device.type != "cuda":
         return None

@@ -51,7 +51,7 @@ def test_registered_classes_train(heading: str, settings: dict, monkeypatch: pyt
 def test_the_page_lists_every_hook() -> None:
     table = PAGE.read_text(encoding="utf-8").split("### What a feature can add")[1].split("\n\n")[1]
     listed = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    hooks = {field.name for field in fields(feature.Feature)} - {"name", "settings", "is_used"}
+    hooks = {field.name for field in fields(feature.Feature)} - {"name", "is_used"}
     assert listed == hooks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,13 +16,13 @@ import torch
 
 import megatron_core
 from megatron_core import feature
-from megatron_core.config import RunConfig
+from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.config.cli import parse_run_config, write_config
 from megatron_core.config.run import feature_sections, settings
 from megatron_core.config.setting import section, setting
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
-from megatron_core.feature import Feature, features, register_feature
+from megatron_core.feature import Feature, extends, features, register_feature
 from megatron_core.parallel import World
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.loop import train
@@ -94,7 +95,8 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_feature_is_named_once() -> None:
-    assert [feature.name for feature in features() if feature.settings is not None] == [*feature_sections()]
+    kinds = [feature.settings for feature in features() if feature.settings is not None]
+    assert [kind for kind in kinds if not extends(kind)] == [*feature_sections().values()]
     own_folder = [feature.name for feature in features() if (PACKAGE / "features" / feature.name).is_dir()]
     assert sorted(own_folder) == NAMES
 
@@ -115,6 +117,36 @@ def test_flags_files_and_rules_of_a_program_s_feature(tmp_path: Path) -> None:
     assert RunConfig.from_flat(config.flat()) == config
     with pytest.raises(ConfigError, match="noise_scale is below 0 on 2 ranks; use --noise-scale 0"):
         check(tiny_config(noise_scale=-1.0), 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@section()
+class ExitConfig(TrainingConfig):
+    """Layers that end early."""
+
+    exit_layers: int = setting(0)
+    """Number of layers with an exit."""
+
+    def final_batch_size(self, data_parallel_size: int) -> int:
+        return super().final_batch_size(data_parallel_size) + self.exit_layers
+
+
+def test_a_feature_adds_settings_to_a_section_of_the_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(feature, "_ADDED", {})
+    before = TrainingConfig(global_batch_size=4)
+    register_feature(Feature(name="exits", settings=ExitConfig, is_used=lambda config: False))
+    assert before.section(ExitConfig) == TrainingConfig(global_batch_size=4)
+    config = parse_run_config(["--exit-layers", "2", "--global-batch-size", "4"])
+    assert config.section(ExitConfig) is config.training and config.training.exit_layers == 2
+    assert config.training.final_batch_size(1) == 6
+    write_config(config, tmp_path / "run.yaml")
+    assert "exit_layers: 2" in (tmp_path / "run.yaml").read_text() and "exits" not in config.sections()
+    assert parse_run_config(["--config", str(tmp_path / "run.yaml")]) == config
+    assert RunConfig.from_flat(config.flat()) == config == pickle.loads(pickle.dumps(config))
+    other = dataclasses.replace(config.training, exit_layers=3)
+    assert config.with_section(other).value("exit_layers") == 3 and other != config.training
+    with pytest.raises(ConfigError, match="has the settings exit_layers of feature 'exits'; rename them"):
+        register_feature(Feature(name="other", settings=ExitConfig, is_used=lambda config: False))
 
 
 @pytest.mark.usefixtures("noise")
@@ -167,7 +199,7 @@ def test_only_one_feature_starts_the_training(monkeypatch: pytest.MonkeyPatch) -
 WITHOUT = """
 from pathlib import Path
 import megatron_core.features
-from megatron_core.config import RunConfig
+from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.parallel import World, start_world
 from megatron_core.training.pretrain import pretrain
 import torch

@@ -23,7 +23,7 @@ from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
@@ -72,7 +72,7 @@ def _plans(num_ranks: int) -> Iterator[Plan]:
     for name in PAIRED:
         chunks = SCHEDULES[name].chunks or 2
         yield from (make_plan(name, num_ranks, chunks, micros, paired=True) for micros in (3, 2 * num_ranks + 1))
-    yield from (check(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
+    yield from (check_plan(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
 
 
 def _check_plans(num_ranks: int) -> None:
@@ -121,7 +121,7 @@ def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
 
 def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
     """Forwards without backwards store no graph and change no gradient."""
-    plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
+    plan = check_plan(forward_only(num_ranks, 2, 3), 3, forward_only=True)
     expected = Chain(plan).reference()
     found, chain = run_chain(plan, p2p)
     assert all(not loss.requires_grad for loss in found.values())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from megatron_core.training.gpu_notes import chosen_kernel, dropout_notes
+from megatron_core.reports.gpu_notes import chosen_kernel, dropout_notes
 from megatron_core.transformer import core_attention
 from megatron_core.transformer.core_attention import fused_attention
 from tests.runs import tiny_config

@@ -20,7 +20,6 @@ SATELLITES = (
 even the command line, which may not import ``parallel``."""
 
 WAITING = {
-    "fp8": "config.fp8",
     "recurrent": ("config.recurrent config.hybrid"),
     "sparse_attention": "config.sparse_attention",
     "layer_sizes": "config.heterogeneous",

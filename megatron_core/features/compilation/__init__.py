@@ -1,9 +1,13 @@
 """torch.compile of layers (--compile)."""
 
 from megatron_core.feature import Feature
+from megatron_core.features.compilation.rules import compilation_problems, compiles
+from megatron_core.features.compilation.settings import CompilationConfig
 
 COMPILATION = Feature(
     name="compilation",
-    is_used=lambda config: config.training.compile,
+    settings=CompilationConfig,
+    is_used=compiles,
+    problems=compilation_problems,
     convert_layers="megatron_core.features.compilation.layers:compile_block",
 )

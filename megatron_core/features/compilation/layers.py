@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
+from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
@@ -23,7 +24,7 @@ DIVIDED = "the layers run as several graphs with {parts} between them"
 
 def compile_block(config: RunConfig, block: TransformerBlock, device: torch.device) -> str:
     """Compile the layers of a stage; see ``Feature.convert_layers``."""
-    backend = config.training.compile_backend
+    backend = config.section(CompilationConfig).compile_backend
     packs = config.data.reset_attention_mask
     divided = compile_layers(block.layers, backend=backend, packs_documents=packs)
     return f"compile=True: {divided}" if divided else ""

@@ -8,7 +8,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.run import RunConfig
-from megatron_core.config.setting import Condition, section, setting, unless
+from megatron_core.config.setting import Condition, section, setting, unless, without
 
 CAPTURABLE_LAYERS = unless(
     "--experimental-attention-variant or --hybrid-layer-pattern",
@@ -23,7 +23,10 @@ class GraphConfig:
     """Launch the kernels of a layer by CUDA graphs."""
 
     cuda_graph_impl: Literal["none", "local"] = setting(
-        "none", needs=(c.NO_COMPILE, c.NO_FP8, CAPTURABLE_LAYERS), when=c.TRAINING, is_refinement=True
+        "none",
+        needs=(without("compile"), without("fp8_format"), CAPTURABLE_LAYERS),
+        when=c.TRAINING,
+        is_refinement=True,
     )
     """local: launch the kernels of a layer by CUDA graphs, one for each micro-batch in flight."""
     cuda_graph_modules: tuple[Literal["attn", "mlp"], ...] = setting((), when=GRAPHS, aliases="cuda_graph_scope")

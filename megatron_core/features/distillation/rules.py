@@ -28,7 +28,7 @@ def distillation_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"cross_entropy_fusion_impl=linear stores no logits, which kd_teacher={folder} compares; use "
             "--cross-entropy-fusion-impl native"
         )
-    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
+    if config.optional("fp8_format") is not None and config.optional("fp8_recipe") == "delayed":
         yield (
             f"fp8_recipe=delayed cannot be used with kd_teacher={folder}: the teacher has no amax histories; use "
             "another --fp8-recipe"

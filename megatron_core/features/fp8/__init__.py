@@ -2,9 +2,11 @@
 
 from megatron_core.feature import Feature
 from megatron_core.features.fp8.rules import describe_fp8, fp8_problems, uses_fp8
+from megatron_core.features.fp8.settings import FP8Config
 
 FP8 = Feature(
     name="fp8",
+    settings=FP8Config,
     is_used=uses_fp8,
     problems=fp8_problems,
     describe=describe_fp8,

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.gather import start_fp8_gather
 from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.sharding import ShardSpec
@@ -20,17 +20,19 @@ from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic, Pro
 
 def fp8_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> LayerArithmetic:
     """See ``Feature.arithmetic``."""
-    layers = config.training.fp8_layers(config.model.num_layers)
-    kept = frozenset(range(config.model.num_layers)) - frozenset(layers)
-    return FP8Arithmetic(config.training, kept, context, config.model.kernel_backend)
+    settings = config.section(FP8Config)
+    layers = settings.fp8_layers(config.model.num_layers)
+    unquantised = frozenset(range(config.model.num_layers)) - frozenset(layers)
+    return FP8Arithmetic(settings, unquantised, context, config.model.kernel_backend)
 
 
 class FP8Arithmetic(LayerArithmetic):
-    """Plain outside of the transformer layers, and inside of the layers ``kept``; FP8 in the others."""
+    """Plain outside of the transformer layers, and inside of the layers ``unquantised``; FP8 in the others."""
 
-    def __init__(self, settings: FP8Config, kept: frozenset[int], sequence: Group, backend: Backend) -> None:
+    def __init__(self, settings: FP8Config, unquantised: frozenset[int], sequence: Group, backend: Backend) -> None:
         """``sequence``: the ranks that split sequences."""
-        self._layers, self._kept = FP8LayerArithmetic(settings, sequence, backend), kept
+        self._layers = FP8LayerArithmetic(settings, sequence, backend)
+        self._kept = unquantised
 
     def of_layer(self, layer_number: int) -> LayerArithmetic:
         """The arithmetic of a layer. Layers of multi-token prediction, which follow the last layer, also use FP8."""
@@ -41,7 +43,9 @@ class FP8LayerArithmetic(LayerArithmetic):
     """Linear layers of attention, MLP and experts in FP8; router and gates as they are."""
 
     def __init__(self, settings: FP8Config, sequence: Group = ALONE, backend: Backend = "auto") -> None:
-        self.settings, self.sequence, self.backend = settings, sequence, backend
+        self.settings = settings
+        self.sequence = sequence
+        self.backend = backend
 
     def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
         """Products of a layer whose output features are split."""
@@ -69,7 +73,7 @@ def fp8_of(module: nn.Module) -> FP8Products | None:
 
 def mark_gathered_weights(config: RunConfig, stage: nn.Module, groups: Any, *, initialise: bool) -> None:
     """With ``fp8_param_gather``, let data parallelism gather the weights in FP8; see ``Feature.change_stage``."""
-    if not config.training.fp8_param_gather:
+    if not config.section(FP8Config).fp8_param_gather:
         return
     for module in stage.modules():
         products = fp8_of(module)

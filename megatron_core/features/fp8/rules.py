@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 
 from megatron_core.config.attention import attention_of
-from megatron_core.config.fp8 import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.config.run import RunConfig
+from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 
 
 def uses_fp8(config: RunConfig) -> bool:
     """Whether a run computes in FP8."""
-    return config.training.fp8_format is not None
+    return config.section(FP8Config).fp8_format is not None
 
 
 def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
     """Settings of FP8 that contradict each other, the model or the layout."""
-    fp8 = config.training
+    fp8 = config.section(FP8Config)
     if not uses_fp8(config):
         return
     if not fp8.fp8_layers(config.model.num_layers):
@@ -23,6 +23,9 @@ def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
             "or remove --fp8-format"
         )
+    if config.parallel.tp_comm_overlap_chunks > 1:
+        chunks = config.parallel.tp_comm_overlap_chunks
+        yield f"tp_comm_overlap_chunks={chunks} cannot be used with --fp8-format; remove one of them"
     if fp8.fp8_param_gather:
         yield from _gather_problems(config)
     if size := block_size(fp8):
@@ -36,7 +39,8 @@ def block_size(fp8: FP8Config) -> int | None:
 
 
 def _gather_problems(config: RunConfig) -> Iterator[str]:
-    fp8, stage = config.training, config.parallel.dp_zero_stage
+    fp8 = config.section(FP8Config)
+    stage = config.parallel.dp_zero_stage
     if fp8.fp8_recipe in ("rowwise", "mxfp8"):
         yield (
             f"fp8_param_gather=True, but with fp8_recipe={fp8.fp8_recipe} forward and backward use different "
@@ -53,13 +57,22 @@ def _gather_problems(config: RunConfig) -> Iterator[str]:
 
 def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Blocks that would be split over tensor-parallel ranks."""
-    model, parallel = config.model, config.parallel
-    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
-    projections = [each for each in attention_of(model).projections(1) if each.split is not None]
-    widths = [(each.width, each.inputs if each.split == "inputs" else each.outputs, tp) for each in projections]
+    model = config.model
+    parallel = config.parallel
+    recipe = config.section(FP8Config).fp8_recipe
+    tp = parallel.tensor_model_parallel_size
+    recipe = config.section(FP8Config).fp8_recipe
+    etp = parallel.expert_tensor_size
+    projections = [projection for projection in attention_of(model).projections(1) if projection.split is not None]
+    widths = [
+        (projection.width, projection.inputs if projection.split == "inputs" else projection.outputs, tp)
+        for projection in projections
+    ]
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
-    if model.mtp_num_layers or any(part.linear for block in model.blocks for part in (block.attention, block.mlp)):
+    if model.mtp_num_layers or any(
+        sublayer.linear for block in model.blocks for sublayer in (block.attention, block.mlp)
+    ):
         widths.append(("hidden_size", model.hidden_size, tp))
     if model.num_experts is not None:
         widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))
@@ -68,11 +81,11 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     for name, width, ranks in widths:
         if ranks > 1 and width % (ranks * size):
             yield (
-                f"fp8_recipe={config.training.fp8_recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
+                f"fp8_recipe={recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
                 f"parallel ranks is not a multiple of them: scales would depend on the layout; choose a multiple of "
                 f"{ranks * size}, fewer ranks, or --fp8-recipe rowwise"
             )
-    if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
+    if tp > model.query_groups and recipe == "blockwise":
         yield (
             f"fp8_recipe=blockwise, but tensor_model_parallel_size={tp} ranks share {model.query_groups} key-value "
             "groups, so blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
@@ -81,7 +94,8 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
 
 def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Weight gradients have blocks along the tokens."""
-    cp, fp8 = config.parallel.context_parallel_size, config.training
+    cp = config.parallel.context_parallel_size
+    fp8 = config.section(FP8Config)
     tokens = config.data.seq_length * fp8.micro_batch_size
     if cp > 1 and fp8.fp8_wgrad and tokens % (2 * cp * size):
         yield (
@@ -93,13 +107,14 @@ def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
 
 def describe_fp8(config: RunConfig) -> str:
     """One line about the layers that run in FP8."""
-    fp8, total = config.training, config.model.num_layers
+    fp8 = config.section(FP8Config)
+    total = config.model.num_layers
     layers = fp8.fp8_layers(total)
-    rest = [i for i in range(total) if i not in layers]
-    kept = f"layers {', '.join(map(str, rest))}, " if rest else ""
+    unquantised = [i for i in range(total) if i not in layers]
+    named_layers = f"layers {', '.join(map(str, unquantised))}, " if unquantised else ""
     gradients = "" if fp8.fp8_wgrad else ", without weight gradients"
     return (
         f"fp8: {fp8.fp8_format}, {fp8.fp8_recipe}{gradients}: linear layers of attention, MLP and experts in layers "
-        f"{layers.start} to {layers.stop - 1}; in {fp8.compute_dtype}: {kept}embedding, output layer, router, norms, "
-        "attention itself"
+        f"{layers.start} to {layers.stop - 1}; in {fp8.compute_dtype}: {named_layers}embedding, output layer, router, "
+        "norms, attention itself"
     )

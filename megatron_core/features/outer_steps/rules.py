@@ -46,8 +46,9 @@ def _excluded(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
     if config.training.fp16:
         yield "fp16=True, whose loss scale would differ between groups; use --bf16"
-    if config.training.fp8_format is not None:
-        yield f"fp8_format={config.training.fp8_format}, whose scales would differ between groups"
+    fp8_format = config.optional("fp8_format")
+    if fp8_format is not None:
+        yield f"fp8_format={fp8_format}, whose scales would differ between groups"
     if optimizer.ema_decay is not None:
         yield f"ema_decay={optimizer.ema_decay}; the global weights already are a mean"
     if optimizer.offloads_optimizer or parallel.offloads_weights:

@@ -53,7 +53,7 @@ def _reference_problems(config: RunConfig) -> Iterator[str]:
     for name, reason in WITHOUT_ADAPTERS.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with dpo=True: {reason}"
-    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
+    if config.optional("fp8_format") is not None and config.optional("fp8_recipe") == "delayed":
         yield (
             "fp8_recipe=delayed cannot be used with dpo=True and lora_rank=None: the reference has no amax histories; "
             "use another --fp8-recipe"

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from megatron_core.config import RunConfig
-from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.validate import problems
 from megatron_core.features.fp8.gather import start_fp8_gather
 from megatron_core.features.fp8.part import FP8Part
 from megatron_core.features.fp8.products import FP8Products
+from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.ops import Backend, native
 from megatron_core.parallel.groups import ALONE
 from megatron_core.training.driver import StepHooks

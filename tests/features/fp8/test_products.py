@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.config.fp8 import FP8Config
 from megatron_core.features.fp8 import products as fp8_products
 from megatron_core.features.fp8.arithmetic import FP8LayerArithmetic
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,

@@ -14,13 +14,15 @@ from megatron.core.transformer.config_changes import ChangingConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.errors import ConfigError
+from megatron_core.feature import setting_names
+from megatron_core.features.fp8 import FP8
 from megatron_core.features.fp8.arithmetic import fp8_arithmetic
 from megatron_core.features.fp8.rules import fp8_problems
+from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
@@ -259,7 +261,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         )
 
 
-_FP8 = {f.name for f in fields(FP8Config)} & {f.name for f in fields(TransformerConfig)}
+_FP8 = setting_names(FP8) & {f.name for f in fields(TransformerConfig)}
 """Settings of FP8 with the same name in both configurations."""
 
 

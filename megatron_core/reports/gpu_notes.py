@@ -48,7 +48,8 @@ def tensor_parallel_notes(groups: ParallelGroups, per_node: int, message_bytes: 
 
 def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
     """Name of torch's kernel for the causal attention of training, such as ``flash attention``; None on a CPU."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     if device.type != "cuda" or model.attention_backend == "unfused":
         return None
     tp = parallel.tensor_model_parallel_size
@@ -64,7 +65,8 @@ def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
 
 def dropout_notes(config: RunConfig, device: torch.device) -> Iterator[str]:
     """The cost of attention dropout on a GPU: its mask depends on positions, so that no flash kernel computes it."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     trains = not config.training.skip_train
     if device.type != "cuda" or model.attention_dropout == 0.0 or model.attention_backend == "unfused" or not trains:
         return

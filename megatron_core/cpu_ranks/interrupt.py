@@ -7,6 +7,7 @@ class InterruptedWait(dist.DistBackendError):
     """A wait for other ranks was ended because the job has failed elsewhere."""
 
 
+# Of the process and not of a rank: a failure elsewhere ends all waits of this process.
 _reason = [""]
 
 
@@ -20,7 +21,7 @@ def withdraw() -> None:
     _reason[0] = ""
 
 
-def check() -> None:
+def raise_if_requested() -> None:
     """Raise ``InterruptedWait`` if an end was requested."""
     if _reason[0]:
         raise InterruptedWait(_reason[0])

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.training.gpu_notes import nodes_of, ranks_per_node, tensor_parallel_notes
-from megatron_core.training.pretrain import notes
+from megatron_core.reports.gpu_notes import gpu_notes, nodes_of, ranks_per_node, tensor_parallel_notes
 from tests.runs import tiny_run
 
 
@@ -30,4 +29,5 @@ def test_tensor_parallelism_between_nodes_is_reported_with_its_cost() -> None:
 
 
 def test_a_run_on_one_node_has_no_such_note() -> None:
-    assert not any("nodes of" in note for note in notes(tiny_run()))
+    run = tiny_run()
+    assert not list(gpu_notes(run.config, run.groups, run.world.device))
