@@ -88,3 +88,18 @@ def gpu_notes(config: RunConfig, groups: ParallelGroups, device: torch.device) -
     size = tokens * config.model.hidden_size * dtype.itemsize
     # Attention and MLP reduce their outputs, and in backward the gradients of their inputs.
     yield from tensor_parallel_notes(groups, ranks_per_node(groups.grid.world_size), size, messages=4)
+
+
+def describe_allocator(device: torch.device) -> str:
+    """Memory that torch's allocator holds on a GPU, its unused part, and the allocations that failed at first."""
+    stats = torch.cuda.memory_stats(device)
+    reserved = stats["reserved_bytes.all.peak"]
+    allocated = stats["allocated_bytes.all.peak"]
+    retries = stats["num_alloc_retries"]
+    text = (
+        f"allocator: peak of {reserved / 2**30:.2f} GiB reserved, {1 - allocated / max(reserved, 1):.0%} of it "
+        f"fragments; {retries} retries"
+    )
+    # A retry frees cached memory, which waits for the whole device: also for messages that are posted ahead.
+    advice = ", each of which waited for the whole device; use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return text + (advice if retries else "")

@@ -119,6 +119,10 @@ class MemoryReport(Callback):
         iteration = self.run.state.iteration
         if iteration == self._first + 2 and self.run.world.rank == 0:
             print(describe_memory(self.run, after_step=iteration), flush=True)
+            if self.run.world.device.type == "cuda":
+                from megatron_core.reports.gpu_notes import describe_allocator
+
+                print(describe_allocator(self.run.world.device), flush=True)
 
 
 class KeptForBackward:

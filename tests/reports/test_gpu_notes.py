@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.reports.gpu_notes import gpu_notes, nodes_of, ranks_per_node, tensor_parallel_notes
+from megatron_core.reports.gpu_notes import (
+    describe_allocator,
+    gpu_notes,
+    nodes_of,
+    ranks_per_node,
+    tensor_parallel_notes,
+)
 from tests.runs import tiny_run
+from tests.simulated_gpu import runtime
+from tests.simulated_gpu.runtime import simulated_gpu
 
 
 def test_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +40,11 @@ def test_tensor_parallelism_between_nodes_is_reported_with_its_cost() -> None:
 def test_a_run_on_one_node_has_no_such_note() -> None:
     run = tiny_run()
     assert not list(gpu_notes(run.config, run.groups, run.world.device))
+
+
+def test_fragments_and_retries_of_the_allocator_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    with simulated_gpu():
+        assert describe_allocator(device) == "allocator: peak of 2.00 GiB reserved, 25% of it fragments; 0 retries"
+        monkeypatch.setitem(runtime.ALLOCATOR, "num_alloc_retries", 3)
+        assert "3 retries, each of which waited for the whole device; use PYTORCH" in describe_allocator(device)
