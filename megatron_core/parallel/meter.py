@@ -64,10 +64,12 @@ class StepTimes:
         self.seconds += other.seconds
         for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
-        for name, more in other.traffic.items():
+        for name, traffic in other.traffic.items():
             total = self.traffic.setdefault(name, Traffic())
-            total.calls, total.bytes = total.calls + more.calls, total.bytes + more.bytes
-            total.exposed, total.in_flight = total.exposed + more.exposed, total.in_flight + more.in_flight
+            total.calls += traffic.calls
+            total.bytes += traffic.bytes
+            total.exposed += traffic.exposed
+            total.in_flight += traffic.in_flight
 
 
 @dataclass
@@ -150,8 +152,7 @@ class Meter:
         self.on = False
         self.charged: tuple[str, Any] = (OTHER, None)
         """The phase to which time is charged now, and its detail."""
-        # One list of times for all phases, so that intervals have neither gaps nor overlaps, and on a GPU each change
-        # of phase costs one event and no synchronization.
+        # One list for all phases: intervals have neither gaps nor overlaps, and on a GPU a change of phase costs one event.
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
@@ -378,8 +379,7 @@ class Meter:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        # The host runs ahead of the GPU, so its clock would measure launches; events are read only when the times are
-        # needed.
+        # The host runs ahead of the GPU, so its clock would measure launches; events are read later.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
