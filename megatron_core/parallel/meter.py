@@ -152,7 +152,7 @@ class Meter:
         self.on = False
         self.charged: tuple[str, Any] = (OTHER, None)
         """The phase to which time is charged now, and its detail."""
-        # One list for all phases: intervals have neither gaps nor overlaps, and on a GPU a change of phase costs one event.
+        # One list for all phases: intervals have neither gaps nor overlaps, and on a GPU a change costs one event.
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
