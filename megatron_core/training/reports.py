@@ -27,13 +27,11 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, Sampler, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
-from megatron_core.parallel.times import StepTimes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
-from megatron_core.transformer.attention_backend import chosen_kernel
 
 
 class Measurements(Callback):
@@ -68,7 +66,7 @@ class Measurements(Callback):
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
-        METER.start(run.groups, run.world.device)
+        METER.start(run.groups, run.world.device, _sampling(run.world.device))
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -238,7 +236,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Versions of Python, torch and system, device, threads, size of the vocabulary, kernel of attention."""
+    """Versions of Python, torch and system, device, threads, size of the vocabulary, descriptions by features."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -246,8 +244,17 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
-        "attention": chosen_kernel(run.config, run.world.device),
+        "descriptions": [line for part in run.parts for line in part.descriptions()],
     }
+
+
+def _sampling(device: torch.device) -> Sampler | None:
+    """Times of transfers in some steps only on a GPU, where each needs two events."""
+    if device.type != "cuda":
+        return None
+    from megatron_core.monitor.sampling import Sampling
+
+    return Sampling()
 
 
 def _device_name(run: Run) -> str:
