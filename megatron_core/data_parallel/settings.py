@@ -72,7 +72,6 @@ class BucketKind:
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
             dtype=parameter.dtype,
-            # Decay pulls norms and biases, which are not scale-free, towards 0; Megatron-LM leaves them out, too.
             decay=matrix or getattr(parameter, "decays", False),
             matrix=matrix,
             replica_axes=spec.replica_axes,

@@ -180,6 +180,7 @@ class DataParallel(EarlySums):
 
         Only the first backward of a micro-batch sums gradients at stages 2 and 3: ranks have equally many of these.
         """
+        # A program may call backward again for the same micro-batch; the ranks do not agree on how often.
         is_first = action.kind in ("B", "W") and self._micro_batches.get(action.stage) != action.micro
         if is_first:
             self._micro_batches[action.stage] = action.micro
@@ -275,6 +276,7 @@ class DataParallel(EarlySums):
         All ranks must pass the same parameters of their stages.
         """
         with ExitStack() as stack:
+            # One unit at a time, because a reader, such as a checkpoint, visits all of them.
             active: tuple[int, int] | None = None
             for parameter in parameters:
                 bucket = self._bucket_of.get(parameter)

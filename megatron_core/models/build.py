@@ -143,8 +143,8 @@ def check_complete(
     pipeline = groups.group("pp")
     if isinstance(pipeline, LocalGroup) and pipeline.size() > 1:
         return  # one rank of a pipeline that is only planned: there are no others to compare with
-    mine = "\n".join(name for model in stages.values() for name in model_parts_of(model))
-    parts_by_rank = [text.splitlines() for text in gather_strings(mine, pipeline, device)]
+    local_parts = "\n".join(name for model in stages.values() for name in model_parts_of(model))
+    parts_by_rank = [text.splitlines() for text in gather_strings(local_parts, pipeline, device)]
     problems = faults(parts_by_rank, num_layers)
     if problems:
         raise LayoutError(

@@ -52,6 +52,7 @@ class GradientNorm:
     def statistics(self) -> Tensor:
         """Return this rank's terms of (sum of squared weights, number of zero gradients), float64 ``[2]``."""
         weights = [bucket.weight_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
+        # float64: the sum over billions of elements is compared between layouts.
         squares = squared_norm(weights, backend=self.backend).to(self.device)
         grads = [bucket.grad_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
         zeros = [(grad == 0).sum(dtype=torch.float64).to(self.device) for grad in grads]

@@ -87,6 +87,7 @@ class Optimizer:
         """Called before weights and state change, for example to finish an asynchronous copy."""
         self.after_update: list[Callable[[], None]] = []
         """Called after the shards are updated, and before the weights of other ranks are gathered."""
+        # Once: groups and shards do not change, and a step only fills in its rates.
         self._runs = self._runs_by_group()
         self._updates: ShardUpdates = (data_parallel.memory.updates or ShardUpdates)()
         # Gradients travel to host memory while the backward of other layers runs.

@@ -269,10 +269,14 @@ def parse_turn(word: str) -> tuple[Action, ...]:
 
 def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: tuple[int, ...]) -> Plan:
     """Make a plan of each rank's turns."""
-    turns = [list(mine) for mine in ranks]
+    turns = [list(turns_of_rank) for turns_of_rank in ranks]
     # The first action of a pair identifies it, as the second follows it.
-    paired = frozenset(turn[0] for mine in turns for turn in mine if len(turn) > 1)
-    return Plan(tuple(tuple(action for turn in mine for action in turn) for mine in turns), stage_to_rank, paired)
+    paired = frozenset(turn[0] for turns_of_rank in turns for turn in turns_of_rank if len(turn) > 1)
+    return Plan(
+        tuple(tuple(action for turn in turns_of_rank for action in turn) for turns_of_rank in turns),
+        stage_to_rank,
+        paired,
+    )
 
 
 def parse_plan(lines: Iterable[str], stage_to_rank: tuple[int, ...]) -> Plan:

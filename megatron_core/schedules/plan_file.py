@@ -60,6 +60,7 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
 def format_plan(plan: Plan) -> str:
     """Return the text of a plan in the format of ``read_plan``."""
     size = len(plan.ranks)
+    # The short words where they fit, because a reader knows these placements by name.
     header = " ".join(map(str, plan.stage_to_rank))
     if plan.stage_to_rank == round_robin_stages(size, plan.num_chunks):
         header = "round_robin"

@@ -54,6 +54,7 @@ class Costs:
 
     def time(self, plan: Plan, action: Action) -> float:
         """Time of an action: 1/v of the time of its kind."""
+        # A whole backward computes both gradients.
         backward = self.input_grad + self.weight_grad
         kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": backward}
         return kinds[action.kind] / plan.num_chunks
@@ -61,6 +62,7 @@ class Costs:
     def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
         """Time of a pair: max(F + B - 2 EXCHANGE, 2 EXCHANGE, F, B), as computations and messages each run in turn."""
         full_backward = self.input_grad + self.weight_grad
+        # Each of both actions has one exchange, during which the other computes.
         hidden = 2 * self.exchange
         return max(self.forward + full_backward - hidden, hidden, self.forward, full_backward) / plan.num_chunks
 
@@ -210,9 +212,9 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     for rank, turn, needs in plan.steps:
         begin = free[rank]
         for need, is_here in needs:
-            there = end[need] if is_here else end[need] + costs.comm
-            if there > begin:
-                begin = there
+            arrival = end[need] if is_here else end[need] + costs.comm
+            if arrival > begin:
+                begin = arrival
         # Looked up by stage and kind: a plan has thousands of actions and few different times.
         key = tuple((action.stage, action.kind) for action in turn)
         if key not in times:

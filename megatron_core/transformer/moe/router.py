@@ -179,13 +179,13 @@ class TopKRouter(nn.Module):
         group = self.sequence_group
         n = x.shape[0]
         rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
-        mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
-        mine[:n] = rows
-        full = mine
+        local_rows = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
+        local_rows[:n] = rows
+        full = local_rows
         length = n
         if group.size() > 1:
-            full = x.new_empty(group.size() * mine.shape[0], mine.shape[1])
-            all_gather_flat_(full.view(-1), mine.view(-1), group)
+            full = x.new_empty(group.size() * local_rows.shape[0], local_rows.shape[1])
+            all_gather_flat_(full.view(-1), local_rows.view(-1), group)
             length = int(full[:, 0].isfinite().sum())  # waits for the device
         order = full[:, 0].argsort(stable=True)[:length]
         full = full[order]
