@@ -38,7 +38,7 @@ from megatron_core.terminal import colours, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ScheduleFlags:
     """Draw pipeline schedules, and print their time and memory."""
 
     schedule: str = "1f1b"
@@ -92,7 +92,7 @@ class Shown:
         return f"{self.name}: {len(plan.ranks)} ranks{chunks}, {plan.num_microbatches} micro-batches{pairs}"
 
 
-def show_schedule(settings: Settings) -> None:
+def show_schedule(settings: ScheduleFlags) -> None:
     """Simulate or read the schedules, and write all requested outputs."""
     kinds = {"trace": TRACE, "json": json_with("file of figures of schedules", "schedule", "bubble")}
     outputs: dict[str, Output] = {}
@@ -132,13 +132,13 @@ def pictures(drawings: list[Shown], *, one_scale: bool) -> list[str]:
     ]
 
 
-def simulated(settings: Settings) -> list[Shown]:
+def simulated(settings: ScheduleFlags) -> list[Shown]:
     """Schedules and plans, each simulated with the given costs."""
     costs = Costs.parse(settings.costs)
     return [Shown(name, simulate(plan, costs), costs) for name, plan in plans(settings)]
 
 
-def measured(settings: Settings) -> list[Shown]:
+def measured(settings: ScheduleFlags) -> list[Shown]:
     """The plan of a step simulated with the measured times, then the measured step."""
     for name in ("compare", "plan"):
         if getattr(settings, name) is not None:
@@ -166,7 +166,7 @@ def trace(drawings: list[Shown]) -> dict[str, Any]:
     return both
 
 
-def plans(settings: Settings) -> list[tuple[str, Plan]]:
+def plans(settings: ScheduleFlags) -> list[tuple[str, Plan]]:
     """Name and checked plan of all schedules to draw."""
     names = settings.compare.split(",") if settings.compare else [settings.schedule]
     if settings.plan and not settings.compare:
@@ -179,7 +179,7 @@ def plans(settings: Settings) -> list[tuple[str, Plan]]:
     return named
 
 
-def schedule_plan(name: str, settings: Settings) -> Plan:
+def schedule_plan(name: str, settings: ScheduleFlags) -> Plan:
     """The checked plan of a schedule, with the default number of chunks if none is given."""
     chunks = settings.chunks
     if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
@@ -220,7 +220,7 @@ def with_bare_json(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, draw and exit."""
     words = with_bare_json(sys.argv[1:] if arguments is None else arguments)
-    settings = parse_flags(Settings, args=words, description=__doc__)
+    settings = parse_flags(ScheduleFlags, args=words, description=__doc__)
     try:
         show_schedule(settings)
     except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format

@@ -100,7 +100,7 @@ def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal:
     """
     # Without any hidden key no mask is built.
     hidden = mask
-    (queries, keys) = scores.shape[-2:]
+    queries, keys = scores.shape[-2:]
     if causal or window is not None:
         hidden = _outside(queries, keys, window, scores.device)
         hidden = hidden if mask is None else hidden | mask

@@ -78,7 +78,7 @@ class Profile(Callback):
             write_events(rank_trace(self.folder, run.world.rank), self._events)
         all_reduce_(torch.zeros(1, device=run.world.device), run.groups.group(WORLD))
         if run.world.rank == 0:
-            path, missing = merge(self.folder, settings.profile_ranks or range(run.world.size))
+            path, missing = merge_traces(self.folder, settings.profile_ranks or range(run.world.size))
             note = f"; no file of ranks {missing}, on other hosts perhaps" if missing else ""
             print(f"wrote {path}: open it in ui.perfetto.dev{note}", flush=True)
 
@@ -155,7 +155,7 @@ def write_events(path: Path, events: Sequence[Event]) -> None:
         file.write(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
-def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
+def merge_traces(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
     """Merge the ranks' files into ``trace.json``, with time 0 at the first event.
 
     Returns its path and the ranks without a file.

@@ -40,7 +40,7 @@ from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, M
 from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
-from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
+from megatron_core.resilience.state_copies import StateCopies, choose_mirror, copies_to_load
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
 from megatron_core.training.stop import SIGNALS
@@ -197,7 +197,7 @@ class Recovery:
         world.launcher_size = self._size
         config, copy = self.config, None
         if members.iteration >= 0:
-            copy = HostCopy(sources_of(members, self._rendezvous, self.memory, self._mirror))
+            copy = HostCopy(copies_to_load(members, self._rendezvous, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
             config = config.with_section(self.config.section(OuterConfig))  # the copy may have fewer groups
         else:

@@ -26,7 +26,7 @@ POLL = 0.001
 """Seconds between checks whether a mirror is complete."""
 
 
-def sources_of(
+def copies_to_load(
     members: Members, rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory
 ) -> Iterator[LocalCopy | RemoteCopy]:
     """The copies to load, as far as they are needed: this rank's own one, then those of the next ranks.
@@ -75,7 +75,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
         time.sleep(POLL)
 
 
-class Generation(Protocol):
+class RecoveredGeneration(Protocol):
     """The part of a recovery that ``StateCopies`` uses."""
 
     memory: HostMemory
@@ -96,7 +96,7 @@ class StateCopies(Callback):
 
     priority = -50  # before Faults
 
-    def __init__(self, recovery: Generation) -> None:
+    def __init__(self, recovery: RecoveredGeneration) -> None:
         self._recovery = recovery
         self._writer = CopyWriter(recovery.memory)
         self._is_first = True

@@ -31,7 +31,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
             raise _fault(text, index, "closes nothing", "remove it, or add '('")
         elif token == ")":
             group = "".join(letters)
-            (_, letters) = outer.pop()
+            _, letters = outer.pop()
             letters.append(group)
         elif token[0] == "*":
             # An empty string after the repeated part prevents a second repetition, as in t*2*3.

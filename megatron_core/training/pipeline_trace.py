@@ -59,7 +59,8 @@ def traced(trace: TraceWriter | None, step: int, groups: ParallelGroups, device:
 
         yield replace(listener, on_begin=begin, on_end=end)
 
-    yield around_plan
+    with METER.times_all():
+        yield around_plan
     for recording, mark in recorded:
         if METER.on:
             flights = METER.flights_since(mark)

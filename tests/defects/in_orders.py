@@ -59,18 +59,18 @@ IN_ORDERS = (
     Defect(
         "a weight's gradient is one product for a sequence",
         f"{LINEAR}:_add_weight_grad",
-        "parts.invariance.chunks_of(x.shape[0])",
+        "weight_parts.invariance.chunks_of(x.shape[0])",
         "[slice(0, x.shape[0])]",
         "cp2 p2p",
     ),
     Defect(
         "a weight's gradient is one product for a micro-batch",
         f"{LINEAR}:_add_weight_grad",
-        "_add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
+        "_add_products(exact_grad_of(weight), grad_y, x, chunks, weight_parts)",
         "size = x.shape[1]\n"
         "    grad_y, x = (of.flatten(0, 1).unsqueeze(1) for of in (grad_y, x))\n"
         "    chunks = [(slice(at.start * size, at.stop * size), 0) for at, sample in chunks if sample == 0]\n"
-        "    _add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
+        "    _add_products(exact_grad_of(weight), grad_y, x, chunks, weight_parts)",
         "micro-batches of 2",
     ),
     Defect(
@@ -212,7 +212,7 @@ IN_ORDERS = (
         "the key part of all heads adds ranks before heads",
         "features.equal_bits.arithmetic:_RepeatForHeads.backward",
         "all_reduce_in_tree(tree_sum(of_parts), ctx.group)",
-        "tree_sum([all_reduce_in_tree(part, ctx.group) for part in of_parts])",
+        "tree_sum([all_reduce_in_tree(heads_grad, ctx.group) for heads_grad in of_parts])",
         "latent attention, tp2",
     ),
     Defect(

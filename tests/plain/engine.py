@@ -105,7 +105,7 @@ def trained(values: dict[str, Any], steps: int, world: World, loss_scale: float 
     first = RankTrace()
     first.add_weights(run.data_parallel, run.stages.values())
     trace = RankTrace()
-    trace.parts = [("start." + name.removeprefix("weight."), *others) for name, *others in first.parts]
+    trace.pieces = [("start." + name.removeprefix("weight."), *others) for name, *others in first.pieces]
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for step in range(steps):
         result = train_step(run, hooks=hooks)
@@ -126,7 +126,7 @@ def add_averages(trace: RankTrace, run: Run) -> None:
             flat = shard.state["ema"][offset : offset + stop - start]
             for piece in pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat):
                 box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-                trace.parts.append((f"average.{piece.name}", piece.global_shape, box, piece.memory.numpy().copy()))
+                trace.pieces.append((f"average.{piece.name}", piece.global_shape, box, piece.memory.numpy().copy()))
 
 
 def engine_trace(values: dict[str, Any], steps: int = 3, world_size: int = 1, loss_scale: float | None = None) -> Trace:

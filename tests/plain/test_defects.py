@@ -11,7 +11,7 @@ from tests.plain.test_groups import test_groups as compare_groups
 from tests.plain.test_rows import wrong
 
 
-@pytest.mark.every_case
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", DEFECTS)
 def test_finds(name: str) -> None:
     target, old, new, row = DEFECTS[name]

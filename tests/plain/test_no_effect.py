@@ -14,6 +14,7 @@ from megatron_core.training.pretrain import Job
 from megatron_core.training.step import StepResult
 from tests.plain.engine import started
 
+LONG = pytest.mark.whole_matrix
 PATH = "PATH"
 """A path in the test's folder, in values of settings."""
 SHORT = {"train_iters": 3, "eval_iters": 0, "log_interval": 1, "hidden_dropout": 0.1, "num_workers": 0}
@@ -37,6 +38,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "norms": {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_norms_by_layer": True},
     "no times": {"record_times": False},
     "times": {"timing_log_level": 2, "timing_log_option": "all", "peak_tflops": 1.0},
+    "longest times": {"timing_log_level": 1, "timing_log_option": "max"},
     "slow ranks": {"log_straggler": True, "straggler_minmax_count": 2},
     "poisoned buffers": {"poison_buffers": True},
     "trace of the pipeline": {"trace_pipeline": PATH},
@@ -103,8 +105,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, dict[str, tor
     return trained({}, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=LONG if "use_pytorch_profiler" in WITHOUT_EFFECT[case] else ())
+        for case in WITHOUT_EFFECT
+    ],
+)
 def test_bits_are_equal(case: str, alone: tuple[list, dict], tmp_path: Path) -> None:
     results, weights = trained(WITHOUT_EFFECT[case], tmp_path)
     assert results == alone[0]

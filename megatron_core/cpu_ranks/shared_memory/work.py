@@ -24,7 +24,7 @@ Attempt = Callable[[int], int]
 - the member that called another operation."""
 
 
-class Members:
+class GroupProcesses:
     """The processes of a group's ranks."""
 
     def __init__(self, ranks: Sequence[int], peers: Sequence[Peer], timeout: timedelta, native: Any) -> None:
@@ -75,7 +75,9 @@ class Members:
 class Pending(FilledWork):
     """The handle of a posted operation."""
 
-    def __init__(self, members: Members, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]) -> None:
+    def __init__(
+        self, members: GroupProcesses, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]
+    ) -> None:
         super().__init__(filled)
         self._members = members
         self._what = what

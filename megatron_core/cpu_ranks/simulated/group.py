@@ -13,12 +13,12 @@ from torch import Tensor
 from megatron_core.cpu_ranks.filled_work import FilledWork
 from megatron_core.cpu_ranks.simulated.meeting import (
     REDUCTIONS,
-    Call,
     Channel,
     Meeting,
     Part,
-    Receive,
+    RankCall,
     Signature,
+    WaitingReceive,
     in_short,
 )
 from megatron_core.cpu_ranks.simulated.scheduler import Waiting
@@ -71,7 +71,7 @@ class _Sent(_Work):
 class _Received(_Work):
     """The handle of a receive."""
 
-    def __init__(self, group: SimulatedGroup, receive: Receive, sender: int) -> None:
+    def __init__(self, group: SimulatedGroup, receive: WaitingReceive, sender: int) -> None:
         super().__init__([receive.buffer])
         self._group = group
         self._receive = receive
@@ -244,7 +244,7 @@ class SimulatedGroup(_ProcessGroup):
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._calls += 1
-        meeting = self.channel.call(Call(self.channel.key, self._index, self._calls, signature, contribution, root))
+        meeting = self.channel.call(RankCall(self.channel.key, self._index, self._calls, signature, contribution, root))
         return _Collective(self, meeting, target, finish)
 
     def _splits(self, x: Tensor, rows: Sequence[int]) -> Sequence[int]:

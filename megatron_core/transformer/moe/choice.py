@@ -105,7 +105,7 @@ def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float,
         if drawn is not None:
             unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
             # Detached, so that only the value is scaled and the gradient is that of the whole share.
-            share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
+            share = share + share.detach().masked_fill(unscaled, 0.0) * (SCALE - 1)
         factors.append(share)
         left = left.scatter(-1, chosen, -inf)
     return torch.cat(factors, dim=-1)

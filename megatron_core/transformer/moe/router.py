@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.grouped import copied_to
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
@@ -245,7 +246,7 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
         if router.expert_bias is not None:
             applied = [loads[number] for number in router.applications]
             # The same on all ranks, so replicas of the bias stay equal without a broadcast.
-            load = torch.tensor(applied, dtype=torch.float64, device=router.expert_bias.device).sum(0)
+            load = copied_to(applied, torch.float64, router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
 
