@@ -23,8 +23,8 @@ import pytest
 
 from megatron_core import commands
 from megatron_core.checkpoint.folder import TRACKER
-from megatron_core.commands.convert_checkpoint import Settings as ConvertSettings
-from megatron_core.commands.convert_checkpoint import convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags as ConvertSettings
+from megatron_core.commands.convert_checkpoint import convert_checkpoint
 from megatron_core.config.run import field_types
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.jsonl import JsonLinesSink
@@ -313,7 +313,7 @@ def test_a_conversion_writes_into_empty_folders_only(target: str, place: Path) -
     for save in FOLDERS:
         source, load = ("native", "native") if target != "native" else ("hf", "huggingface")
         with pytest.raises((MegatronError, OSError)) as error:
-            convert(ConvertSettings(source=source, to=target, load=load, save=save, verify=False))
+            convert_checkpoint(ConvertSettings(source=source, to=target, load=load, save=save, verify=False))
         assert not check_nothing_is_lost(place, before, save), (save, error)
 
 
@@ -323,7 +323,7 @@ def test_a_conversion_into_the_current_folder(target: str, place: Path, tmp_path
     (tmp_path / "empty").mkdir()
     os.chdir(tmp_path / "empty")
     before = os.stat(".").st_ino
-    convert(ConvertSettings(source="native", to=target, load=str(place / "native"), save=".", verify=False))
+    convert_checkpoint(ConvertSettings(source="native", to=target, load=str(place / "native"), save=".", verify=False))
     assert os.stat(".").st_ino == before
     names = {path.name for path in Path().iterdir()}
     assert names == ({"config.json", "model.safetensors"} if target == "hf" else {"iter_0000002", TRACKER})

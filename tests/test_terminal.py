@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from megatron_core.commands.generate_text import show
+from megatron_core.commands.generate_text import print_on_first_rank
 from megatron_core.commands.plot_metrics import plot as plot_metrics
 from megatron_core.errors import DataError, visible
 from megatron_core.parallel import World
@@ -49,7 +49,7 @@ def received(terminal: int) -> str:
 
 def test_generated_text_is_escaped_on_a_terminal() -> None:
     with on_terminal() as terminal:
-        show(EVIL, World(0, 1, 0, None))
+        print_on_first_rank(EVIL, World(0, 1, 0, None))
         assert received(terminal) == SHOWN
 
 
@@ -90,7 +90,7 @@ def test_files_and_pipes_receive_text_exactly(tmp_path: Path, monkeypatch: pytes
     with (tmp_path / "out").open("w", encoding="utf-8", newline="") as file:
         monkeypatch.setattr(sys, "stdout", file)
         protect_terminal()
-        show(EVIL, World(0, 1, 0, None))
+        print_on_first_rank(EVIL, World(0, 1, 0, None))
         assert not isinstance(sys.stdout, Terminal)
     assert (tmp_path / "out").read_bytes() == EVIL.encode()
 

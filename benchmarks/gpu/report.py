@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from benchmarks.gpu.stages import ROOT
 from megatron_core.errors import DataError
-from megatron_core.reports.page import BLOCKS, chart, page, table
+from megatron_core.reports.page import BLOCKS, chart, html_table, page
 from megatron_core.schema import flag, items, maybe, real, text, wrong
 
 STATUSES = ("ok", "failed", "skipped")
@@ -72,7 +72,7 @@ def stages_named(record: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
 def overview(record: dict[str, Any]) -> Markup:
     """A row per stage."""
     rows = [(stage["name"], stage["status"], stage["seconds"], stage["reason"] or "") for stage in record["stages"]]
-    return table(("stage", "status", "seconds", "reason"), rows)
+    return html_table(("stage", "status", "seconds", "reason"), rows)
 
 
 def environment(record: dict[str, Any]) -> Markup:
@@ -82,7 +82,7 @@ def environment(record: dict[str, Any]) -> Markup:
         for stage in stages_named(record, "environment")
         for name, value in stage["figures"].items()
     ]
-    return table(("fact", "value"), rows)
+    return html_table(("fact", "value"), rows)
 
 
 def trainings(record: dict[str, Any]) -> Markup:
@@ -106,7 +106,7 @@ def trainings(record: dict[str, Any]) -> Markup:
             curves[stage["name"].removeprefix("train ")] = [(float(at), loss - other) for at, (loss, other) in pairs]
     curves = {name: curve for name, curve in curves.items() if curve}
     head = ("mode", "largest relative difference", "bound", "within", "products")
-    return table(head, rows) + chart(curves, "step", "loss minus the CPU's in float32")
+    return html_table(head, rows) + chart(curves, "step", "loss minus the CPU's in float32")
 
 
 def speeds(record: dict[str, Any]) -> Markup:
@@ -115,7 +115,7 @@ def speeds(record: dict[str, Any]) -> Markup:
     for stage in stages_named(record, "speed "):
         values = [stage["figures"].get(name) for name in SPEEDS.values()]
         rows.append((stage["name"].removeprefix("speed "), *("" if value is None else value for value in values)))
-    return table(("model", *SPEEDS), rows)
+    return html_table(("model", *SPEEDS), rows)
 
 
 def outputs(record: dict[str, Any]) -> Markup:

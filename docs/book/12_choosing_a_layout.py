@@ -27,7 +27,7 @@ from small_runs import COLOURS, SMALL, new_figure, print_table, save
 
 from megatron_core.config import RunConfig
 from megatron_core.features.presets.published import preset
-from megatron_core.planner.explain import details, table, why_slower
+from megatron_core.planner.explain import details, layout_table, why_slower
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layout_settings import describe_layout
 from megatron_core.planner.search import Search
@@ -38,7 +38,7 @@ config = RunConfig.from_flat(preset("llama3-70b") | {"bf16": True, "mock_data": 
 VOCABULARY = config.data.vocab_size
 search = Search(config, GPUS, read_hardware("h100"), VOCABULARY)
 best = search.best(5)
-print(table(best, GPUS))
+print(layout_table(best, GPUS))
 print(f"{search.points:,} points, {search.too_large:,} of the computed layouts do not fit")
 
 # %% [markdown]

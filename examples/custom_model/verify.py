@@ -22,7 +22,7 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.sharding import amend_spec
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.verify import ModelUnderTest, ModuleExperiment, check_parity
-from megatron_core.verify.table import TerminalTable, summary
+from megatron_core.verify.table import TerminalTable, summary_line
 
 LAYOUTS = (
     "tp2",
@@ -95,7 +95,7 @@ def main() -> int:
         args.layouts,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
-    print(summary(report))
+    print(summary_line(report))
     return 0 if report.holds else 1
 
 

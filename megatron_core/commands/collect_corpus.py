@@ -42,7 +42,7 @@ NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CorpusFlags:
     """Collect the text files of a folder as JSON Lines, one document for each file."""
 
     output: str
@@ -64,7 +64,7 @@ def find(folder: Path, patterns: Sequence[str], skipped: set[str]) -> Iterator[P
                 yield path
 
 
-def collect(settings: Settings) -> None:
+def collect_files(settings: CorpusFlags) -> None:
     """Write every file that is UTF-8 text, and report the other files."""
     folder = Path(settings.folder or sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
@@ -108,4 +108,4 @@ def left_out(names: Sequence[str]) -> str:
 
 def main() -> None:
     """Parse the flags and run."""
-    collect(parse_flags(Settings, description=__doc__))
+    collect_files(parse_flags(CorpusFlags, description=__doc__))

@@ -18,12 +18,18 @@ from typing import Annotated
 import tyro
 
 from megatron_core.errors import DataError
-from megatron_core.reports.hash_records import ORDER, HashRecord, compared_iterations, first_difference, read_hashes
+from megatron_core.reports.hash_records import (
+    ORDER,
+    HashRecord,
+    compared_iterations,
+    first_hash_difference,
+    read_hashes,
+)
 from megatron_core.terminal import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CompareFlags:
     """Compare the hashes that two runs recorded. Exit status: 0 if all are equal, 1 if one differs or two copies within
     a run do."""
 
@@ -33,7 +39,7 @@ class Settings:
     """The other run."""
 
 
-def compare(settings: Settings) -> bool:
+def compare_runs(settings: CompareFlags) -> bool:
     """Print the result; return whether all hashes are equal. Errors: ``DataError``, also without common iterations."""
     one = read_hashes(settings.one)
     other = read_hashes(settings.other)
@@ -44,9 +50,9 @@ def compare(settings: Settings) -> bool:
             "at the same --record-hashes-interval"
         )
     sound = [copies_are_equal(name, records) for name, records in ((settings.one, one), (settings.other, other))]
-    difference = first_difference(one, other)
+    difference = first_hash_difference(one, other)
     if difference is None:
-        print(f"equal: all hashes of {len(common)} iterations, {common[0]} to {common[-1]} ({described(one, common)})")
+        print(f"equal: all hashes of {len(common)} iterations, {common[0]} to {common[-1]} ({in_words(one, common)})")
         return all(sound)
     equal = [iteration for iteration in common if iteration < difference.iteration]
     print(difference)
@@ -66,7 +72,7 @@ def copies_are_equal(name: str, records: list[HashRecord]) -> bool:
     return True
 
 
-def described(records: list[HashRecord], common: list[int]) -> str:
+def in_words(records: list[HashRecord], common: list[int]) -> str:
     """The quantities in the last common record."""
     final = next(record for record in reversed(records) if record.iteration == common[-1])
     return ", ".join(name for name in ORDER if getattr(final, name) is not None)
@@ -79,5 +85,5 @@ def span(records: list[HashRecord]) -> str:
 
 def main() -> int:
     """Parse the flags and run; 1 if hashes differ."""
-    settings = parse_flags(Settings, description=__doc__)
-    return 0 if compare(settings) else 1
+    settings = parse_flags(CompareFlags, description=__doc__)
+    return 0 if compare_runs(settings) else 1

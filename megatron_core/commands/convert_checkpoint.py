@@ -52,7 +52,7 @@ MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{nam
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ConvertFlags:
     """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
 
     source: Annotated[Literal["hf", "megatron", "deepspeed", "native"], tyro.conf.arg(name="from")]
@@ -87,7 +87,7 @@ class Settings:
     nothing is written."""
 
 
-def convert(settings: Settings) -> str:
+def convert_checkpoint(settings: ConvertFlags) -> str:
     """Convert; returns a line that describes the result."""
     load = location(settings.load)
     save = location(settings.save)
@@ -137,7 +137,7 @@ def convert(settings: Settings) -> str:
     return f"{load} -> {save} ({settings.to}); {checked}"
 
 
-def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.dtype | None) -> str:
+def convert_deepspeed(settings: ConvertFlags, load: Path, save: Path, dtype: torch.dtype | None) -> str:
     """Convert a checkpoint of DeepSpeed; returns a description."""
     tag = settings.tag
     config = settings.hf_config
@@ -152,7 +152,7 @@ def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.d
 
 
 @contextmanager
-def native_folder(settings: Settings, load: Path, save: Path) -> Iterator[tuple[Path, int | None]]:
+def native_folder(settings: ConvertFlags, load: Path, save: Path) -> Iterator[tuple[Path, int | None]]:
     """The checkpoint to export and its iteration: that of --load, or a temporary one next to --save."""
     if settings.source == "native":
         yield load, settings.ckpt_step
@@ -176,5 +176,5 @@ def main() -> None:
             f"{' '.join(foreign)}: flags of Megatron-LM's convert.py. Here: --from megatron (or hf) --to native "
             "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so no target layout is needed"
         )
-    settings = parse_flags(Settings, description=__doc__)
-    print(convert(settings))
+    settings = parse_flags(ConvertFlags, description=__doc__)
+    print(convert_checkpoint(settings))

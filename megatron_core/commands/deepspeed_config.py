@@ -45,7 +45,7 @@ on any machine, by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DeepspeedConfigFlags:
     """Translate a JSON configuration of DeepSpeed into a YAML file of settings, or back."""
 
     from_json: str | None = None
@@ -63,17 +63,17 @@ class Settings:
 
 def main() -> None:
     """Run the command."""
-    settings = parse_flags(Settings)
+    settings = parse_flags(DeepspeedConfigFlags)
     if sum((settings.from_json is not None, settings.from_yaml is not None, settings.page)) != 1:
         raise ConfigError("give one of --from-json, --from-yaml and --page")
     if settings.world_size < 1:
         raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
     if settings.page:
-        text = page()
+        text = key_page()
     elif settings.from_yaml is not None:
         text = from_yaml(settings.from_yaml)
     else:
-        text = from_json(settings)
+        text = translate_json(settings)
     if settings.output is None:
         print(text, end="")
         return
@@ -86,7 +86,7 @@ def main() -> None:
         raise ConfigError(f"--output {settings.output}: cannot be written ({error.strerror})") from error
 
 
-def from_json(settings: Settings) -> str:
+def translate_json(settings: DeepspeedConfigFlags) -> str:
     """The settings of a JSON file, as YAML."""
     translated = translate(str(settings.from_json), settings.world_size)
     for note in translated.notes:
@@ -148,7 +148,7 @@ def from_yaml(name: str) -> str:
     return json.dumps(translated, indent=2) + "\n"
 
 
-def page() -> str:
+def key_page() -> str:
     """The page of all keys, in Markdown."""
     lines = [HEAD]
     titles = {"translated": ("Translated", "setting"), "without_effect": ("Without effect", "reason")}

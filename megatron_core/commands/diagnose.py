@@ -27,14 +27,14 @@ from megatron_core.monitor.rank_records import read_run
 from megatron_core.output_file import Kind, Output, json_with, prepare_output
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 from megatron_core.terminal import parse_flags
 
 MEASURED = Kind("machine that this tool measured", lambda data: b'"source": "megatron-diagnose --machine"' in data)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DiagnoseFlags:
     """Diagnose a run, or measure this machine."""
 
     run: tyro.conf.Positional[str | None] = None
@@ -56,18 +56,18 @@ class Settings:
     """Also write the diagnosis to this file, as JSON."""
 
 
-def measure_machine(settings: Settings) -> None:
+def measure_machine(settings: DiagnoseFlags) -> None:
     """Measure, print, and write the planner's file."""
-    from megatron_core.verify.machine import measured_machine, report  # importing torch takes a while
+    from megatron_core.verify.machine import describe_machine, measured_machine  # importing torch takes a while
 
     output = prepare_output(settings, "output", MEASURED)
     hardware, rates, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
-    print(report(hardware, rates, disk))
+    print(describe_machine(hardware, rates, disk))
     output.write(hardware.as_json())
     print(f"wrote {settings.output}; use it with megatron-plan --hardware {settings.output}")
 
 
-def diagnose_run(settings: Settings) -> None:
+def diagnose_run(settings: DiagnoseFlags) -> None:
     """Read the records and print the diagnosis."""
     if settings.run is None:
         raise ConfigError("there is no run to diagnose; give its folder, or --machine")
@@ -75,7 +75,7 @@ def diagnose_run(settings: Settings) -> None:
     if settings.json is not None:
         output = prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
     machine = None if settings.hardware is None else read_hardware(settings.hardware)
-    diagnosis = diagnose(Summary.of(read_run(settings.run), machine))
+    diagnosis = diagnose(RunSummary.of(read_run(settings.run), machine))
     print(diagnosis.text())
     if output is not None:
         output.write(json.dumps(asdict(diagnosis), indent=2) + "\n")
@@ -83,7 +83,7 @@ def diagnose_run(settings: Settings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, diagnose and exit."""
-    settings = parse_flags(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(DiagnoseFlags, args=arguments, description=__doc__)
     try:
         (measure_machine if settings.machine else diagnose_run)(settings)
     except (MegatronError, OSError) as error:

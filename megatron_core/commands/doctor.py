@@ -42,7 +42,7 @@ RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DoctorFlags:
     """Print what is installed and works on this machine."""
 
     collectives: bool = True
@@ -97,7 +97,7 @@ def devices() -> Iterator[str]:
     yield "torch.distributed: " + ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in offered.items())
 
 
-def kernels() -> Iterator[str]:
+def kernel_lines() -> Iterator[str]:
     """For each operation, device and dtype, the backend that ``--kernel-backend auto`` selects, and why."""
     for device_type in ("cpu", "cuda"):
         for op in OPS:
@@ -108,7 +108,7 @@ def kernels() -> Iterator[str]:
                 )
             for chosen, dtypes in dtypes_by_backend.items():
                 yield f"{op} on {device_type}, {' '.join(dtypes)}: {chosen}"
-    yield f"products of --layout-invariant on cpu: {fixed_products.describe('cpu')}"
+    yield f"products of --layout-invariant on cpu: {fixed_products.describe_products('cpu')}"
 
 
 def other_libraries() -> Iterator[str]:
@@ -171,7 +171,7 @@ def failing_collectives() -> list[str]:
 
 def collectives(backend: str) -> tuple[bool, str]:
     """Whether the collectives of two ranks over gloo, shm (both on the CPU) or nccl work, and a message about it."""
-    missing = host.library() if backend == "shm" else None
+    missing = host.shared_memory_library() if backend == "shm" else None
     if isinstance(missing, str):
         return True, f"shm: ranks on the CPU use gloo, because {missing}"
     device = "cuda" if backend == "nccl" else "cpu"
@@ -230,25 +230,25 @@ def native_share(device_type: str) -> str:
     return f"{text} ({obstacles[0]})" if obstacles else text
 
 
-def show(title: str, lines: Iterator[str] | list[str]) -> None:
+def show_section(title: str, lines: Iterator[str] | list[str]) -> None:
     """Print a heading and indented lines."""
     print(title)
     for line in lines:
         print(f"  {line}")
 
 
-def examine(settings: Settings) -> int:
+def examine(settings: DoctorFlags) -> int:
     """Print everything that ``settings`` select; return 1 if the collectives do not work."""
     kinds = ["gloo", "shm", *(["nccl"] if torch.cuda.device_count() >= RANKS else [])] if settings.collectives else []
     results = [collectives(backend) for backend in kinds]
     if settings.verbose:
-        show("versions", versions())
-        show("devices", devices())
-        show("operations with --kernel-backend auto", kernels())
-        show("optional libraries", other_libraries())
+        show_section("versions", versions())
+        show_section("devices", devices())
+        show_section("operations with --kernel-backend auto", kernel_lines())
+        show_section("optional libraries", other_libraries())
         if results:
-            show("collectives", [sentence for _, sentence in results])
-        show("recommended to install", list(advice()) or ["nothing: all is installed"])
+            show_section("collectives", [sentence for _, sentence in results])
+        show_section("recommended to install", list(advice()) or ["nothing: all is installed"])
     else:
         print("\n".join(brief(results)))
     return 0 if all(good for good, _ in results) else 1
@@ -256,4 +256,4 @@ def examine(settings: Settings) -> int:
 
 def main() -> int:
     """Parse the flags and run; 1 if the collectives do not work."""
-    return examine(parse_flags(Settings, description=__doc__))
+    return examine(parse_flags(DoctorFlags, description=__doc__))

@@ -49,7 +49,7 @@ from megatron_core.planner.search import Search
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
-from megatron_core.verify.comparison import described, require_legal
+from megatron_core.verify.comparison import layout_task, require_legal
 from megatron_core.verify.shrink import changes
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
@@ -78,7 +78,7 @@ _WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class FromMegatronFlags:
     """Read a launch script or command line of Megatron-LM, and print its settings here, the differences, a YAML file,
     memory and time, and the command that compares its layout with one process.
 
@@ -171,7 +171,7 @@ class TranslatedLaunch:
         return f"{readable(program)} {OTHERS[word]}" if word else ""
 
 
-def report(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
+def report_sections(translated: TranslatedLaunch, script: LaunchScript, settings: FromMegatronFlags) -> Iterator[str]:
     """Yield the sections of the report."""
     yield "\n".join(_heading(translated, script, settings))
     yield "\n".join(["What it does here", *_indented(_description(translated))])
@@ -189,7 +189,7 @@ def report(translated: TranslatedLaunch, script: LaunchScript, settings: Setting
     yield "\n".join(["Start", *_indented(_start(translated, name))])
 
 
-def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
+def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: FromMegatronFlags) -> Iterator[str]:
     launch = translated.launch
     where = f"{launch.location}: " if launch.location else ""
     source = "its launcher" if launch.ranks else "the least that fits"
@@ -280,7 +280,7 @@ def _changes(translated: TranslatedLaunch) -> Iterator[str]:
     yield from translated.problems
 
 
-def _prediction(translated: TranslatedLaunch, settings: Settings, name: str) -> Iterator[str]:
+def _prediction(translated: TranslatedLaunch, settings: FromMegatronFlags, name: str) -> Iterator[str]:
     hardware = read_hardware(settings.hardware)
     search = Search(translated.config, translated.world_size, hardware, vocabulary(translated.config))
     try:
@@ -310,7 +310,7 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     try:
         if next(problems(config, translated.world_size), None) is not None:
             raise ConfigError("the settings cannot be used yet")
-        task = described(config, ranks)
+        task = layout_task(config, ranks)
         require_legal(task, "float64")
     except MegatronError as error:
         yield f"there is nothing to compare: {shortened(str(error), 300)}"
@@ -349,7 +349,7 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
         yield from (f"  {'  ' * (number > 0)}{piece}" for number, piece in enumerate(wrapped or [""]))
 
 
-def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
+def read_launches(settings: FromMegatronFlags, words: Sequence[str]) -> LaunchScript:
     """The launches in the script or command line; ``ConfigError`` if there is none."""
     if not words:
         raise ConfigError("give a launch script and its arguments, or a command line after --")
@@ -373,7 +373,7 @@ def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
     return launch
 
 
-def run(settings: Settings, words: Sequence[str]) -> int:
+def describe_launch(settings: FromMegatronFlags, words: Sequence[str]) -> int:
     """Print the report; 0 if the launch can start unchanged."""
     script = read_launches(settings, words)
     if not 1 <= settings.launch <= len(script.launches):
@@ -384,7 +384,7 @@ def run(settings: Settings, words: Sequence[str]) -> int:
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
         write_config(translated.config, settings.output, changed_only=True)
-    print(visible("\n\n".join(report(translated, script, settings))))
+    print(visible("\n\n".join(report_sections(translated, script, settings))))
     return 0 if translated.starts else 1
 
 
@@ -392,9 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, read the launch and print."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     position = words.index("--") if "--" in words else len(words)
-    settings = parse_flags(Settings, args=words[:position], description=__doc__)
+    settings = parse_flags(FromMegatronFlags, args=words[:position], description=__doc__)
     try:
-        return run(settings, settings.command or words[position + 1 :])
+        return describe_launch(settings, settings.command or words[position + 1 :])
     except (MegatronError, OSError) as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return 2

@@ -43,7 +43,7 @@ GENERATED = Kind(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(InferenceConfig, GenerationLayout):
+class GenerateFlags(InferenceConfig, GenerationLayout):
     """Continue prompts with a trained model, in any layout."""
 
     load: str
@@ -81,7 +81,7 @@ class Settings(InferenceConfig, GenerationLayout):
 
 
 @dataclass
-class Text:
+class PromptText:
     """A prompt and its continuation so far."""
 
     prompt: str
@@ -112,7 +112,7 @@ class Text:
         return content
 
 
-def generate_text(settings: Settings, world: World) -> None:
+def generate_text(settings: GenerateFlags, world: World) -> None:
     """Load the model, generate, and print on rank 0 during generation."""
     if settings.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={settings.max_new_tokens}: give 1 or more")
@@ -134,16 +134,16 @@ def generate_text(settings: Settings, world: World) -> None:
         try:
             continue_all(settings, [prompt], generator, tokenizer, world)
         except ConfigError as error:
-            show(f"error: {error}\n", world)
+            print_on_first_rank(f"error: {error}\n", world)
 
 
 def continue_all(
-    settings: Settings, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
-) -> list[Text]:
+    settings: GenerateFlags, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
+) -> list[PromptText]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=settings.max_length, config=settings)
     tokens = [generator.before_prompt(ids) for ids in tokenizer.tokenize_batch(prompts)]
-    texts = [Text(p, TextStream(tokenizer, settings.stop, ids)) for p, ids in zip(prompts, tokens, strict=True)]
+    texts = [PromptText(p, TextStream(tokenizer, settings.stop, ids)) for p, ids in zip(prompts, tokens, strict=True)]
     ends = end_ids(tokenizer)
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
@@ -159,21 +159,21 @@ def continue_all(
         try:
             assert engine.submit(request) == number
         except ConfigError as error:
-            raise ConfigError(f"{shortened(prompts[number])}: {error}") from None
+            raise ConfigError(f"{shortened_prompt(prompts[number])}: {error}") from None
     alone = len(prompts) == 1
     printed = 0
-    show(prompts[0] if alone else "", world)
+    print_on_first_rank(prompts[0] if alone else "", world)
     while engine.busy:
         for progress in engine.step():
             text = texts[progress.number]
             if progress.error is not None:
-                raise CheckpointError(f"{shortened(text.prompt)}: {progress.error}")
+                raise CheckpointError(f"{shortened_prompt(text.prompt)}: {progress.error}")
             new = text.add(progress)
-            show(new if alone else "", world)
+            print_on_first_rank(new if alone else "", world)
             if text.finished is not None:
                 engine.cancel(progress.number)
         while printed < len(texts) and texts[printed].finished is not None:
-            show(conclusion(texts[printed], tokenizer, alone), world)
+            print_on_first_rank(conclusion(texts[printed], tokenizer, alone), world)
             printed += 1
     limit = engine.max_length
     if world.rank == 0 and any(t.finished == "length" and len(t.progress) < settings.max_new_tokens for t in texts):
@@ -181,7 +181,7 @@ def continue_all(
     return texts
 
 
-def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
+def conclusion(text: PromptText, tokenizer: Tokenizer, alone: bool) -> str:
     """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
     text_of = TokenTexts(tokenizer)
     output = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
@@ -219,7 +219,7 @@ def check_unicode(prompt: str) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{shortened(prompt)}: the prompt is not valid Unicode ({error}); correct it") from None
+        raise DataError(f"{shortened_prompt(prompt)}: the prompt is not valid Unicode ({error}); correct it") from None
 
 
 def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
@@ -227,7 +227,7 @@ def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
     while True:
         line = ""
         if world.rank == 0:
-            show("> " if sys.stdin.isatty() else "", world)
+            print_on_first_rank("> " if sys.stdin.isatty() else "", world)
             line = sys.stdin.readline()
         line = gather_strings(line, generator.groups.group(WORLD), world.device)[0]
         if not line:
@@ -236,12 +236,12 @@ def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def shortened(prompt: str, most: int = 40) -> str:
+def shortened_prompt(prompt: str, most: int = 40) -> str:
     """The beginning of a prompt, for a message."""
     return repr(prompt if len(prompt) <= most else prompt[:most] + "...")
 
 
-def show(text: str, world: World) -> None:
+def print_on_first_rank(text: str, world: World) -> None:
     """Print on rank 0 immediately."""
     if world.rank == 0:
         print(text, end="", flush=True)
@@ -253,4 +253,4 @@ def main() -> None:
 
 
 def _job(world: World) -> None:
-    generate_text(parse_flags(Settings, description=__doc__, console_outputs=world.rank == 0), world)
+    generate_text(parse_flags(GenerateFlags, description=__doc__, console_outputs=world.rank == 0), world)

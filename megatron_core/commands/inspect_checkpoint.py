@@ -37,7 +37,7 @@ MOST_LINES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class InspectCheckpointFlags:
     """Print the contents of a checkpoint, verify its files, or compare it with another one tensor by tensor."""
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -66,7 +66,7 @@ def open_reader(folder: str, step: int | None) -> CheckpointReader:
     return CheckpointReader(checkpoint)
 
 
-def inspect_checkpoint(settings: Settings) -> bool:
+def inspect_checkpoint(settings: InspectCheckpointFlags) -> bool:
     """Print the requested information; returns whether everything that was compared is equal."""
     with open_reader(settings.checkpoint, settings.ckpt_step) as reader:
         if settings.diff is None:
@@ -212,7 +212,7 @@ def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str
         return f"  {name}: {types}"
     first = one.read(name)
     second = other.read(name)
-    unequal = bits(first) != bits(second)
+    unequal = as_integers(first) != as_integers(second)
     count = int(unequal.sum())
     if not count:
         return ""
@@ -222,12 +222,12 @@ def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str
     return f"  {name}: {count:,} of {first.numel():,} elements, by up to {largest:.3e}; the largest is {scale:.3e}"
 
 
-def bits(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """The elements as integers, so that NaN equals itself and the two zeros differ."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def main() -> int:
     """Parse the flags and run; 1 if tensors differ."""
-    settings = parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    settings = parse_flags(InspectCheckpointFlags, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
     return 0 if inspect_checkpoint(settings) else 1

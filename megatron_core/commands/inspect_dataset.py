@@ -31,7 +31,7 @@ from megatron_core.datasets.header import get_header_path
 from megatron_core.errors import ConfigError, visible
 from megatron_core.locations import location
 from megatron_core.output_file import picture_kind, prepare_output
-from megatron_core.preprocess.lengths import Lengths, document_lengths
+from megatron_core.preprocess.lengths import Lengths, closed_document_lengths
 from megatron_core.preprocess.validate import total_bytes, validate
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
@@ -39,7 +39,7 @@ from megatron_core.tokenizers.build import TokenizerFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class InspectDatasetFlags:
     """Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text."""
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
@@ -74,9 +74,9 @@ class Settings:
         return None if self.tokenizer_type is None else TokenizerFiles.of(self.tokenizer_type, self).load()
 
 
-def inspect_dataset(settings: Settings) -> None:
+def inspect_dataset(settings: InspectDatasetFlags) -> None:
     """Check the settings and files, and print."""
-    check(settings)
+    check_flags(settings)
     dataset = IndexedDataset(settings.prefix)
     tokenizer = settings.tokenizer()
     if tokenizer is not None:
@@ -85,11 +85,11 @@ def inspect_dataset(settings: Settings) -> None:
         prepare_output(settings, "png", picture_kind(settings.png))
     if settings.validate:
         print(checked(settings, tokenizer), end="\n\n")
-    lengths = document_lengths(dataset)
+    lengths = closed_document_lengths(dataset)
     numbers = chosen(settings, lengths)
     print(counts(dataset), end="\n\n")
-    print(made_by(settings.prefix), end="\n\n")
-    print("\n".join(picture(lengths, shutil.get_terminal_size((100, 24)).columns)))
+    print(recorded_tokenizer(settings.prefix), end="\n\n")
+    print("\n".join(histogram(lengths, shutil.get_terminal_size((100, 24)).columns)))
     if settings.png is not None:
         from megatron_core.preprocess.lengths import plot_lengths  # matplotlib takes a while to load
 
@@ -99,10 +99,10 @@ def inspect_dataset(settings: Settings) -> None:
             raise ConfigError(f"--png {settings.png}: {error}") from None
         print(f"\nwrote {settings.png}")
     for number in numbers:
-        print("\n" + shown(dataset, number, lengths.unit, tokenizer, settings.max_tokens))
+        print("\n" + document_line(dataset, number, lengths.unit, tokenizer, settings.max_tokens))
 
 
-def check(settings: Settings) -> None:
+def check_flags(settings: InspectDatasetFlags) -> None:
     """ConfigError for flags with illegal values."""
     for name, least in (("samples", 0), ("max_tokens", 1)):
         if getattr(settings, name) < least:
@@ -111,7 +111,7 @@ def check(settings: Settings) -> None:
             )
 
 
-def checked(settings: Settings, tokenizer: Tokenizer | None) -> str:
+def checked(settings: InspectDatasetFlags, tokenizer: Tokenizer | None) -> str:
     """Check all of both files, with a progress bar; a message if they have no fault, else DataError."""
     vocab_size = settings.vocab_size
     if vocab_size is None and tokenizer is not None:
@@ -147,7 +147,7 @@ def counts(dataset: IndexedDataset) -> str:
     return "\n".join(lines)
 
 
-def made_by(prefix: str) -> str:
+def recorded_tokenizer(prefix: str) -> str:
     """The tokenizer recorded in the header."""
     header = read_header(prefix)
     if header is None:
@@ -165,7 +165,7 @@ def made_by(prefix: str) -> str:
     )
 
 
-def picture(lengths: Lengths, width: int) -> list[str]:
+def histogram(lengths: Lengths, width: int) -> list[str]:
     """Histogram of the lengths, with a line for each factor of 2."""
     unit = lengths.unit.removesuffix("s")
     if not lengths.count:
@@ -186,18 +186,18 @@ def picture(lengths: Lengths, width: int) -> list[str]:
     for bar, name, number in zip(bars, names, numbers, strict=True):
         share = 100 * bar.tokens / max(total, 1)
         lines.append(
-            f"{name:>{left}}  {number:>{middle}}  {share:8.1f}%  {blocks(bar.documents / most * room)}".rstrip()
+            f"{name:>{left}}  {number:>{middle}}  {share:8.1f}%  {text_bar(bar.documents / most * room)}".rstrip()
         )
     return lines
 
 
-def blocks(length: float) -> str:
+def text_bar(length: float) -> str:
     """A bar ``length`` characters long, rounded to 1/8 of a character; at least 1/8 unless ``length`` is 0."""
     eighths = max(round(8 * length), 1 if length else 0)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def chosen(settings: Settings, lengths: Lengths) -> list[int]:
+def chosen(settings: InspectDatasetFlags, lengths: Lengths) -> list[int]:
     """Numbers of the documents to show: those of --document, then samples at equal distances."""
     count = lengths.count
     numbers = []
@@ -211,7 +211,7 @@ def chosen(settings: Settings, lengths: Lengths) -> list[int]:
     return numbers + [number * count // samples for number in range(samples)]
 
 
-def shown(dataset: IndexedDataset, number: int, unit: str, tokenizer: Tokenizer | None, most: int) -> str:
+def document_line(dataset: IndexedDataset, number: int, unit: str, tokenizer: Tokenizer | None, most: int) -> str:
     """A document's number, size and first tokens."""
     first = number
     end = number + 1
@@ -246,4 +246,4 @@ def as_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 def main() -> None:
     """Parse the flags and run."""
-    inspect_dataset(parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    inspect_dataset(parse_flags(InspectDatasetFlags, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))

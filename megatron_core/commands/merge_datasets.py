@@ -33,7 +33,7 @@ from megatron_core.terminal import exact, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MergeFlags:
     """Join token files into one, document after document."""
 
     input: tuple[str, ...]
@@ -75,7 +75,7 @@ def folder_prefixes(folder: Path) -> list[str]:
     return [str(folder / stem) for stem in sorted(halves[".bin"])]
 
 
-def check_output(prefixes: Sequence[str], settings: Settings) -> None:
+def check_output(prefixes: Sequence[str], settings: MergeFlags) -> None:
     """ConfigError if the output is an input, exists or has no folder; DataError if the header replaces another file."""
     output = os.path.realpath(settings.output_prefix)
     if any(os.path.realpath(prefix) == output for prefix in prefixes):
@@ -136,8 +136,8 @@ def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
     for prefix, header in known.items():
         if header.fingerprint != reference.fingerprint or header.vocab_size != reference.vocab_size:
             raise DataError(
-                f"{prefix} was made with a {described(header)}, but {first} with a {described(reference)}; preprocess "
-                "all of them with the same tokenizer"
+                f"{prefix} was made with a {tokenizer_name(header)}, but {first} with a {tokenizer_name(reference)}; "
+                "preprocess all of them with the same tokenizer"
             )
         if (header.append_eod, header.eod) != (reference.append_eod, reference.eod):
             raise DataError(
@@ -149,7 +149,7 @@ def common_header(prefixes: Sequence[str]) -> DatasetHeader | None:
     return None if without else reference
 
 
-def described(header: DatasetHeader) -> str:
+def tokenizer_name(header: DatasetHeader) -> str:
     """A tokenizer, for messages."""
     return f"{header.tokenizer_type} of {header.vocab_size:,} tokens (fingerprint {header.fingerprint[:12]})"
 
@@ -159,7 +159,7 @@ def ending(header: DatasetHeader) -> str:
     return f"end with the id {header.eod}" if header.append_eod else "have no end-of-document id"
 
 
-def merge(settings: Settings) -> None:
+def merge_datasets(settings: MergeFlags) -> None:
     """Check everything, then copy; the files get their final names when they are complete."""
     prefixes = find_prefixes(settings.input)
     check_output(prefixes, settings)
@@ -190,4 +190,4 @@ def merge(settings: Settings) -> None:
 
 def main() -> None:
     """Parse the flags and run."""
-    merge(parse_flags(Settings, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    merge_datasets(parse_flags(MergeFlags, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))

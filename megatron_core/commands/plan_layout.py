@@ -33,12 +33,12 @@ from megatron_core.output_file import Output, json_with, picture_kind, prepare_o
 from megatron_core.planner.cost import LayerTimes, Pipeline
 from megatron_core.planner.explain import (
     MemoryOverStep,
-    command_line,
     details,
+    layout_table,
     objection,
     parse_words,
     readable_seconds,
-    table,
+    start_command,
     whole_training,
     why_slower,
 )
@@ -54,7 +54,7 @@ LONGEST = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PlanFlags:
     """Find the fastest layouts of a model on N devices, and explain them."""
 
     gpus: int
@@ -78,7 +78,7 @@ class Settings:
     """Write the layouts to this file, or to standard output with -."""
 
 
-def plan(settings: Settings, arguments: Sequence[str]) -> None:
+def plan(settings: PlanFlags, arguments: Sequence[str]) -> None:
     """Search, and print the requested results."""
     hardware = read_hardware(settings.hardware)
     base, arguments, dtype = in_dtype(list(arguments), hardware)
@@ -109,7 +109,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     if search.stopped:
         print(stopped_early(search), file=messages)
     if settings.json is not None:
-        text = as_json(candidates, search)
+        text = layouts_as_json(candidates, search)
         if output is None:
             print(text)
         else:
@@ -120,7 +120,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         f"{search.points:,} layouts, {search.evaluated:,} evaluated in detail, {search.too_large:,} of them too large, "
         f"in {monotonic() - began:.1f} s\n"
     )
-    print(table(candidates, settings.gpus))
+    print(layout_table(candidates, settings.gpus))
     print(f"\n1: {describe_layout(candidates[0].config, settings.gpus)}\n{details(candidates[0])}")
     if training := whole_training(candidates[0], settings.gpus, settings.price_per_hour):
         print(training)
@@ -128,7 +128,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         print(f"{number}: {why_slower(candidate, candidates[0])}")
     print()
     for number, candidate in enumerate(candidates, 1):
-        line = command_line(candidate.config, base, arguments, settings.gpus, hardware.devices_per_node)
+        line = start_command(candidate.config, base, arguments, settings.gpus, hardware.devices_per_node)
         print(f"{number}: {line}")
     explained = candidates[0]
     if settings.objection is not None:
@@ -200,7 +200,7 @@ def vocabulary(config: RunConfig) -> int:
     return vocabulary_or_assumed(config)
 
 
-def as_json(candidates: Sequence[Candidate], search: Search) -> str:
+def layouts_as_json(candidates: Sequence[Candidate], search: Search) -> str:
     """The layouts with all figures; ``complete``: whether no other layout is faster."""
     rows = [
         {
@@ -230,7 +230,7 @@ def show_progress(decided: int, total: int, best: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, plan and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    settings, flags_of_run = parse_flags(Settings, args=words, description=__doc__, return_unknown_args=True)
+    settings, flags_of_run = parse_flags(PlanFlags, args=words, description=__doc__, return_unknown_args=True)
     try:
         plan(settings, flags_of_run)
     except (MegatronError, OSError) as error:

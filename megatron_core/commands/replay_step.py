@@ -38,7 +38,7 @@ from megatron_core.training.step import train_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReplayFlags:
     """Repeat a bad step recorded by training, in one process."""
 
     step: tyro.conf.Positional[str]
@@ -105,7 +105,7 @@ def replay(folder: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, repeat the step and exit."""
-    settings = parse_flags(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(ReplayFlags, args=arguments, description=__doc__)
     try:
         return 0 if replay(location(settings.step)) else 1
     except MegatronError as error:

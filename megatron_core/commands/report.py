@@ -27,7 +27,7 @@ from megatron_core.terminal import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReportFlags:
     """The run to report, and the file to write."""
 
     run: tyro.conf.Positional[str]
@@ -40,7 +40,7 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, write the page and exit."""
-    settings = parse_flags(Settings, args=arguments, description=__doc__)
+    settings = parse_flags(ReportFlags, args=arguments, description=__doc__)
     try:
         write_report(settings.run, settings.out, settings.compare)
     except (MegatronError, OSError) as error:

@@ -35,7 +35,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(InferenceConfig, GenerationLayout):
+class ServeFlags(InferenceConfig, GenerationLayout):
     """Answer requests in OpenAI's format with a trained model, in any layout."""
 
     load: str
@@ -65,13 +65,13 @@ class Settings(InferenceConfig, GenerationLayout):
     with status 503."""
 
 
-def serve(settings: Settings, world: World) -> None:
+def serve_requests(settings: ServeFlags, world: World) -> None:
     """Load the model, listen on rank 0, and generate on all ranks until interrupted."""
     try:
         import uvicorn
 
         from megatron_core.inference.connections import bounded
-        from megatron_core.inference.openai import Limits, Protocol
+        from megatron_core.inference.openai import Protocol, RequestLimits
         from megatron_core.inference.web import Server
     except ImportError as error:
         raise ConfigError(f"{error}: the server needs pip install starlette uvicorn h11 pydantic") from None
@@ -97,7 +97,7 @@ def serve(settings: Settings, world: World) -> None:
         service.run()
         return
     assert engine.max_length is not None
-    limits = Limits(min(engine.max_length, engine.cache_positions), min(settings.max_waiting, 64))
+    limits = RequestLimits(min(engine.max_length, engine.cache_positions), min(settings.max_waiting, 64))
     template = chat_template_of(tokenizer, settings.chat_template or trained.data.chat_template)
     name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
     protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size, generator.before_prompt)
@@ -124,7 +124,7 @@ def serve(settings: Settings, world: World) -> None:
         raise service.failure
 
 
-def listen(settings: Settings) -> socket.socket:
+def listen(settings: ServeFlags) -> socket.socket:
     """The listening socket."""
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -149,4 +149,4 @@ def main() -> None:
 
 
 def _job(world: World) -> None:
-    serve(parse_flags(Settings, description=__doc__, console_outputs=world.rank == 0), world)
+    serve_requests(parse_flags(ServeFlags, description=__doc__, console_outputs=world.rank == 0), world)

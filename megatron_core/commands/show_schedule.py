@@ -26,10 +26,10 @@ from typing import Any
 from megatron_core.command import program
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
+from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
-from megatron_core.schedules.draw import chrome_trace, picture
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
@@ -38,7 +38,7 @@ from megatron_core.terminal import colours, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ScheduleFlags:
     """Draw pipeline schedules, and print their time and memory."""
 
     schedule: str = "1f1b"
@@ -92,7 +92,7 @@ class Shown:
         return f"{self.name}: {len(plan.ranks)} ranks{chunks}, {plan.num_microbatches} micro-batches{pairs}"
 
 
-def show_schedule(settings: Settings) -> None:
+def show_schedule(settings: ScheduleFlags) -> None:
     """Simulate or read the schedules, and write all requested outputs."""
     kinds = {"trace": TRACE, "json": json_with("file of figures of schedules", "schedule", "bubble")}
     outputs: dict[str, Output] = {}
@@ -127,16 +127,18 @@ def pictures(drawings: list[Shown], *, one_scale: bool) -> list[str]:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size((120, 24))
     longest = max(drawing.timeline.makespan for drawing in drawings) if one_scale else None
-    return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in drawings]
+    return [
+        timeline_picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in drawings
+    ]
 
 
-def simulated(settings: Settings) -> list[Shown]:
+def simulated(settings: ScheduleFlags) -> list[Shown]:
     """Schedules and plans, each simulated with the given costs."""
     costs = Costs.parse(settings.costs)
     return [Shown(name, simulate(plan, costs), costs) for name, plan in plans(settings)]
 
 
-def measured(settings: Settings) -> list[Shown]:
+def measured(settings: ScheduleFlags) -> list[Shown]:
     """The plan of a step simulated with the measured times, then the measured step."""
     for name in ("compare", "plan"):
         if getattr(settings, name) is not None:
@@ -164,7 +166,7 @@ def trace(drawings: list[Shown]) -> dict[str, Any]:
     return both
 
 
-def plans(settings: Settings) -> list[tuple[str, Plan]]:
+def plans(settings: ScheduleFlags) -> list[tuple[str, Plan]]:
     """Name and checked plan of all schedules to draw."""
     names = settings.compare.split(",") if settings.compare else [settings.schedule]
     if settings.plan and not settings.compare:
@@ -173,11 +175,11 @@ def plans(settings: Settings) -> list[tuple[str, Plan]]:
     if settings.plan is not None:
         plan = read_plan(settings.plan)
         has_backward = any(action.kind != "F" for actions in plan.ranks for action in actions)
-        named.append((Path(settings.plan).name, check(plan, plan.num_microbatches, forward_only=not has_backward)))
+        named.append((Path(settings.plan).name, check_plan(plan, plan.num_microbatches, forward_only=not has_backward)))
     return named
 
 
-def schedule_plan(name: str, settings: Settings) -> Plan:
+def schedule_plan(name: str, settings: ScheduleFlags) -> Plan:
     """The checked plan of a schedule, with the default number of chunks if none is given."""
     chunks = settings.chunks
     if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
@@ -185,7 +187,7 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
         chunks = default if name not in SCHEDULES else SCHEDULES[name].chunks or default
     paired = settings.paired and not (settings.compare and name in SCHEDULES and name not in PAIRED)
     plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches, paired=paired)
-    return check(plan, settings.microbatches, forward_only=name == "forward_only")
+    return check_plan(plan, settings.microbatches, forward_only=name == "forward_only")
 
 
 def figures(drawing: Shown) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def with_bare_json(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, draw and exit."""
     words = with_bare_json(sys.argv[1:] if arguments is None else arguments)
-    settings = parse_flags(Settings, args=words, description=__doc__)
+    settings = parse_flags(ScheduleFlags, args=words, description=__doc__)
     try:
         show_schedule(settings)
     except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format

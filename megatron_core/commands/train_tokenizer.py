@@ -48,7 +48,7 @@ LARGEST_VOCABULARY = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TokenizerFlags:
     """Train a tokenizer on text."""
 
     input: tuple[str, ...]
@@ -66,7 +66,7 @@ class Settings:
     """Keys (columns of Parquet) that hold the text."""
 
 
-def texts(settings: Settings) -> Iterator[list[str]]:
+def texts(settings: TokenizerFlags) -> Iterator[list[str]]:
     """Batches of the texts in the inputs, with a progress bar on a terminal; broken documents are omitted and
     reported."""
     paths = find_inputs(settings.input)
@@ -85,7 +85,7 @@ def texts(settings: Settings) -> Iterator[list[str]]:
         print(f"{counted(broken, 'broken document')} omitted; the first: {first}", file=sys.stderr, flush=True)
 
 
-def train(settings: Settings) -> None:
+def train_and_write(settings: TokenizerFlags) -> None:
     """Train, write the file atomically, and print how to use it."""
     learn, tokenizer_type = kind(settings)
     prepare_output(settings, "output", NEW)  # tokenizers of other programs look alike
@@ -102,7 +102,7 @@ def train(settings: Settings) -> None:
     print(f"use it with --tokenizer-type {tokenizer_type} --tokenizer-model {settings.output}", flush=True)
 
 
-def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
+def kind(settings: TokenizerFlags) -> tuple[Callable[[TokenizerFlags], bytes], str]:
     """The training function for the format of the output, and the tokenizer type that reads it."""
     kinds = {
         ".json": (train_tokenizers, "HuggingFaceTokenizer"),
@@ -117,7 +117,7 @@ def kind(settings: Settings) -> tuple[Callable[[Settings], bytes], str]:
     return kinds[suffix]
 
 
-def check(settings: Settings, always: Sequence[str]) -> None:
+def check_training(settings: TokenizerFlags, always: Sequence[str]) -> None:
     """ConfigError for flags with illegal values, before any text is read."""
     named = [*always, *settings.special_tokens]
     twice = next((name for name in named if named.count(name) > 1), None)
@@ -136,9 +136,9 @@ def check(settings: Settings, always: Sequence[str]) -> None:
         raise ConfigError(f"--vocab-size {settings.vocab_size} is too large; legal: up to {LARGEST_VOCABULARY}")
 
 
-def train_tokenizers(settings: Settings) -> bytes:
+def train_tokenizers(settings: TokenizerFlags) -> bytes:
     """A byte-level tokenizer.json, which encodes any text without loss."""
-    check(settings, (END_OF_DOCUMENT,))
+    check_training(settings, (END_OF_DOCUMENT,))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     common: dict[str, Any] = {
         "vocab_size": settings.vocab_size,
@@ -161,9 +161,9 @@ def train_tokenizers(settings: Settings) -> bytes:
     return tokenizer.to_str(pretty=True).encode("utf-8")
 
 
-def train_sentence_piece(settings: Settings) -> bytes:
+def train_sentence_piece(settings: TokenizerFlags) -> bytes:
     """A sentencepiece .model like Llama 2's: no normalisation of the text, and rare characters become bytes."""
-    check(settings, PIECES)
+    check_training(settings, PIECES)
     faults: list[BaseException] = []
     read = remembering(faults, lines(chain.from_iterable(texts(settings))))
     first = next(read, None)
@@ -188,7 +188,7 @@ def train_sentence_piece(settings: Settings) -> bytes:
             minloglevel=0 if sys.stderr.isatty() else 2,
         )
     except RuntimeError as error:
-        raise faults[0] if faults else explained(settings, error) from error
+        raise faults[0] if faults else explain_failure(settings, error) from error
     return model.getvalue()
 
 
@@ -210,7 +210,7 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
                     yield piece
 
 
-def explained(settings: Settings, error: RuntimeError) -> MegatronError:
+def explain_failure(settings: TokenizerFlags, error: RuntimeError) -> MegatronError:
     """An error that names the setting and the way out, for an error of sentencepiece."""
     message = str(error)
     if most := re.search(r"set it to a value <= (\d+)", message):
@@ -226,7 +226,7 @@ def explained(settings: Settings, error: RuntimeError) -> MegatronError:
     return DataError(f"--input {' '.join(settings.input)}: sentencepiece cannot train on it: {message}")
 
 
-def nothing_to_learn(settings: Settings) -> DataError:
+def nothing_to_learn(settings: TokenizerFlags) -> DataError:
     """The error for inputs without enough text."""
     return DataError(
         f"--input {' '.join(settings.input)}: not enough text under --json-keys "
@@ -236,4 +236,4 @@ def nothing_to_learn(settings: Settings) -> DataError:
 
 def main() -> None:
     """Parse the flags and run."""
-    train(parse_flags(Settings, description=__doc__))
+    train_and_write(parse_flags(TokenizerFlags, description=__doc__))

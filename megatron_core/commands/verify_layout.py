@@ -32,14 +32,22 @@ from megatron_core.verify.comparison import (
     OF_EVERY_LAYOUT,
     Task,
     configured,
-    described,
+    layout_task,
     not_compared,
     require_legal,
     said_of_stages,
 )
 from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, changes, small_run
-from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary, verdict_line
+from megatron_core.verify.table import (
+    BITS_HEADING,
+    HEADING,
+    TerminalTable,
+    bits_page,
+    layout_page,
+    summary_line,
+    verdict_line,
+)
 from megatron_core.verify.together import incomparable
 
 MOST_RANKS = 4096
@@ -53,7 +61,7 @@ LONGEST_VALUE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LayoutOptions:
     """Train a model for a few steps in one process and under each layout, with the same weights and global batches, and
     compare loss, gradients, gradient norm and weights; with --bits their hashes.
 
@@ -103,7 +111,7 @@ Outputs = Mapping[str, Output]
 """Output files by the names of their settings."""
 
 
-def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
+def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog=program()), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
@@ -112,7 +120,7 @@ def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
             "compile=True cannot be checked with simulated ranks, whose groups graphs cannot name; give --device cpu, "
             "or remove --compile"
         )
-    what = describe(task.config, options, device)
+    what = describe_comparison(task.config, options, device)
     changed_to = f"{'changed' if options.full_size else 'shrunk'}: {task.shrunk}"
     print(*(f"note: {note}" for note in task.notes), what, *([changed_to] if task.shrunk else []), sep="\n", flush=True)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
@@ -120,7 +128,7 @@ def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
 
 
 def compare_values(
-    experiment: GPTExperiment, task: Task, options: Options, device: str, what: str, outputs: Outputs
+    experiment: GPTExperiment, task: Task, options: LayoutOptions, device: str, what: str, outputs: Outputs
 ) -> int:
     """Compare within the bounds of rounding."""
     table = TerminalTable([str(layout) for layout in task.layouts], options.compared_dtype)
@@ -133,18 +141,18 @@ def compare_values(
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
-    left_out = words_of(task.not_compared)
-    print(verdict_line(summary(report), left_out), *refusals(task), sep="\n")
+    left_out = setting_words(task.not_compared)
+    print(verdict_line(summary_line(report), left_out), *refusals(task), sep="\n")
     if "json" in outputs:
         written = report.as_dict() | {"not_compared": left_out, "refused": task.refused}
         outputs["json"].write(json.dumps(written, indent=1) + "\n")
     if "markdown" in outputs:
-        outputs["markdown"].write("\n".join(page(report, what, left_out)) + "\n")
+        outputs["markdown"].write("\n".join(layout_page(report, what, left_out)) + "\n")
     return 0 if report.holds else 1
 
 
 def compare_bits(
-    experiment: GPTExperiment, task: Task, options: Options, device: str, what: str, outputs: Outputs
+    experiment: GPTExperiment, task: Task, options: LayoutOptions, device: str, what: str, outputs: Outputs
 ) -> int:
     """Compare hashes."""
     width = max(len(str(layout)) for layout in task.layouts)
@@ -156,7 +164,7 @@ def compare_bits(
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
-    left_out = words_of(task.not_compared)
+    left_out = setting_words(task.not_compared)
     print(verdict_line(report.summary, left_out), *refusals(task), sep="\n")
     if "json" in outputs:
         written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
@@ -166,7 +174,7 @@ def compare_bits(
     return 0 if report.holds else 1
 
 
-def words_of(settings: Mapping[str, object]) -> list[str]:
+def setting_words(settings: Mapping[str, object]) -> list[str]:
     """Settings as texts; a switch is its name, and a long value is left out."""
     texts = {name: "" if value is True else f"={value}" for name, value in settings.items()}
     return [f"{name}{text if len(text) <= LONGEST_VALUE else ''}" for name, text in texts.items()]
@@ -180,24 +188,24 @@ def refusals(task: Task) -> list[str]:
     return [f"refused: {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
 
-def task_of(config: RunConfig, options: Options) -> Task:
+def task_of(config: RunConfig, options: LayoutOptions) -> Task:
     """The model under test and its layouts; ``ConfigError`` if one of them cannot be trained."""
     if options.all:
         task = all_layouts(config, options)
     elif options.layouts:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
         small = sized(config, layouts, options)
-        notes_of_task = tuple(notes(config, layouts, options))
-        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), notes_of_task)
+        notes_of_task = tuple(notes_on_comparison(config, layouts, options))
+        task = Task(small, layouts, changed_layout(config, OF_EVERY_LAYOUT), notes_of_task)
     else:
         ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
-        task = described(config, ranks, whole(config) if options.full_size else None)
+        task = layout_task(config, ranks, full_size_model(config) if options.full_size else None)
     require_legal(task, options.compared_dtype)
     left_out = not_compared(task, config, options.compared_dtype)
     return replace(task, shrunk=changes(config, task.config), not_compared=left_out)
 
 
-def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
+def changed_layout(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
     """Settings of the parallel layout that differ from their defaults."""
     values = {name: getattr(config.parallel, name) for name in names}
     return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
@@ -216,15 +224,15 @@ def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
     return replace(layout, dp=world_size[0] // layout.world_size)
 
 
-def whole(config: RunConfig) -> RunConfig:
+def full_size_model(config: RunConfig) -> RunConfig:
     """The model itself, with its own vocabulary."""
     return at_full_size(config, vocabulary_size(config, tokenizer_of(config.data)))
 
 
-def sized(config: RunConfig, layouts: list[Layout], options: Options) -> RunConfig:
+def sized(config: RunConfig, layouts: list[Layout], options: LayoutOptions) -> RunConfig:
     """The small version of the model, or with --full-size the model itself."""
     if options.full_size:
-        return whole(config)
+        return full_size_model(config)
     small = shrunk(config, layouts)
     width = small.model.hidden_size
     if width > max(SMALL_WIDTH, *(shrunk(config, [layout]).model.hidden_size for layout in layouts)):
@@ -236,7 +244,7 @@ def sized(config: RunConfig, layouts: list[Layout], options: Options) -> RunConf
     return small
 
 
-def all_layouts(config: RunConfig, options: Options) -> Task:
+def all_layouts(config: RunConfig, options: LayoutOptions) -> Task:
     """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
     sizes = [fitting_layouts(config, size) for size in options.world_size]
@@ -273,7 +281,7 @@ def sampled(layouts: list[Layout]) -> list[Layout]:
     return [layout for i, layout in enumerate(layouts) if i in sample]
 
 
-def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterator[str]:
+def notes_on_comparison(config: RunConfig, layouts: list[Layout], options: LayoutOptions) -> Iterator[str]:
     """Differences between what is compared and what the flags describe."""
     stages = said_of_stages(config)
     if stages:
@@ -288,7 +296,7 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
             yield f"the full-size model cannot be trained in {str(layout)!r} ({fault}); only the small one is compared"
 
 
-def refuse_contradictions(options: Options) -> None:
+def refuse_contradictions(options: LayoutOptions) -> None:
     """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
     if options.all and options.layouts:
         raise ConfigError("--all and --layouts exclude each other; remove one of them")
@@ -304,7 +312,7 @@ def refuse_contradictions(options: Options) -> None:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
 
 
-def prepare_outputs(options: Options, flags: list[str]) -> Outputs:
+def prepare_outputs(options: LayoutOptions, flags: list[str]) -> Outputs:
     """Check the files that will be written, before the work starts."""
     heading = BITS_HEADING if options.bits else HEADING
     kinds = {
@@ -326,7 +334,7 @@ def available_device(layouts: list[Layout]) -> str:
     return "cpu" if most <= MOST_PROCESSES else "simulated"
 
 
-def describe(config: RunConfig, options: Options, device: str) -> str:
+def describe_comparison(config: RunConfig, options: LayoutOptions, device: str) -> str:
     """The line about what is compared."""
     model = config.model
     size = "full size" if options.full_size else "shrunk"
@@ -341,10 +349,10 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
 
 def main(args: list[str] | None = None) -> int:
     """The whole program; a user error is printed as one message."""
-    options, flags = parse_flags(Options, prog=program(), args=args, return_unknown_args=True)
+    options, flags = parse_flags(LayoutOptions, prog=program(), args=args, return_unknown_args=True)
     try:
         refuse_contradictions(options)
-        return verify(options, flags, prepare_outputs(options, flags))
+        return verify_layouts(options, flags, prepare_outputs(options, flags))
     except RankFailure as error:
         print(f"{program()}: training in one process failed: {error}", file=sys.stderr)
         return 1

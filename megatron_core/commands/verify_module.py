@@ -22,7 +22,7 @@ from megatron_core.verify import Layout, verify_module
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ModuleOptions:
     """Train a model for a step per batch in one process and split over ranks, in float64, and compare losses, gradients
     and weights. FILE is run as a Python program.
 
@@ -42,7 +42,7 @@ class Options:
     """Layout of tensor and data parallelism, such as "tp2", "tp2 dp2 zero1"."""
 
 
-def verify(options: Options) -> int:
+def run_comparison(options: ModuleOptions) -> int:
     """Run the comparison and print its result; return the exit status."""
     file, _, function = options.target.rpartition(":")
     if not Path(file).is_file():
@@ -79,4 +79,4 @@ def _function(names: dict[str, Any], file: str, name: str) -> Callable[[], Any]:
 
 def main() -> int:
     """Parse the flags and run; 1 if the models differ."""
-    return verify(parse_flags(Options, description=__doc__))
+    return run_comparison(parse_flags(ModuleOptions, description=__doc__))

@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.inference.blocks import BlockPool
 from megatron_core.inference.generator import Generator, Message
-from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.inference.memory import cache_blocks
 from megatron_core.inference.requests import Progress, Request, TokenScore
-from megatron_core.inference.sampling import Losses, choose, fault_of, log_probabilities
-from megatron_core.inference.scheduler import Scheduler, Segment, Text
+from megatron_core.inference.sampling import Losses, fault_of, log_probabilities, sample_tokens
+from megatron_core.inference.scheduler import RequestText, Segment, TextScheduler
 from megatron_core.inference.settings import InferenceConfig
 
 
@@ -57,7 +57,7 @@ class Engine:
         block_size = config.inference_dynamic_batching_block_size
         groups = generator.groups.size("pp")
         capacity = cache_blocks(config, generator, max_batch_size)
-        self.scheduler = Scheduler(
+        self.scheduler = TextScheduler(
             BlockPool(capacity),
             block_size,
             groups=groups,
@@ -101,7 +101,7 @@ class Engine:
         request = self.checked(request)
         number = next(self._numbers)
         random = torch.Generator().manual_seed(request.sampling.seed)
-        self.scheduler.add(Text(number, request, random, list(request.prompt)))
+        self.scheduler.add(RequestText(number, request, random, list(request.prompt)))
         return number
 
     def checked(self, request: Request) -> Request:
@@ -161,7 +161,9 @@ class Engine:
         self.cache.reserve(self.scheduler.pool.top)
         # Texts with the same first blocks are adjacent, so that attention reads these once.
         segments.sort(key=lambda segment: (segment.count > 1, segment.first == 0, segment.text.table))
-        spans = [Span(segment.first, segment.count, segment.text.table, segment.text.state) for segment in segments]
+        spans = [
+            CachedSpan(segment.first, segment.count, segment.text.table, segment.text.state) for segment in segments
+        ]
         ids = [token for s in segments for token in s.text.tokens[s.first : s.first + s.count]]
         ends = accumulate(segment.count for segment in segments)
         rows = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.rows, end)]
@@ -204,7 +206,7 @@ class Engine:
                 results.append(progress)
         return results
 
-    def _remove(self, text: Text, *, damaged: bool = False) -> None:
+    def _remove(self, text: RequestText, *, damaged: bool = False) -> None:
         """Return a text's blocks; those of a ``damaged`` text may have numbers that are not finite."""
         pool = self.scheduler.pool
         blocks = text.table
@@ -222,7 +224,9 @@ def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int 
     ends = list(accumulate(segment.rows for segment in segments))
     final = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.chooses]
     texts = [segment.text for segment in segments if segment.chooses]
-    chosen = iter(choose(logits[final], [text.request.sampling for text in texts], [text.random for text in texts]))
+    chosen = iter(
+        sample_tokens(logits[final], [text.request.sampling for text in texts], [text.random for text in texts])
+    )
     following: list[int] = []
     for segment in segments:
         start = segment.first + segment.count - segment.rows + 1

@@ -21,7 +21,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
 from megatron_core.features.fp8.settings import FP8Config
-from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -135,7 +135,7 @@ class Generator:
 
     @torch.inference_mode()
     def run(
-        self, ids: Sequence[int], spans: Sequence[Span], cache: KVCache, logit_rows: Sequence[int] | None
+        self, ids: Sequence[int], spans: Sequence[CachedSpan], cache: KVCache, logit_rows: Sequence[int] | None
     ) -> tuple[Tensor | None, list[Message]]:
         """Run the tokens ``ids`` of ``spans`` through this rank's stages, and add them to ``cache``.
 

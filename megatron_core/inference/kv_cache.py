@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_core.inference.paged_attention import attend_heads, attend_latents
-from megatron_core.inference.paged_step import Chunk, PagedStep
+from megatron_core.inference.paged_step import PagedStep, TokenChunk
 from megatron_core.transformer.latent_attention import LatentAttention
 
 
 @dataclass(frozen=True)
-class Span:
+class CachedSpan:
     """Consecutive positions of a text that a step computes, and the blocks of all its positions."""
 
     first: int
@@ -56,7 +56,7 @@ class KVCache:
         attend = attend_latents if isinstance(layer, LatentAttention) else attend_heads
         return attend(layer, self, *tensors)
 
-    def begin(self, spans: Sequence[Span]) -> Tensor:
+    def begin(self, spans: Sequence[CachedSpan]) -> Tensor:
         """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.
 
         First come single tokens, then chunks with earlier positions, then chunks from position 0 on.
@@ -82,7 +82,7 @@ class KVCache:
         row = len(singles)
         for span in chunks:
             table = torch.tensor(span.table[: -(-(span.first + span.count) // size)], device=device)
-            chunk_views.append(Chunk(row, span.count, table, span.first + span.count))
+            chunk_views.append(TokenChunk(row, span.count, table, span.first + span.count))
             row += span.count
         self.step = PagedStep(
             slots=torch.cat(slots).to(device),

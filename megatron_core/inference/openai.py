@@ -11,12 +11,12 @@ from typing import Any
 from megatron_core.errors import DataError
 from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference.openai_requests import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    Message,
     RequestError,
     read_request,
-    shown,
+    shown_value,
 )
 from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Sampling
@@ -33,7 +33,7 @@ LEAST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of one request."""
 
     max_length: int
@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass
-class Choice:
+class Continuation:
     """One continuation and its state."""
 
     index: int
@@ -77,11 +77,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Job:
+class WebJob:
     """A web request as requests of the engine."""
 
     chat: bool
-    choices: list[Choice]
+    choices: list[Continuation]
     stream: bool
     include_usage: bool
     prompt_tokens: int
@@ -100,7 +100,7 @@ class Protocol:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: Limits,
+        limits: RequestLimits,
         model: str,
         vocab_size: int,
         begin: Callable[[Sequence[int]], list[int]] = list,
@@ -114,7 +114,7 @@ class Protocol:
         self._ends = end_ids(tokenizer)
         self._text = TokenTexts(tokenizer)
 
-    def job(self, body: bytes, *, chat: bool) -> Job:
+    def job(self, body: bytes, *, chat: bool) -> WebJob:
         """Parse the JSON of a request; ``RequestError`` if it is illegal or not supported."""
         if chat:
             parsed: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
@@ -126,7 +126,9 @@ class Protocol:
         most = self.limits.max_choices
         count = 1 if isinstance(parsed, ChatRequest) else len(parsed.prompt)
         if number * count > most:
-            raise RequestError(f"{count} prompts times n={shown(number)} is more than {most} choices; give fewer", "n")
+            raise RequestError(
+                f"{count} prompts times n={shown_value(number)} is more than {most} choices; give fewer", "n"
+            )
         if isinstance(parsed, ChatRequest):
             prompts = [self._chat_prompt(parsed.messages)]
             echo = False
@@ -155,9 +157,9 @@ class Protocol:
             echoed = self._echo(parsed, index // number, prompt) if echo else ""
             # An answer of a chat is a text of its own; a completion continues its prompt.
             stream = TextStream(self.tokenizer, parsed.stop, () if chat else prompt)
-            choices.append(Choice(index, request, stream, echoed))
+            choices.append(Continuation(index, request, stream, echoed))
         include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-        return Job(chat, choices, parsed.stream, include_usage, sum(map(len, prompts)))
+        return WebJob(chat, choices, parsed.stream, include_usage, sum(map(len, prompts)))
 
     def _echo(self, request: ChatRequest | CompletionRequest, number: int, prompt: Sequence[int]) -> str:
         """A prompt as it was given, or the text of its tokens if these are reported."""
@@ -167,10 +169,10 @@ class Protocol:
     def check_model(self, name: str) -> None:
         """``RequestError`` unless the model has this name."""
         if name != self.model:
-            message = f"model={shown(name)} does not exist; give {self.model!r}, or remove 'model'"
+            message = f"model={shown_value(name)} does not exist; give {self.model!r}, or remove 'model'"
             raise RequestError(message, "model", code="model_not_found", status=404)
 
-    def choice_json(self, job: Job, choice: Choice) -> Json:
+    def choice_json(self, job: WebJob, choice: Continuation) -> Json:
         """JSON of a finished choice."""
         text = choice.echo + choice.stream.text
         content: Json = {"text": text}
@@ -178,12 +180,12 @@ class Protocol:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, 0), **_reason(choice)}
 
-    def delta_json(self, job: Job, choice: Choice, text: str, first: int) -> Json:
+    def delta_json(self, job: WebJob, choice: Continuation, text: str, first: int) -> Json:
         """JSON of new text of a streamed choice; ``first``: number of its tokens reported before."""
         content: Json = {"delta": {"content": text}} if job.chat else {"text": text}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, first), **_reason(choice)}
 
-    def _scores_json(self, job: Job, choice: Choice, first: int) -> Json | None:
+    def _scores_json(self, job: WebJob, choice: Continuation, first: int) -> Json | None:
         if choice.request.logprobs is None:
             return None
         tokens = choice.scores[first:]
@@ -215,7 +217,7 @@ class Protocol:
         chosen, *more = ({"token": self._text(i, begins=begins), "logprob": value, "bytes": None} for i, value in pairs)
         return {**chosen, "top_logprobs": more}
 
-    def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Tokens of a chat."""
         if self.template is None:
             raise RequestError(
@@ -268,10 +270,12 @@ class Protocol:
         if wanted is None:
             return room if chat else min(COMPLETION_TOKENS, room)
         if wanted > room:
-            message = f"{name}={shown(wanted)} and the prompt's {length} tokens exceed the context of {context} tokens"
+            message = (
+                f"{name}={shown_value(wanted)} and the prompt's {length} tokens exceed the context of {context} tokens"
+            )
             raise RequestError(f"{message}; give at most {room}", name, code=code, room=room)
         return wanted
 
 
-def _reason(choice: Choice) -> Json:
+def _reason(choice: Continuation) -> Json:
     return {"finish_reason": choice.finished}

@@ -99,7 +99,9 @@ class GenerationRequest(_Model):
     def _stops(cls, stop: Any) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-            raise RequestError(f"stop={shown(stop)}: give a string or a list of strings, none of them empty", "stop")
+            raise RequestError(
+                f"stop={shown_value(stop)}: give a string or a list of strings, none of them empty", "stop"
+            )
         if len(stops) > MOST_STOPS:
             raise RequestError(f"stop has {len(stops)} strings; give at most {MOST_STOPS}", "stop")
         if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
@@ -135,7 +137,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class Message(_Model):
+class ChatMessage(_Model):
     """A message of a chat."""
 
     role: Literal["developer", "system", "user", "assistant"]  # not tool and function: tools are not supported
@@ -166,7 +168,7 @@ class Message(_Model):
 class ChatRequest(GenerationRequest):
     """A request for answers to a chat."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -203,15 +205,15 @@ def read_request(model: type[AnyRequest], body: bytes) -> AnyRequest:
     if kind_of_fault == "missing":
         raise RequestError(f"{name} is missing; add it", param)
     if kind_of_fault == "extra_forbidden":
-        raise RequestError(f"{shown(name)} is not a parameter of this server; remove it", param)
-    raise RequestError(f"{name}={shown(fault['input'])}: {message.replace('Input', 'it', 1)}", param)
+        raise RequestError(f"{shown_value(name)} is not a parameter of this server; remove it", param)
+    raise RequestError(f"{name}={shown_value(fault['input'])}: {message.replace('Input', 'it', 1)}", param)
 
 
 def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
 
 
-def shown(value: Any, most: int = 40) -> str:
+def shown_value(value: Any, most: int = 40) -> str:
     """Format a value for a message, shortened."""
     text = value if isinstance(value, str) else repr(value)
     text = text if len(text) <= most else text[:most] + "..."

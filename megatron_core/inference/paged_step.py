@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Several consecutive tokens of a text with earlier positions in the cache."""
 
     row: int
@@ -35,7 +35,7 @@ class PagedStep:
     shortest: int
     longest: int
     """Smallest and largest element of ``lengths``; 0 if there is none."""
-    chunks: Sequence[Chunk]
+    chunks: Sequence[TokenChunk]
     fresh: Sequence[int]
     """Numbers of tokens of the chunks from position 0 on; they attend to the step's own keys and values."""
     texts: Tensor

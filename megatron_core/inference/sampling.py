@@ -42,7 +42,7 @@ class Sampling:
             raise ConfigError(f"top_p={self.top_p} is not a probability > 0; give more than 0 and at most 1")
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[int]:
+def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[int]:
     """Choose a token for each row of ``logits`` ``[n, vocabulary]``; a sampled row uses its own generator.
 
     A row whose largest logit is not finite (NaN counts as the largest) gets a negative number, for ``fault_of``.
@@ -53,7 +53,7 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[t
         if not isfinite(largest[row]):
             tokens[row] = next(number for number, value in FAULTS.items() if str(largest[row]) == value)
         elif sampling.temperature > 0.0:
-            tokens[row] = draw(candidates(logits[row].cpu().to(torch.float32), sampling).softmax(-1), generator)
+            tokens[row] = draw(candidate_logits(logits[row].cpu().to(torch.float32), sampling).softmax(-1), generator)
     return tokens
 
 
@@ -83,7 +83,7 @@ def argmax(logits: Tensor) -> list[int]:
     return logits.argmax(-1).tolist()
 
 
-def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
+def candidate_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits divided by the temperature, with -inf for tokens that top_k and top_p exclude."""
     # Subtract the maximum first, in float64: division by a tiny temperature would give infinity, and then NaN.
     logits = ((logits - logits.max()).to(torch.float64) / sampling.temperature).to(torch.float32)

@@ -12,7 +12,7 @@ from megatron_core.inference.requests import Request, TokenScore
 
 
 @dataclass(eq=False)
-class Text:
+class RequestText:
     """A request and its continuation."""
 
     number: int
@@ -55,7 +55,7 @@ class Text:
 class Segment:
     """Consecutive tokens of a text that a step computes."""
 
-    text: Text
+    text: RequestText
     first: int
     """Position of the first token."""
     count: int
@@ -65,7 +65,7 @@ class Segment:
     """Number of the segment's last positions whose logits are needed."""
 
 
-class Scheduler:
+class TextScheduler:
     """Texts in ``groups`` that are computed alternately, and a queue of waiting texts.
 
     A step computes one token of each running text of a group, then chunks of prompts with up to ``max_tokens`` tokens
@@ -84,8 +84,8 @@ class Scheduler:
         self.max_tokens = max_tokens
         self.chunked = chunked
         self.sharing = sharing
-        self.waiting: list[Text] = []
-        self.groups: list[list[Text]] = [[] for _ in range(groups)]
+        self.waiting: list[RequestText] = []
+        self.groups: list[list[RequestText]] = [[] for _ in range(groups)]
         self._free_states = list(range(max_batch_size))
         self.preempted = 0
         """Number of times that a text returned its blocks."""
@@ -97,12 +97,12 @@ class Scheduler:
         """Number of texts with blocks."""
         return sum(map(len, self.groups))
 
-    def add(self, text: Text) -> None:
+    def add(self, text: RequestText) -> None:
         """Add a text to the queue, from the beginning of its computation."""
         text.prompt_scores.clear()
         insort(self.waiting, text, key=_number)
 
-    def remove(self, text: Text) -> None:
+    def remove(self, text: RequestText) -> None:
         """Remove a text, and return its blocks."""
         if text.group is None:
             self.waiting = [other for other in self.waiting if other is not text]
@@ -114,7 +114,7 @@ class Scheduler:
         text.computed = 0
         text.group = None
 
-    def find(self, number: int) -> Text | None:
+    def find(self, number: int) -> RequestText | None:
         """Return the waiting or running text with this number."""
         texts = (text for group in (*self.groups, self.waiting) for text in group)
         return next((text for text in texts if text.number == number), None)
@@ -164,7 +164,7 @@ class Scheduler:
             return max((first + budget - tokens) // self.block_size * self.block_size - first, 0)
         return 0 if tokens else remaining
 
-    def _segment(self, text: Text, count: int) -> Segment:
+    def _segment(self, text: RequestText, count: int) -> Segment:
         """Count the next tokens as computed, and register the blocks that they fill."""
         chooses = count == text.remaining
         rows = count if text.is_scored else int(chooses)
@@ -175,18 +175,18 @@ class Scheduler:
             self.pool.register(text.table[index], self._key(text, index))
         return segment
 
-    def _key(self, text: Text, index: int) -> bytes:
+    def _key(self, text: RequestText, index: int) -> bytes:
         """Hash of the text up to the end of a block."""
         for block in range(len(text.keys), index + 1):
             parent = text.keys[block - 1] if block else b""
             text.keys.append(block_key(parent, text.tokens[block * self.block_size : (block + 1) * self.block_size]))
         return text.keys[index]
 
-    def _may_share(self, text: Text) -> bool:
+    def _may_share(self, text: RequestText) -> bool:
         """Whether the text may use blocks that others have computed: not to score all tokens of its prompt."""
         return self.sharing and text.shares and not text.is_scored
 
-    def _shared_blocks(self, text: Text) -> list[int]:
+    def _shared_blocks(self, text: RequestText) -> list[int]:
         """The registered blocks with the text's first tokens; at least one token is left to compute."""
         blocks: list[int] = []
         if not self._may_share(text):
@@ -198,7 +198,7 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _adopt(self, text: Text) -> None:
+    def _adopt(self, text: RequestText) -> None:
         """Use blocks that other texts have computed since the text's last chunk."""
         if not self._may_share(text) or text.computed % self.block_size:
             return
@@ -219,13 +219,13 @@ class Scheduler:
         count = len(self.groups)
         return min(_part(total, count, slot), _part(self.max_batch_size, count, slot))
 
-    def _fits(self, text: Text, shared: Sequence[int]) -> bool:
+    def _fits(self, text: RequestText, shared: Sequence[int]) -> bool:
         """Whether there are blocks for the text, and one more for each running text."""
         revived = sum(map(self.pool.is_unused, shared))
         needed = self._blocks(len(text.tokens)) - len(shared) + revived
         return needed + self.running <= self.pool.available
 
-    def _admit(self, text: Text, slot: int, shared: list[int]) -> None:
+    def _admit(self, text: RequestText, slot: int, shared: list[int]) -> None:
         """Move the first waiting text to a group, with all blocks of its tokens."""
         self.waiting.pop(0)
         for block in shared:
@@ -239,7 +239,7 @@ class Scheduler:
         self.reused += text.computed
         insort(self.groups[slot], text, key=_number)
 
-    def _has_room(self, text: Text) -> bool:
+    def _has_room(self, text: RequestText) -> bool:
         """Allocate the block of the text's next token, if necessary from texts of the group that came later."""
         while len(text.table) < self._blocks(text.computed + 1):
             if self.pool.available:
@@ -252,7 +252,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, text: Text) -> None:
+    def _preempt(self, text: RequestText) -> None:
         """Return a running text to the queue without its blocks."""
         self.remove(text)
         self.add(text)
@@ -262,7 +262,7 @@ class Scheduler:
         return -(-positions // self.block_size)
 
 
-def _number(text: Text) -> int:
+def _number(text: RequestText) -> int:
     return text.number
 
 

@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.inference.openai import Choice, Job, Json, Protocol
+from megatron_core.inference.openai import Continuation, Json, Protocol, WebJob
 from megatron_core.inference.openai_requests import RequestError
 from megatron_core.inference.requests import Progress
 from megatron_core.inference.service import GenerationService, Listener, QueueFullError
@@ -56,13 +56,13 @@ class EventStream(StreamingResponse):
 class Running:
     """The requests of a job in the service, and their progress."""
 
-    def __init__(self, job: Job, service: GenerationService) -> None:
+    def __init__(self, job: WebJob, service: GenerationService) -> None:
         self.job = job
         self._service = service
-        self._arrived: asyncio.Queue[tuple[Choice, Progress | None]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[Continuation, Progress | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def listener(choice: Choice) -> Listener:
+        def listener(choice: Continuation) -> Listener:
             def arrive(progress: Progress | None) -> None:
                 with suppress(RuntimeError):  # the loop is closed: the server is stopping
                     loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, progress))
@@ -72,7 +72,7 @@ class Running:
         requests = [choice.request for choice in job.choices]
         self._tickets = service.submit(requests, [listener(choice) for choice in job.choices])
 
-    async def pieces(self) -> AsyncIterator[tuple[Choice, str, int]]:
+    async def pieces(self) -> AsyncIterator[tuple[Continuation, str, int]]:
         """Yield each choice with progress, its new text, and the number of its tokens reported before."""
         left = len(self.job.choices)
         while left:

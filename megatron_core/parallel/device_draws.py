@@ -64,8 +64,8 @@ def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
     d = zero
     keys = [key, 0]
     for _ in range(10):
-        (high_a, low_a) = _product(a, _MULTIPLIERS[0])
-        (high_c, low_c) = _product(c, _MULTIPLIERS[1])
+        high_a, low_a = _product(a, _MULTIPLIERS[0])
+        high_c, low_c = _product(c, _MULTIPLIERS[1])
         a = high_c ^ b ^ _signed(keys[0])
         b = low_c
         c = high_a ^ d ^ _signed(keys[1])

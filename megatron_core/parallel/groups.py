@@ -126,6 +126,8 @@ class ParallelGroups:
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
+        self.links: dict[tuple[int, int], Group | None] = {}
+        """Groups of the messages from one pipeline rank to another, if links have their own, see ``connect_links``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
@@ -199,6 +201,17 @@ class ParallelGroups:
             if ranks not in self._tied:
                 self._tied[ranks] = self._own_group("pp", partial(_members, indices=ranks))
 
+    def connect_links(self, links: Iterable[tuple[int, int]]) -> None:
+        """Create a group for each link (sender, receiver) between pipeline ranks, if messages need one.
+
+        All ranks of the job call it with the same links.
+        """
+        if not self._is_distributed or not messages_share_stream():
+            return
+        for link in links:
+            self._made.clear()  # both directions have the same ranks
+            self.links[link] = self._own_group("pp", partial(_members, indices=link))
+
     def tied(self, ranks: tuple[int, ...]) -> Group:
         """This rank's group over the pipeline ranks ``ranks``, which hold a tied weight."""
         group = self._tied.get(ranks)
@@ -254,7 +267,7 @@ class ParallelGroups:
         With torch.distributed all groups of the world are created, because every process must take part in each
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
-        mine = None
+        own_group = None
         distributed = self._is_distributed
         # All processes create all groups in the same order, as torch requires, and keep only their own.
         everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
@@ -263,8 +276,8 @@ class ParallelGroups:
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout, backend=backend)
                 if self.rank in members:
-                    mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
-        return mine
+                    own_group = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
+        return own_group
 
     @property
     def _is_distributed(self) -> bool:
@@ -303,6 +316,14 @@ class ParallelGroups:
         outer = self._own_group(axes, lambda ranks: [ranks[i::size] for i in range(size)])
         assert inner is not None and outer is not None, "every rank belongs to one group of each level"
         return inner, outer
+
+
+def messages_share_stream() -> bool:
+    """Whether all messages of a group use one communicator and one stream, so that a receive blocks later sends."""
+    # NCCL has a communicator for each pair of ranks, unless ``init_process_group`` was called with ``device_id``: then
+    # torch uses the communicator of the whole group (``ProcessGroupNCCL::pointToPoint``).
+    is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return is_bound and dist.get_backend() == "nccl"
 
 
 def _neighbours(ranks: Ranks, size: int) -> list[Ranks]:

@@ -126,9 +126,9 @@ def draws_alike(device: torch.device) -> bool:
     shape = (257, 4096)
     seed = name_seed(0, "check")
     for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
-        there = torch.empty(box.numel, device=device)
-        parallel.fill_normal(there, box, shape, seed, normal.std)
-        if not np.array_equal(there.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
+        drawn = torch.empty(box.numel, device=device)
+        parallel.fill_normal(drawn, box, shape, seed, normal.std)
+        if not np.array_equal(drawn.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
             warnings.warn(f"{device} rounds differently from a CPU: initial weights are drawn on the CPU", stacklevel=2)
             return False
     return True

@@ -122,14 +122,14 @@ class Interleaver:
         # it.
         other = self._pool.submit(in_this_rank(on_thread))
         try:
-            mine: Any = pair.run(0, first)
+            first_result: Any = pair.run(0, first)
             wait([other])
         finally:
             _RUNNING().remove(pair)
         if pair.error is not None:
             raise pair.error
-        theirs: Any = other.result()
-        return mine, theirs
+        second_result: Any = other.result()
+        return first_result, second_result
 
     def _stream(self) -> AbstractContextManager[Any]:
         """The device and the stream of the calling thread; a new thread has the defaults."""

@@ -70,7 +70,7 @@ class _BeginRows(torch.autograd.Function):
     def forward(ctx, exchange, *tensors):
         ctx.exchange = exchange
         arriving = exchange.begin(tensors)
-        return tuple(there.view_as(there) if there is x else there for there, x in zip(arriving, tensors, strict=True))
+        return tuple(rows.view_as(rows) if rows is x else rows for rows, x in zip(arriving, tensors, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):

@@ -171,7 +171,12 @@ class ShardSpec:
         common = list(split.shared)
         for other in self.splits:
             if other.dim == split.dim and other is not split:
-                common = [both for span in common for piece in self._held(other) if (both := _common(span, piece))]
+                common = [
+                    intersection
+                    for span in common
+                    for piece in self._held(other)
+                    if (intersection := _common(span, piece))
+                ]
         return sorted(common)
 
     def shared_ranges(self, split: Split) -> list[tuple[Range, Range]]:
@@ -216,10 +221,14 @@ class ShardSpec:
             # A range that a lower index holds, too, belongs to that index.
             lower = split.ranges[: dict(self.indices)[split.axis]]
             runs = [
-                (both, owned and not any(piece in ranges for ranges in lower), shared + _sharing_axes(split, piece))
+                (
+                    intersection,
+                    owned and not any(piece in ranges for ranges in lower),
+                    shared + _sharing_axes(split, piece),
+                )
                 for piece in self._held(split)
                 for before, owned, shared in runs
-                if (both := _common(before, piece))
+                if (intersection := _common(before, piece))
             ]
         offset = 0
         for (start, stop), owned, shared in runs:

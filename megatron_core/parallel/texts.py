@@ -29,10 +29,10 @@ def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
     # All ranks know the lengths, so they leave together.
     if longest == 0:
         return [""] * group.size()
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: data.numel()] = data
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
     full = torch.zeros(longest * group.size(), dtype=torch.uint8, device=device)
-    all_gather_flat_(full, mine, group)
+    all_gather_flat_(full, padded, group)
     rows = full.view(-1, longest).cpu().numpy()
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 

@@ -22,7 +22,7 @@ from math import lcm
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.planner.recurrence import Recurrence
+from megatron_core.planner.recurrence import RecurrenceCost
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     if config.model.has_attention(layer_number):
         sent = _attention_traffic(config, layer_number)
     if config.model.is_recurrent(layer_number):
-        recurrence = Recurrence.of(config, layer_number)
+        recurrence = RecurrenceCost.of(config, layer_number)
         sent = AttentionTraffic(sent.forward + recurrence.sent, sent.backward + recurrence.sent_back)
     return sent
 
@@ -173,7 +173,7 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
     cp = config.parallel.context_parallel_size
     size = 0.0
     if cp > 1 and model.is_recurrent(layer_number):  # of all ranks, and their gradients
-        size = 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
+        size = 2 * RecurrenceCost.of(config, layer_number).sent * cp / (cp - 1)
     if cp > 1 and model.has_attention(layer_number):
         size = max(size, _arriving_keys(config, layer_number))
     return size

@@ -46,7 +46,7 @@ def readable_duration(seconds: float) -> str:
     return next((f"{seconds / size:,.3g} {unit}" for unit, size in units if seconds >= size), readable_seconds(seconds))
 
 
-def table(candidates: Sequence[Candidate], world_size: int) -> str:
+def layout_table(candidates: Sequence[Candidate], world_size: int) -> str:
     """Return a table with one line per layout."""
     lines = [f"{'':3}{'step':>9}  {'tokens/s':>9} {'TFLOP/s':>8} {'memory':>9} {'bubble':>7} {'exposed':>8}  layout"]
     for number, candidate in enumerate(candidates, 1):
@@ -109,7 +109,7 @@ def why_slower(slower: Candidate, best: Candidate) -> str:
     return f"{readable_seconds(difference)} ({difference / best.seconds:.1%}) slower: {because}"
 
 
-def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], world_size: int, per_node: int) -> str:
+def start_command(config: RunConfig, base: RunConfig, arguments: Sequence[str], world_size: int, per_node: int) -> str:
     """Return the command that starts a layout: the planner's arguments and the flags of changed settings."""
     before = base.flat()
     flags = list(arguments)

@@ -19,7 +19,7 @@ from megatron_core.planner.memory import (
     transient_activations,
 )
 from megatron_core.planner.parameters import Parameters, each_layer, layer_kinds, padded_vocabulary
-from megatron_core.planner.recurrence import Recurrence
+from megatron_core.planner.recurrence import RecurrenceCost
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 
@@ -243,7 +243,7 @@ class Footprint:
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
             size = max(size, n * tokens * 2 * model.hidden_size)
         recurrent = filter(model.is_recurrent, self._layers_of(rank))
-        return max([size, *(Recurrence.of(config, layer).again for layer in recurrent)])
+        return max([size, *(RecurrenceCost.of(config, layer).again for layer in recurrent)])
 
     def _widest(self, rank: int, share: float, size: float) -> float:
         """Width of the temporary gradients of layers of different sizes, ``share`` of the MLP's width, less the

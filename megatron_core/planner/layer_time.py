@@ -17,7 +17,7 @@ from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
 from megatron_core.planner.parameters import joins_parts, padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
-from megatron_core.planner.recurrence import Recurrence
+from megatron_core.planner.recurrence import RecurrenceCost
 from megatron_core.planner.sparse_attention import sparse_seconds
 
 ATTENTION_EDGE = 250
@@ -202,7 +202,7 @@ class LayerClock:
         elif model.has_attention(layer):
             passes.append(self.core_attention(layer))
         if model.is_recurrent(layer):
-            forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
+            forward = RecurrenceCost.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
             passes.append((forward, {category: 3 * seconds for category, seconds in forward.items()}))
         return total([forward for forward, _ in passes]), total([backward for _, backward in passes])
 

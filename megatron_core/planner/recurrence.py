@@ -33,7 +33,7 @@ CHANNEL_CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class RecurrenceCost:
     """Numbers of a layer with a recurrence on a rank."""
 
     flops: float
@@ -50,7 +50,7 @@ class Recurrence:
     """Number of chunks, one after another."""
 
     @classmethod
-    def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
+    def of(cls, config: RunConfig, layer_number: int) -> RecurrenceCost:
         """The numbers of a layer of ``config`` that has a recurrence."""
         model = config.model
         parallel = config.parallel

@@ -59,7 +59,7 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
     return [path for pattern in patterns for path in _files(pattern, own_files)]
 
 
-def describe(path: Path) -> InputFile:
+def describe_input(path: Path) -> InputFile:
     """Return the file's kind, from its suffixes, and its size; DataError for a pipe or a device."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None

@@ -20,12 +20,12 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
-from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe, find_inputs
-from megatron_core.preprocess.output import BrokenDocumentError, Output, WorkFolder, identity, work_path
+from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe_input, find_inputs
+from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, identity, work_path
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
-from megatron_core.preprocess.readers import read_blocks
-from megatron_core.preprocess.report import Interval, Progress, backend_sentence, counted, summary
-from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_settings
+from megatron_core.preprocess.readers import content_blocks
+from megatron_core.preprocess.report import IntervalTimer, JobProgress, backend_sentence, counted, summary_lines
+from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_preprocessing
 from megatron_core.preprocess.worker import InputRange, TokenFormat, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
@@ -49,8 +49,8 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     An interrupted run leaves `PREFIX.work` and partial files (`.partial`); the same call resumes from them.
     ConfigError for invalid settings, DataError for unreadable input.
     """
-    check_settings(settings)
-    sources = [describe(path) for path in find_inputs(settings.input, written(settings))]
+    check_preprocessing(settings)
+    sources = [describe_input(path) for path in find_inputs(settings.input, written(settings))]
     for prefix in settings.prefixes:
         check_header_path(prefix)
     refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
@@ -79,7 +79,7 @@ class _Job:
         self._work = work
         self._began = time.monotonic()
         self._fresh = work.fresh
-        self._output: Output | None = None
+        self._output: TokenOutput | None = None
         self._remarks = remarks_path(settings)
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class _Job:
         layout = make_layout(settings, tokenizer)
         backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)
         work.adopt(identity(settings, self._sources, tokenizer.fingerprint()))
-        output = self._output = Output(work, self._sources, settings, self._remarks, layout.dtype)
+        output = self._output = TokenOutput(work, self._sources, settings, self._remarks, layout.dtype)
         resumed = output.state.size
         if not self._fresh:
             print(f"{work.path}: continuing after {output.state.documents:,} documents", file=sys.stderr)
@@ -121,17 +121,17 @@ class _Job:
         self._write_headers(output, tokenizer)
         work.remove()
         seconds = time.monotonic() - self._began
-        for line in summary(settings.prefixes, output.state, seconds, resumed, backend.name, self._remarks):
+        for line in summary_lines(settings.prefixes, output.state, seconds, resumed, backend.name, self._remarks):
             print(line, flush=True)
 
-    def _append_all(self, output: Output, pool: WorkerPool) -> None:
+    def _append_all(self, output: TokenOutput, pool: WorkerPool) -> None:
         total = sum(source.size for source in self._sources)
-        progress = Progress(total, output.done, self._settings.log_interval)
-        saves = Interval(self._limits.save_seconds)
+        progress = JobProgress(total, output.done, self._settings.log_interval)
+        saves = IntervalTimer(self._limits.save_seconds)
         balanced = max(SMALL_TASK, total // (TASKS_PER_WORKER * self._settings.processes))
         size = min(self._limits.part_bytes, balanced)
         pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
-        for encoded_parts in pool.map(grouped(pieces, self._sources, size)):
+        for encoded_parts in pool.map(group_pieces(pieces, self._sources, size)):
             for encoded in encoded_parts:
                 output.append(encoded)
             progress.update(output.done, output.state.documents, output.tokens)
@@ -146,7 +146,7 @@ class _Job:
                 why = f"{counted(output.state.broken, 'broken document')} omitted; the first one is named above"
             raise DataError(f"--input {' '.join(self._settings.input)}: the input has no tokens; {why}")
 
-    def _write_headers(self, output: Output, tokenizer: Tokenizer) -> None:
+    def _write_headers(self, output: TokenOutput, tokenizer: Tokenizer) -> None:
         for prefix, extent in zip(self._settings.prefixes, output.state.extents, strict=True):
             header = DatasetHeader.of(
                 tokenizer,
@@ -215,7 +215,9 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], fol
         for start, stop in ranges:
             wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
             with suppress(DamagedFileError):  # the run reports it when it reads the file
-                for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start, stop):
+                for block in content_blocks(
+                    source, settings.json_keys, settings.separator, limits, folder, start, stop
+                ):
                     for text in chain.from_iterable(zip(*block.batch(settings.json_keys).texts, strict=True)):
                         texts += [text[:wanted]] * (wanted > 0)
                         wanted -= len(text)
@@ -247,14 +249,14 @@ def read_pieces(
             yield InputRange(number, raw=source.size)
         else:
             try:
-                for block in read_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
+                for block in content_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
                     yield InputRange(number, start, block.end, block=block)
             except DamagedFileError as error:
                 yield InputRange(number, damage=str(error))
         start = 0
 
 
-def grouped(pieces: Iterable[InputRange], sources: Sequence[InputFile], size: int) -> Iterator[list[InputRange]]:
+def group_pieces(pieces: Iterable[InputRange], sources: Sequence[InputFile], size: int) -> Iterator[list[InputRange]]:
     """Group pieces into tasks of `size` bytes or slightly more, so that many small files make few tasks."""
     group: list[InputRange] = []
     total = 0

@@ -73,7 +73,7 @@ class Lengths:
         return bars[filled[0] : filled[-1] + 1] if filled else []
 
 
-def document_lengths(dataset: IndexedDataset) -> Lengths:
+def closed_document_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of all documents; of all sequences if no document is closed."""
     index = dataset.document_indices
     count, unit = (len(index) - 1, "documents") if len(index) > 1 else (len(dataset), "sequences")

@@ -42,7 +42,7 @@ class BrokenDocumentError(DataError):
 
 
 @dataclass
-class State:
+class OutputState:
     """Progress of the output.
 
     position: index of the next file to read, and the position in it. source: index of the last file read. lines, raw:
@@ -64,7 +64,7 @@ class State:
     damaged: int = 0
     extents: list[Extent] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
-    file_start: "State | None" = None
+    file_start: "OutputState | None" = None
     publishing: bool = False
 
     @property
@@ -73,7 +73,7 @@ class State:
         return max(self.position[0], self.source + 1)
 
     @classmethod
-    def of(cls, content: dict[str, Any]) -> "State":
+    def of(cls, content: dict[str, Any]) -> "OutputState":
         """The inverse of `asdict`."""
         parsed = {
             "extents": [Extent(**extent) for extent in content["extents"]],
@@ -92,7 +92,7 @@ class WorkFolder:
     def __init__(self, output_prefix: str) -> None:
         self.path = work_path(output_prefix)
         self.lock = self._locked()
-        self.state: State | None = None
+        self.state: OutputState | None = None
         for path in self.path.iterdir():
             if _PARTIAL.fullmatch(path.name):
                 path.unlink()
@@ -100,7 +100,7 @@ class WorkFolder:
             # A file of an interrupted removal.
             (self.path / "progress.json").unlink(missing_ok=True)
         elif (self.path / "progress.json").exists():
-            self.state = self._read("progress.json", State.of)
+            self.state = self._read("progress.json", OutputState.of)
 
     @property
     def fresh(self) -> bool:
@@ -122,7 +122,7 @@ class WorkFolder:
                 )
         self._write("run.json", run)
 
-    def save(self, state: State) -> None:
+    def save(self, state: OutputState) -> None:
         """Save the progress; the counted output must already be synced to disk."""
         self._write("progress.json", asdict(state))
 
@@ -218,7 +218,7 @@ def differences(before: dict[str, Any], now: dict[str, Any], count: int) -> str:
     return " and ".join(changes)
 
 
-class Output:
+class TokenOutput:
     """Appends parts to the token files of every key and to the list of broken and empty documents."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Output:
         growing = [*map(partial_path, map(get_bin_path, self._prefixes)), partial_path(remarks)]
         if stored is not None and not stored.publishing and not all(path.exists() for path in growing):
             stored = None  # The partial files were removed.
-        self.state = stored or State()
+        self.state = stored or OutputState()
         # Number of files before the current one, and their total bytes.
         self._before = (0, 0)
         self._writers: list[TokenWriter] = []

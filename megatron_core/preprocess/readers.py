@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from megatron_core.preprocess.atomic_write import naming_full_disk, sync_file
-from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe
+from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe_input
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
@@ -73,11 +73,11 @@ class ContentBlock:
 
     def batch(self, keys: tuple[str, ...]) -> Batch:
         """Return the documents, parsed if necessary."""
-        batch = self.content if isinstance(self.content, Batch) else parse(self.content, keys)
+        batch = self.content if isinstance(self.content, Batch) else parse_lines(self.content, keys)
         return batch if batch.texts else replace(batch, texts=[()] * len(keys))
 
 
-def read_blocks(
+def content_blocks(
     source: InputFile,
     keys: Sequence[str],
     separator: str | None,
@@ -110,9 +110,9 @@ def read_texts(
     """
     with TemporaryDirectory() as folder:
         for path in paths:
-            source = describe(path)
+            source = describe_input(path)
             lines = raw = 0
-            for block in read_blocks(source, keys, separator, Limits(), Path(folder)):
+            for block in content_blocks(source, keys, separator, Limits(), Path(folder)):
                 batch = block.batch(tuple(keys))
                 word = DOCUMENT_WORDS[source.format]
                 broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]
@@ -179,7 +179,7 @@ def is_array(data: bytes) -> bool:
         return True
 
 
-def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
+def parse_lines(data: bytes, keys: tuple[str, ...]) -> Batch:
     """Parse lines of JSON to the texts under the keys; blank lines are skipped."""
     lines = BytesIO(data).readlines()  # takes a third of the time of bytes.split
     numbers, documents = [], []
@@ -198,7 +198,7 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
 
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
-    """Return the texts under the keys of a line of JSON; null is an empty text. Errors: as ``parse`` catches."""
+    """Return the texts under the keys of a line of JSON; null is an empty text. Errors: as ``parse_lines`` catches."""
     lenient = False
     try:
         document = orjson.loads(line)
@@ -255,7 +255,7 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
     batch = Batch()
     end = 0
     first = start == 0
-    for end, data in split(stream, separator.encode("utf-8") if separator else None, limits.document_bytes):
+    for end, data in split_documents(stream, separator.encode("utf-8") if separator else None, limits.document_bytes):
         batch.lines += 1
         try:
             if data is None:
@@ -277,7 +277,7 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
         yield ContentBlock(replace(batch, texts=[texts] * keys), end, stream.raw)
 
 
-def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[int, bytes | None]]:
+def split_documents(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield the start of the next document and the bytes of each document; None if it has more than `most` bytes."""
     if separator is None:
         data = stream.read(most + 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_core.preprocess.output import State
+from megatron_core.preprocess.output import OutputState
 from megatron_core.terminal import exact
 
 # Interval without a terminal, so that a log file does not get a line every half second.
@@ -15,7 +15,7 @@ LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
 
 
-class Interval:
+class IntervalTimer:
     """Timer that fires at most once per number of seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class Interval:
         return True
 
 
-class Progress:
+class JobProgress:
     """Shows MB/s, documents, tokens and the remaining time: a bar on a terminal, otherwise a line every 10 seconds.
 
     total: bytes of the input files on disk. done: bytes already processed by an earlier run.
@@ -44,7 +44,7 @@ class Progress:
         self._start = time.monotonic()
         self._start_documents = -1
         self._next = 0
-        self._line = Interval(LINE_SECONDS)
+        self._line = IntervalTimer(LINE_SECONDS)
         # Disable tqdm's monitor thread, which only checks for stalled bars.
         tqdm.monitor_interval = 0
         settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": BAR_SECONDS}
@@ -84,7 +84,9 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def summary(prefixes: Sequence[str], state: State, seconds: float, resumed: int, name: str, remarks: Any) -> list[str]:
+def summary_lines(
+    prefixes: Sequence[str], state: OutputState, seconds: float, resumed: int, name: str, remarks: Any
+) -> list[str]:
     """Return the last lines of a finished run's output.
 
     seconds: duration of this run. resumed: bytes of text processed by an earlier run.

@@ -110,7 +110,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_settings(settings: PreprocessSettings) -> None:
+def check_preprocessing(settings: PreprocessSettings) -> None:
     """Raise ConfigError for settings that are invalid or contradict each other, before any file is opened."""
     for name in ("processes", "log_interval"):
         if not 1 <= getattr(settings, name) <= MOST[name]:

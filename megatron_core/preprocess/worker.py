@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
-from megatron_core.preprocess.readers import Batch, ContentBlock, read_blocks
+from megatron_core.preprocess.readers import Batch, ContentBlock, content_blocks
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
 from megatron_core.tokenizers import Tokenizer, dropped_bytes
 from megatron_core.tokenizers.byte_symbols import count_bytes
@@ -194,7 +194,7 @@ class Worker:
         keys = self.settings.json_keys
         separator = self.settings.separator
         source = self.sources[piece.source]
-        return read_blocks(source, keys, separator, self.limits, self.folder, piece.start, piece.end)
+        return content_blocks(source, keys, separator, self.limits, self.folder, piece.start, piece.end)
 
     def _encode(self, batch: Batch) -> tuple[Batch, list[Encoded]]:
         """Return the batch without the documents that the tokenizer refuses, and the ids of each key."""

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_core.monitor.expert_load import STARVED_SHARE
 from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags
 from megatron_core.reports.prediction import predicted_gain
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 
 SLOW = 1.25
 """A rank is slow if its time per unit of work is at least this multiple of the median of the other ranks."""
@@ -26,21 +26,21 @@ HIDDEN = {"cuda": 0.7, "cpu": 0.25}
 """Share of gradient reduction that overlap hides behind backward; on a CPU the same cores compute and move data."""
 
 
-def _setting(summary: Summary, name: str, default: Any) -> Any:
+def _setting(summary: RunSummary, name: str, default: Any) -> Any:
     return default if (value := summary.config.get(name)) is None else value
 
 
-def _zero_stage(summary: Summary) -> int:
+def _zero_stage(summary: RunSummary) -> int:
     return _setting(summary, "zero_stage", int(_setting(summary, "use_distributed_optimizer", False)))
 
 
-def _batch(summary: Summary) -> int:
+def _batch(summary: RunSummary) -> int:
     """Number of sequences in a step."""
     steps = summary.records.steps()
     return steps[-1]["global_batch_size"] if steps else _setting(summary, "global_batch_size", 1)
 
 
-def slow_rank(summary: Summary) -> Iterator[Finding]:
+def slow_rank(summary: RunSummary) -> Iterator[Finding]:
     """A rank needs more time than others for the same work; the ranks waiting for it lose the difference."""
     if _busiest(summary) > 1:
         return  # ranks with busier experts compute longer
@@ -64,7 +64,7 @@ def slow_rank(summary: Summary) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def imbalanced_stage(summary: Summary) -> Iterator[Finding]:
+def imbalanced_stage(summary: RunSummary) -> Iterator[Finding]:
     """A pipeline stage has more work than the mean; the other stages wait for it in every micro-batch."""
     work: dict[int, float] = {}
     for rank in summary.ranks:
@@ -87,7 +87,7 @@ def imbalanced_stage(summary: Summary) -> Iterator[Finding]:
     yield Finding("imbalanced stage", lost, evidence, (change,))
 
 
-def pipeline_bubble(summary: Summary) -> Iterator[Finding]:
+def pipeline_bubble(summary: RunSummary) -> Iterator[Finding]:
     """Ranks wait for other stages because of the schedule: (p - 1) / (v m + p - 1) of the time with 1F1B."""
     p = _setting(summary, "pipeline_model_parallel_size", 1)
     measured = summary.share("pipeline")
@@ -121,7 +121,7 @@ def pipeline_bubble(summary: Summary) -> Iterator[Finding]:
         yield Finding("slow messages between stages", unexplained, evidence, (Change(text, unexplained),))
 
 
-def _micro_batches(summary: Summary) -> int:
+def _micro_batches(summary: RunSummary) -> int:
     config = summary.config
     shards = [config.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")]
     ranks = summary.records.header().get("world_size", 1)
@@ -129,7 +129,7 @@ def _micro_batches(summary: Summary) -> int:
     return max(_batch(summary) // (copies * (config.get("micro_batch_size") or 1)), 1)
 
 
-def _chunks(summary: Summary) -> int:
+def _chunks(summary: RunSummary) -> int:
     config = summary.config
     layers = config.get("num_layers_per_virtual_pipeline_stage")
     if layers:
@@ -137,7 +137,7 @@ def _chunks(summary: Summary) -> int:
     return config.get("num_virtual_stages_per_pipeline_rank") or 1
 
 
-def exposed_communication(summary: Summary) -> Iterator[Finding]:
+def exposed_communication(summary: RunSummary) -> Iterator[Finding]:
     """Ranks exchange data without computing at the same time."""
     by_axes: dict[str, float] = {}
     kinds: dict[str, list[str]] = {}
@@ -159,7 +159,7 @@ def exposed_communication(summary: Summary) -> Iterator[Finding]:
             )
 
 
-def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Change]:
+def _communicate_less(summary: RunSummary, axes: str, share: float) -> Iterator[Change]:
     first = axes.split("-")[0].split(" ")[0]
     if first == "tp":
         tp = _setting(summary, "tensor_model_parallel_size", 1)
@@ -194,7 +194,7 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
 
 
 def _other_layout(
-    summary: Summary, text: str, collective: str, share: float, settings: dict[str, Any], estimate: float | None
+    summary: RunSummary, text: str, collective: str, share: float, settings: dict[str, Any], estimate: float | None
 ) -> Iterator[Change]:
     """Yield a change, unless the planner predicts no gain; ``estimate``: the gain if it cannot predict."""
     predicted = predicted_gain(summary, settings, collective, share)
@@ -203,7 +203,7 @@ def _other_layout(
         yield flags(text, gain, **settings)
 
 
-def slow_link(summary: Summary) -> Iterator[Finding]:
+def slow_link(summary: RunSummary) -> Iterator[Finding]:
     """One group is slower than other groups in the same collectives."""
     for collective in summary.communication():
         rates = summary.rates(collective)
@@ -223,7 +223,7 @@ def slow_link(summary: Summary) -> Iterator[Finding]:
             yield Finding("slow link", lost, evidence, (Change("test cables, ports and routes of these hosts", lost),))
 
 
-def waiting_phases(summary: Summary) -> Iterator[Finding]:
+def waiting_phases(summary: RunSummary) -> Iterator[Finding]:
     """Data loading, checkpoints, evaluations and the optimizer take an unusually large share of the time."""
     changes: tuple[Change, ...]
     share, rank = summary.worst_share("data")
@@ -261,7 +261,7 @@ def waiting_phases(summary: Summary) -> Iterator[Finding]:
         yield Finding("optimizer", share, f"updating weights takes {share:.1%} of the time", changes)
 
 
-def small_micro_batch(summary: Summary) -> Iterator[Finding]:
+def small_micro_batch(summary: RunSummary) -> Iterator[Finding]:
     """Operations are too small for the device: launch costs dominate."""
     utilisation = summary.mean("utilisation")
     size = _setting(summary, "micro_batch_size", 0)
@@ -286,7 +286,7 @@ def small_micro_batch(summary: Summary) -> Iterator[Finding]:
     yield Finding("small micro-batches", lost, evidence, (change,))
 
 
-def recomputation(summary: Summary) -> Iterator[Finding]:
+def recomputation(summary: RunSummary) -> Iterator[Finding]:
     """Full recomputation repeats the forward, which adds a third of forward and backward (Korthikanti et al. 2022)."""
     if _setting(summary, "recompute_granularity", None) != "full":
         return
@@ -299,7 +299,7 @@ def recomputation(summary: Summary) -> Iterator[Finding]:
     yield Finding("full recomputation", share, evidence, (Change(text, 0.9 * share, settings),))
 
 
-def _memory(summary: Summary) -> tuple[int, int]:
+def _memory(summary: RunSummary) -> tuple[int, int]:
     """Bytes of a device and its peak; on a CPU all ranks of a host share the memory."""
     header = summary.records.header()
     peaks = [lines[-1].get("memory", {}).get("peak", 0) for lines in summary.records.ranks.values() if lines]
@@ -307,7 +307,7 @@ def _memory(summary: Summary) -> tuple[int, int]:
     return header.get("memory_total", 0), peak
 
 
-def memory_pressure(summary: Summary) -> Iterator[Finding]:
+def memory_pressure(summary: RunSummary) -> Iterator[Finding]:
     """Memory is nearly full: allocations may have to free cached blocks and wait."""
     total, peak = _memory(summary)
     if not total or peak < FULL * total:
@@ -319,19 +319,19 @@ def memory_pressure(summary: Summary) -> Iterator[Finding]:
     yield Finding("memory pressure", 0.01, evidence, tuple(changes))
 
 
-def _is_of_experts(summary: Summary, collective: str) -> bool:
+def _is_of_experts(summary: RunSummary, collective: str) -> bool:
     """Whether collectives of a kind carry tokens to experts; the group may be named after another axis."""
     split = _setting(summary, "expert_model_parallel_size", 1) > 1
     return split and collective.endswith("all_to_all") and not collective.startswith("cp")
 
 
-def _busiest(summary: Summary) -> float:
+def _busiest(summary: RunSummary) -> float:
     """Upper bound on (load of the busiest rank) / (mean load); 1 if experts have equal loads."""
     worst = max((worst for worst, _ in summary.unequal_layers().values()), default=1.0)
     return min(worst, _setting(summary, "expert_model_parallel_size", 1))
 
 
-def unequal_experts(summary: Summary) -> Iterator[Finding]:
+def unequal_experts(summary: RunSummary) -> Iterator[Finding]:
     """Some experts get far more tokens than others; ranks with the other experts wait."""
     layers = summary.unequal_layers()
     if not layers:
@@ -355,7 +355,7 @@ def unequal_experts(summary: Summary) -> Iterator[Finding]:
     yield Finding("starving expert" if starved else "unequal experts", lost, evidence, changes)
 
 
-def lost_time(summary: Summary) -> Iterator[Finding]:
+def lost_time(summary: RunSummary) -> Iterator[Finding]:
     """Restarts, repeated and skipped steps."""
     good = summary.goodput
     lost = {name: good.lost[name] / good.seconds for name in ("restart", "repeated", "skipped") if good.seconds}
@@ -366,7 +366,7 @@ def lost_time(summary: Summary) -> Iterator[Finding]:
         yield Finding("restarts and skipped steps", sum(lost.values()), evidence, (change,))
 
 
-def compute_bound(summary: Summary) -> Finding:
+def compute_bound(summary: RunSummary) -> Finding:
     """The remaining time, in forward and backward."""
     utilisation = summary.mean("utilisation")
     rate = "" if utilisation is None else f"; utilisation {utilisation:.1%} of the matrix product rate"
@@ -376,14 +376,14 @@ def compute_bound(summary: Summary) -> Finding:
     return Finding("compute", summary.compute_share, f"forward and backward take the rest{rate}", changes)
 
 
-RULES: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[RunSummary], Iterator[Finding]], ...] = (
     slow_rank, imbalanced_stage, pipeline_bubble, exposed_communication, slow_link, waiting_phases, small_micro_batch,
     recomputation, memory_pressure, unequal_experts, lost_time,
 )  # fmt: skip
 """Every rule yields the causes that it finds."""
 
 
-def diagnose(summary: Summary) -> Diagnosis:
+def diagnose(summary: RunSummary) -> Diagnosis:
     """Apply every rule; the remaining time is compute."""
     findings = [
         replace(finding, changes=tuple(sorted(finding.changes, key=lambda change: -change.gain)))

@@ -51,7 +51,7 @@ class HashRecord:
 
 
 @dataclass(frozen=True)
-class Difference:
+class HashDifference:
     """The first difference of two runs."""
 
     iteration: int
@@ -81,7 +81,7 @@ class Difference:
 _SINGULAR = ("loss", "grad_norm", "optimizer")
 
 
-def first_difference(one: Sequence[HashRecord], other: Sequence[HashRecord]) -> Difference | None:
+def first_hash_difference(one: Sequence[HashRecord], other: Sequence[HashRecord]) -> HashDifference | None:
     """The first difference in the order of iterations and of the computation; None without a difference.
 
     Iterations and quantities that only one run has are not compared.
@@ -95,17 +95,17 @@ def first_difference(one: Sequence[HashRecord], other: Sequence[HashRecord]) -> 
     return None
 
 
-def _difference(one: HashRecord, other: HashRecord) -> Difference | None:
+def _difference(one: HashRecord, other: HashRecord) -> HashDifference | None:
     for quantity in ORDER:
         value, other_value = getattr(one, quantity), getattr(other, quantity)
         if value is None or other_value is None or repr(value) == repr(other_value):  # the texts of two NaN are equal
             continue
         hashes, other_hashes = (record.by_tensor.get(quantity, {}) for record in (one, other))
         if not hashes or not other_hashes:
-            return Difference(one.iteration, quantity)
+            return HashDifference(one.iteration, quantity)
         names = list(dict.fromkeys([*hashes, *other_hashes]))
         differing = [name for name in names if hashes.get(name) != other_hashes.get(name)]
-        return Difference(one.iteration, quantity, differing[0], len(differing), len(names))
+        return HashDifference(one.iteration, quantity, differing[0], len(differing), len(names))
     return None
 
 

@@ -20,7 +20,7 @@ GENERATOR = "megatron_core.monitor.page"
 Point = tuple[float, float]
 
 
-def digits(value: object) -> str:
+def three_digits(value: object) -> str:
     """Floats with three digits; other values unchanged."""
     if not isinstance(value, float):
         return str(value)
@@ -34,7 +34,7 @@ def digits(value: object) -> str:
 _TEMPLATES = Environment(
     loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
 )
-_TEMPLATES.filters["digits"] = digits
+_TEMPLATES.filters["digits"] = three_digits
 BLOCKS: Any = _TEMPLATES.get_template("blocks.html").module
 """The macros of ``blocks.html``; those with geometry have a function here."""
 
@@ -44,7 +44,7 @@ def page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
     return _TEMPLATES.get_template("page.html").render(title=title, generator=GENERATOR, sections=sections)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     """A table that scrolls sideways on a narrow screen; columns of numbers are right-aligned, with three digits."""
     columns = range(len(head))
     numeric = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in columns]
@@ -95,7 +95,7 @@ def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str, marks: Sequence
     return BLOCKS.chart(x, y, width, height, left, right, ticks, labels, lines, _coloured(curves), lines_at)
 
 
-def picture(path: Path, label: str) -> Markup:
+def embedded_picture(path: Path, label: str) -> Markup:
     """A PNG file as a part of the page."""
     return BLOCKS.picture(base64.b64encode(path.read_bytes()).decode(), label)
 

@@ -12,13 +12,13 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.hardware import Hardware, Link, known_hardware, read_hardware
 from megatron_core.planner.layout_settings import with_settings
 from megatron_core.planner.search import Candidate, Search
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 
 COMPUTED = ("products", "attention", "elements", "launches")
 """Kinds of time of the planner that sum to forward and backward."""
 
 
-def predicted_gain(summary: Summary, settings: Mapping[str, Any], collective: str, sending: float) -> float | None:
+def predicted_gain(summary: RunSummary, settings: Mapping[str, Any], collective: str, sending: float) -> float | None:
     """Predicted share of the time per token that ``settings`` save: 1 - (tokens/s now) / (tokens/s then).
 
     It is at most the time saved in collectives of the kind ``collective`` (the planner's name), which are the cause.
@@ -50,7 +50,7 @@ def predicted_gain(summary: Summary, settings: Mapping[str, Any], collective: st
     return min(1 - after / before, sending * (1 - sent_after / sent_before))
 
 
-def _config(summary: Summary) -> tuple[RunConfig, int] | None:
+def _config(summary: RunSummary) -> tuple[RunConfig, int] | None:
     """Settings of the run, with the batch size of its last step, and vocabulary size."""
     known = RunConfig().flat()
     stored = summary.config
@@ -62,7 +62,7 @@ def _config(summary: Summary) -> tuple[RunConfig, int] | None:
     return RunConfig.from_flat(values | {"global_batch_size": steps[-1]["global_batch_size"]}), vocab_size
 
 
-def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, collective: str, sending: float) -> Hardware:
+def _calibrated(summary: RunSummary, hardware: Hardware, seen: Candidate, collective: str, sending: float) -> Hardware:
     """Scale ``hardware`` to the measured times. ``ZeroDivisionError`` if a predicted or measured time is 0."""
     compute = median(times.typical_compute for times in summary.ranks.values())
     faster = sum(seen.cost.by_kind.get(category, 0.0) for category in COMPUTED) / compute
@@ -82,7 +82,7 @@ def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, collectiv
     )
 
 
-def machine_of(summary: Summary) -> Hardware:
+def machine_of(summary: RunSummary) -> Hardware:
     """The machine in a run's records; for an unknown GPU an H100, whose rates are then scaled to the measured times."""
     header = summary.records.header(0)
     hosts = {summary.records.header(rank).get("host") for rank in summary.ranks}

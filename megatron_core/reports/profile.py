@@ -16,9 +16,9 @@ import torch
 from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, Span, unix_time
+from megatron_core.parallel.meter import METER, PhaseSpan, unix_time
 from megatron_core.reports.settings import ProfileConfig
-from megatron_core.schedules.draw import IN_FLIGHT, tracks
+from megatron_core.reports.timelines import IN_FLIGHT, tracks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -78,7 +78,7 @@ class Profile(Callback):
             write_events(rank_trace(self.folder, run.world.rank), self._events)
         all_reduce_(torch.zeros(1, device=run.world.device), run.groups.group(WORLD))
         if run.world.rank == 0:
-            path, missing = merge(self.folder, settings.profile_ranks or range(run.world.size))
+            path, missing = merge_traces(self.folder, settings.profile_ranks or range(run.world.size))
             note = f"; no file of ranks {missing}, on other hosts perhaps" if missing else ""
             print(f"wrote {path}: open it in ui.perfetto.dev{note}", flush=True)
 
@@ -105,14 +105,14 @@ class Profile(Callback):
             return profiler_events(json.loads(path.read_text(encoding="utf-8")), self.run.world.rank)
 
 
-def events_of(spans: Iterable[Span], rank: int, began: float, *, track: int = 0) -> list[Event]:
+def events_of(spans: Iterable[PhaseSpan], rank: int, began: float, *, track: int = 0) -> list[Event]:
     """Return complete events for the spans of a step that started at the Unix time ``began``.
 
     Track 0 is the rank's time, and later ones are its collectives in flight, with the microseconds in which the rank
     only waited for each.
     """
 
-    def about(span: Span) -> dict[str, Any]:
+    def about(span: PhaseSpan) -> dict[str, Any]:
         action = {} if span.detail is None else {"action": str(span.detail)}
         return action | {"waited_us": 1e6 * span.waited} if track else action
 
@@ -155,7 +155,7 @@ def write_events(path: Path, events: Sequence[Event]) -> None:
         file.write(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
-def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
+def merge_traces(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
     """Merge the ranks' files into ``trace.json``, with time 0 at the first event.
 
     Returns its path and the ranks without a file.

@@ -76,7 +76,7 @@ class Replicas:
         if total.item() == 0:
             return []
         lines = [line for axis, differs in by_axis for line in _report(axis, differs.tolist(), hashes.tolist())]
-        return describe(dict(zip(self.groups.ranks(WORLD), self._exchange(lines), strict=True)))
+        return describe_replicas(dict(zip(self.groups.ranks(WORLD), self._exchange(lines), strict=True)))
 
     def _exchange(self, lines: list[str]) -> list[list[str]]:
         texts = gather_strings("\n".join(lines), self.groups.group(WORLD), self.device)
@@ -127,7 +127,7 @@ def _report(axis: Axis, differs: list[bool], hashes: list[int]) -> Iterator[str]
             yield f"{axis.label}\t{name}\t{axis.first_rank}\t{hashes[position]}"
 
 
-def describe(reports: dict[int, list[str]]) -> list[str]:
+def describe_replicas(reports: dict[int, list[str]]) -> list[str]:
     """Describe the lines of all ranks: differing parameters, axis and ranks."""
     holders: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for rank, lines in reports.items():

@@ -19,11 +19,11 @@ from megatron_core.monitor.rank_records import find_metrics, read_run
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
+from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, embedded_picture, html_table, page, three_digits
 from megatron_core.reports.plot import validations
 from megatron_core.reports.plot_experts import plot_expert_load
 from megatron_core.reports.plot_pipeline import plot_timelines
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 from megatron_core.schedules.simulate import simulate
 from megatron_core.schedules.trace import measured_costs, read_trace
 
@@ -42,9 +42,13 @@ def write_report(run: str | Path, out: str | Path, compared_runs: str | Path | S
 def report(run: str | Path, compared_runs: str | Path | Sequence[str | Path] = ()) -> str:
     """Return the page as text."""
     compared_runs = [compared_runs] if isinstance(compared_runs, str | Path) else compared_runs
-    summary = Summary.of(read_run(run))
+    summary = RunSummary.of(read_run(run))
     compared = dict(
-        zip(_names_of(run, *compared_runs)[1:], (Summary.of(read_run(folder)) for folder in compared_runs), strict=True)
+        zip(
+            _names_of(run, *compared_runs)[1:],
+            (RunSummary.of(read_run(folder)) for folder in compared_runs),
+            strict=True,
+        )
     )
     diagnosis = diagnose(summary)
     metrics = find_metrics(run)
@@ -78,7 +82,7 @@ def _names_of(*runs: str | Path) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def _summary(summary: Summary, diagnosis: Diagnosis) -> Markup:
+def _summary(summary: RunSummary, diagnosis: Diagnosis) -> Markup:
     steps = summary.records.steps()
     header = summary.records.header()
     values: dict[str, str] = {}
@@ -88,9 +92,9 @@ def _summary(summary: Summary, diagnosis: Diagnosis) -> Markup:
             "steps": f"{final_step['iteration']} of {final_step['total_iterations']}",
             "last loss": f"{final_step['loss']:.4f}",
         }
-        values["tokens"] = digits(float(final_step["consumed_tokens"]))
+        values["tokens"] = three_digits(float(final_step["consumed_tokens"]))
         for label, field, scale in (("tokens per second", "tokens_per_second", 1.0), ("step (s)", "elapsed_ms", 1e-3)):
-            values[label] = digits(scale * (summary.mean(field) or 0.0))
+            values[label] = three_digits(scale * (summary.mean(field) or 0.0))
     utilisation = summary.mean("utilisation")
     values |= {} if utilisation is None else {"utilisation": f"{utilisation:.1%}"}
     values |= {"goodput": f"{summary.goodput.share:.1%}"} if summary.ranks else {}
@@ -111,7 +115,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Markup:
     return BLOCKS.findings(diagnosis.findings)
 
 
-def _curve(summary: Summary, field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
+def _curve(summary: RunSummary, field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
     """The points of a field of steps; ``by_layout``: with a gap where the layout changes."""
     return _points(summary.records.steps(), field, by_layout=by_layout)
 
@@ -128,7 +132,7 @@ def _points(records: Sequence[Mapping[str, Any]], field: str, *, by_layout: bool
     return points
 
 
-def _changes(summary: Summary) -> list[tuple[float, str]]:
+def _changes(summary: RunSummary) -> list[tuple[float, str]]:
     """First steps after a change of layout, with the layout; empty if there is a single layout."""
     changes: list[tuple[float, str]] = []
     for step in summary.records.steps():
@@ -137,7 +141,7 @@ def _changes(summary: Summary) -> list[tuple[float, str]]:
     return changes if len(changes) > 1 else []
 
 
-def _loss(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
+def _loss(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     curves = {"training": _curve(summary, "loss"), **_validation(summary)}
     curves |= {f"training of {name}": _curve(other, "loss") for name, other in compared.items()}
     drawn = {name: curve for name, curve in curves.items() if curve}
@@ -149,18 +153,18 @@ def _loss(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
     return chart(drawn, "iteration", "loss per token", _changes(summary)) + by_source + more
 
 
-def _validation(summary: Summary) -> dict[str, list[tuple[float, float]]]:
+def _validation(summary: RunSummary) -> dict[str, list[tuple[float, float]]]:
     """The losses of each set of validation data."""
     return {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
 
 
-def _names(summary: Summary, metric: str) -> list[str]:
+def _names(summary: RunSummary, metric: str) -> list[str]:
     """Names of the fields of steps that break ``metric`` down."""
     names = (name for step in summary.records.steps() for name in step if name.startswith(f"{metric}/"))
     return list(dict.fromkeys(names))
 
 
-def _norms_by_layer(summary: Summary) -> Markup:
+def _norms_by_layer(summary: RunSummary) -> Markup:
     metric = "grad-norm by layer"
     steps = [step for step in summary.records.steps() if f"{metric}/head" in step]
     if not steps:
@@ -171,10 +175,10 @@ def _norms_by_layer(summary: Summary) -> Markup:
         grad, weights = (final_step.get(metric) for metric in (name, name.replace("grad", "params", 1)))
         if grad is not None and weights is not None:
             rows.append((name.partition("/")[2], grad, weights, grad / weights if weights else math.nan))
-    return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
+    return html_table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
-def _throughput(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
+def _throughput(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     runs = {"this run": summary} | dict(compared)
     changes = _changes(summary)
     charts = Markup()
@@ -185,7 +189,7 @@ def _throughput(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
     return charts + chart(goodput, "iteration", "goodput", changes) + _paragraphs(_references(summary), "soft")
 
 
-def _references(summary: Summary) -> Iterator[str]:
+def _references(summary: RunSummary) -> Iterator[str]:
     """Describe the reference of utilisation; several lines if restarts changed it."""
     lines = summary.records.ranks.get(min(summary.records.ranks, default=0), [])
     before = None
@@ -197,7 +201,7 @@ def _references(summary: Summary) -> Iterator[str]:
         before = rate
 
 
-def _shown_ranks(summary: Summary) -> list[int]:
+def _shown_ranks(summary: RunSummary) -> list[int]:
     ranks = sorted(summary.ranks)
     if len(ranks) <= MOST_RANKS:
         return ranks
@@ -205,7 +209,7 @@ def _shown_ranks(summary: Summary) -> list[int]:
     return sorted(by_time[: MOST_RANKS // 2] + by_time[-MOST_RANKS // 2 :])
 
 
-def _time(summary: Summary) -> Markup:
+def _time(summary: RunSummary) -> Markup:
     if not summary.ranks:
         return BLOCKS.paragraph("No rank has recorded its times.", "soft")
     rows = {}
@@ -217,7 +221,7 @@ def _time(summary: Summary) -> Markup:
     return BLOCKS.paragraph(text, "soft") + bars(rows, "ms")
 
 
-def _memory(summary: Summary) -> Markup:
+def _memory(summary: RunSummary) -> Markup:
     rows = {}
     peaks = []
     for rank in _shown_ranks(summary):
@@ -228,10 +232,10 @@ def _memory(summary: Summary) -> Markup:
         rows[summary.name(rank)] = {category: size / 2**20 for category, size in kinds.items() if size}
     if not any(rows.values()):
         return BLOCKS.paragraph("No memory was recorded.", "soft")
-    return bars(rows, "MiB") + table(("rank", "now (MiB)", "peak (MiB)"), peaks)
+    return bars(rows, "MiB") + html_table(("rank", "now (MiB)", "peak (MiB)"), peaks)
 
 
-def _collectives(summary: Summary) -> Markup:
+def _collectives(summary: RunSummary) -> Markup:
     rows = []
     for collective, (sending, waiting) in summary.communication().items():
         traffic = [t for t in (times.traffic.get(collective) for times in summary.ranks.values()) if t]
@@ -244,10 +248,10 @@ def _collectives(summary: Summary) -> Markup:
         return BLOCKS.paragraph("A single rank has no collectives.", "soft")
     head = ("group and kind", "calls per step", "MB sent per step and rank", "GB/s", "exposed", "waiting for others")
     note = "Bytes are those of a ring algorithm; exposed and waiting are shares of the time of all ranks."
-    return table(head, rows) + BLOCKS.paragraph(note, "soft")
+    return html_table(head, rows) + BLOCKS.paragraph(note, "soft")
 
 
-def _imbalance(summary: Summary) -> Markup:
+def _imbalance(summary: RunSummary) -> Markup:
     ranks = _shown_ranks(summary)
     if not ranks:
         return BLOCKS.paragraph("No rank has recorded its times.", "soft")
@@ -255,12 +259,14 @@ def _imbalance(summary: Summary) -> Markup:
     middle = median(times.values())
     slowest = max(times, key=lambda rank: times[rank])
     share = times[slowest] / middle if middle else 1.0
-    text = f"Slowest: {summary.name(slowest)}, {digits(times[slowest])} ms per step, {share:.2f} times the median."
+    text = (
+        f"Slowest: {summary.name(slowest)}, {three_digits(times[slowest])} ms per step, {share:.2f} times the median."
+    )
     rows = [(summary.name(rank), time, time / middle if middle else 1.0) for rank, time in times.items()]
-    return BLOCKS.paragraph(text) + table(("rank", "forward and backward (ms per step)", "over the median"), rows)
+    return BLOCKS.paragraph(text) + html_table(("rank", "forward and backward (ms per step)", "over the median"), rows)
 
 
-def _pipeline(summary: Summary) -> Markup:
+def _pipeline(summary: RunSummary) -> Markup:
     folder = summary.config.get("trace_pipeline")
     if (summary.config.get("pipeline_model_parallel_size") or 1) == 1:
         return BLOCKS.paragraph("A single stage is not a pipeline.", "soft")
@@ -275,12 +281,12 @@ def _pipeline(summary: Summary) -> Markup:
     with tempfile.TemporaryDirectory() as temporary:
         png = Path(temporary) / "pipeline.png"
         plot_timelines([("measured", timeline), (f"planned: {measured.schedule}", planned)], png, unit="ms")
-        image = picture(png, "timelines of the pipeline, measured and planned")
+        image = embedded_picture(png, "timelines of the pipeline, measured and planned")
     text = f"Step {measured.typical}: idle {timeline.idle:.1%} measured, {planned.idle:.1%} planned."
     return BLOCKS.paragraph(text) + image
 
 
-def _experts(summary: Summary, metrics: Path) -> Markup:
+def _experts(summary: RunSummary, metrics: Path) -> Markup:
     steps = recorded_loads(summary.records.steps())
     if not steps:
         return BLOCKS.paragraph("No layer has experts.", "soft")
@@ -291,20 +297,20 @@ def _experts(summary: Summary, metrics: Path) -> Markup:
     with tempfile.TemporaryDirectory() as folder:
         png = Path(folder) / "experts.png"
         plot_expert_load(metrics, png)
-        image = picture(png, "load of every expert over the steps")
-    return image + table(("last step", "busiest over mean", "entropy", "dropped"), rows)
+        image = embedded_picture(png, "load of every expert over the steps")
+    return image + html_table(("last step", "busiest over mean", "entropy", "dropped"), rows)
 
 
-def _goodput(summary: Summary) -> Markup:
+def _goodput(summary: RunSummary) -> Markup:
     good = summary.goodput
     if not good.seconds:
         return BLOCKS.paragraph("No rank has recorded its times.", "soft")
     seconds = {"useful": good.useful} | {name: good.lost[name] for name in LOST if good.lost[name]}
-    text = f"{digits(good.seconds)} s since the first start, {good.share:.1%} of them useful."
+    text = f"{three_digits(good.seconds)} s since the first start, {good.share:.1%} of them useful."
     return BLOCKS.paragraph(text) + bars({"since the first start": seconds}, "s")
 
 
-def _comparison(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
+def _comparison(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     runs = [summary, *compared.values()]
     rows: list[tuple[str, ...]] = []
     for label, field in (
@@ -319,8 +325,8 @@ def _comparison(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
         rows.append((f"{phase} (share)", *(f"{run.share(phase):.1%}" for run in runs)))
     changed = list(_differences([run.config for run in runs]))
     head = ("this run", *compared)
-    settings = table(("setting", *head), changed) if changed else BLOCKS.paragraph("The same settings.")
-    return table(("", *head), rows) + settings
+    settings = html_table(("setting", *head), changed) if changed else BLOCKS.paragraph("The same settings.")
+    return html_table(("", *head), rows) + settings
 
 
 def _beside(value: float | None, first: float | None) -> str:
@@ -328,7 +334,7 @@ def _beside(value: float | None, first: float | None) -> str:
     if value is None:
         return "-"
     ratio = f" ({value / first:.2f} x)" if first and value != first else ""
-    return f"{digits(value)}{ratio}"
+    return f"{three_digits(value)}{ratio}"
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -338,9 +344,9 @@ def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]
             yield name, *map(str, values)
 
 
-def _config(summary: Summary) -> Markup:
+def _config(summary: RunSummary) -> Markup:
     header = summary.records.header(0)
     environment = {**header.get("environment", {}), "host": header.get("host", "unknown")}
     text = yaml.safe_dump(summary.config, sort_keys=True) if summary.config else "unknown: rank 0 left no records"
     settings = BLOCKS.details("All settings", BLOCKS.preformatted(text))
-    return table(("environment", ""), [(name, str(value)) for name, value in environment.items()]) + settings
+    return html_table(("environment", ""), [(name, str(value)) for name, value in environment.items()]) + settings

@@ -55,7 +55,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Input of the rules of a diagnosis and of the report."""
 
     records: RunRecords
@@ -66,7 +66,7 @@ class Summary:
     """The machine, for predictions; None: the machine in the records."""
 
     @classmethod
-    def of(cls, records: RunRecords, machine: Hardware | None = None) -> Summary:
+    def of(cls, records: RunRecords, machine: Hardware | None = None) -> RunSummary:
         """Summarize the records of a run."""
         goodput = Goodput()
         for line in records.ranks.get(min(records.ranks, default=0), []):

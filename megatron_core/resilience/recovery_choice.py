@@ -12,13 +12,13 @@ from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
 from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.texts import listed
-from megatron_core.resilience.processes.rendezvous import Choice, Failure, Members
+from megatron_core.resilience.processes.rendezvous import ChoiceRules, Failure, Members
 from megatron_core.resilience.settings import RecoveryConfig
 
 
-def choice_of(config: RunConfig, size: int) -> Choice:
+def choice_of(config: RunConfig, size: int) -> ChoiceRules:
     """The rules of a job of ``size`` ranks for its rendezvous."""
-    return Choice(
+    return ChoiceRules(
         training=lambda alive: training_ranks(config, size, alive),
         suffices=lambda ranks, owners, training: (
             has_all_groups(ranks, owners, training)

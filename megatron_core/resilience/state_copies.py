@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
-from megatron_core.parallel import interrupt
 from megatron_core.resilience.host_copy import CopyWriter, LocalCopy
 from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, HostMemory
@@ -26,7 +26,7 @@ POLL = 0.001
 """Seconds between checks whether a mirror is complete."""
 
 
-def sources_of(
+def copies_to_load(
     members: Members, rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory
 ) -> Iterator[LocalCopy | RemoteCopy]:
     """The copies to load, as far as they are needed: this rank's own one, then those of the next ranks.
@@ -65,7 +65,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
     newest = [copy.stamp for copy in memory.copies()][-1:]
     deadline = time.monotonic() + LONGEST_WAIT
     while newest and memory.numbers[MIRRORED] < newest[0]:
-        interrupt.check()
+        interrupt.raise_if_requested()
         if time.monotonic() > deadline:
             reader = ranks[(ranks.index(memory.rank) - _shift(ranks)) % len(ranks)]
             raise MegatronError(
@@ -75,7 +75,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
         time.sleep(POLL)
 
 
-class Generation(Protocol):
+class RecoveredGeneration(Protocol):
     """The part of a recovery that ``StateCopies`` uses."""
 
     memory: HostMemory
@@ -96,7 +96,7 @@ class StateCopies(Callback):
 
     priority = -50  # before Faults
 
-    def __init__(self, recovery: Generation) -> None:
+    def __init__(self, recovery: RecoveredGeneration) -> None:
         self._recovery = recovery
         self._writer = CopyWriter(recovery.memory)
         self._is_first = True

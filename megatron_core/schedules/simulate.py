@@ -11,6 +11,7 @@ from megatron_core.schedules.actions import Action, Plan
 
 
 @dataclass(frozen=True)
+# Ratios matter and not units, so that published tables can be compared.
 class Costs:
     """Times of one micro-batch in one rank's share of the model (1/p of the layers), in any common unit.
 
@@ -53,6 +54,7 @@ class Costs:
 
     def time(self, plan: Plan, action: Action) -> float:
         """Time of an action: 1/v of the time of its kind."""
+        # A whole backward computes both gradients.
         backward = self.input_grad + self.weight_grad
         kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": backward}
         return kinds[action.kind] / plan.num_chunks
@@ -60,6 +62,7 @@ class Costs:
     def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
         """Time of a pair: max(F + B - 2 EXCHANGE, 2 EXCHANGE, F, B), as computations and messages each run in turn."""
         full_backward = self.input_grad + self.weight_grad
+        # Each of both actions has one exchange, during which the other computes.
         hidden = 2 * self.exchange
         return max(self.forward + full_backward - hidden, hidden, self.forward, full_backward) / plan.num_chunks
 
@@ -93,7 +96,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSpan:
     """A collective or a copy in flight, from its call to the end of its wait."""
 
     name: str
@@ -112,7 +115,7 @@ class Timeline:
     end: dict[Action, float]
     waited: dict[Action, float] = field(default_factory=dict)
     """Time of each turn, by its first action, in which the rank only waited for collectives; only if measured."""
-    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     """The transfers of each rank, in the order of their starts; only if measured."""
 
     @property
@@ -203,14 +206,16 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     # ZB-H1 and ZB-H2 in Qi et al. 2023, tables 5 and 6.
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
+    # In the order of ``steps``, so that one pass suffices: all dependencies of a turn have ended.
     free = [0.0] * len(plan.ranks)
     times: dict[tuple[tuple[int, str], ...], float] = {}
     for rank, turn, needs in plan.steps:
         begin = free[rank]
         for need, is_here in needs:
-            there = end[need] if is_here else end[need] + costs.comm
-            if there > begin:
-                begin = there
+            arrival = end[need] if is_here else end[need] + costs.comm
+            if arrival > begin:
+                begin = arrival
+        # Looked up by stage and kind: a plan has thousands of actions and few different times.
         key = tuple((action.stage, action.kind) for action in turn)
         if key not in times:
             times[key] = costs.time(plan, *turn) if len(turn) == 1 else costs.pair_time(plan, *turn)

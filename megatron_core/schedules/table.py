@@ -67,11 +67,13 @@ def paired_interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -
 
 
 def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool) -> Plan:
+    # Groups of p keep every rank busy in its turn: the chunks of a rank follow each other after p micro-batches.
     full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
     ranks = []
     for rank in range(num_ranks):
         forwards = _chunk_order(rank, num_ranks, num_chunks, full, "F")
         backwards = _chunk_order(rank, num_ranks, num_chunks, full, "B")
+        # As many as a micro-batch needs to reach the last stage and return while this rank has work.
         ahead = num_ranks - rank - 1
         if num_chunks > 1 or paired:
             ahead = 2 * ahead + (num_chunks - 1) * num_ranks + paired
@@ -103,13 +105,20 @@ def forward_only(
     stage_to_rank = going_round if stage_to_rank is None else stage_to_rank
     v_shaped = stage_to_rank == v_shaped_stages(num_ranks) != going_round
 
+    # A formula instead of a simulation: evaluation makes a plan for each number of micro-batches.
     def time(action: Action) -> int:
         group, number = divmod(action.micro, num_ranks)
         return action.stage + (2 * action.micro if v_shaped else group * num_ranks * num_chunks + number)
 
-    stages = [[stage for stage, rank in enumerate(stage_to_rank) if rank == this] for this in range(num_ranks)]
-    actions = ([Action(s, "F", micro) for s in mine for micro in range(num_microbatches)] for mine in stages)
-    return Plan(tuple(tuple(sorted(mine, key=time)) for mine in actions), stage_to_rank)
+    stages = [
+        [stage for stage, rank in enumerate(stage_to_rank) if rank == rank_of_stages]
+        for rank_of_stages in range(num_ranks)
+    ]
+    actions = (
+        [Action(s, "F", micro) for s in stages_of_rank for micro in range(num_microbatches)]
+        for stages_of_rank in stages
+    )
+    return Plan(tuple(tuple(sorted(stages_of_rank, key=time)) for stages_of_rank in actions), stage_to_rank)
 
 
 def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, action_kind: str) -> list[Action]:
@@ -247,13 +256,15 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
     """Make a plan of turns: number the micro-batches of each kind and chunk, and remove the surplus ones."""
     stage_to_rank = v_shaped_stages(len(turns))
     ranks = []
-    for rank, mine in enumerate(turns):
+    for rank, turns_in_v in enumerate(turns):
         stages = (rank, len(stage_to_rank) - 1 - rank)
         seen: Counter[Turn] = Counter()
+        # Micro-batches whose I has run, by chunk, for the W that follow.
         split: dict[int, list[int]] = {0: [], 1: []}
         turns_of_rank: list[tuple[Action, ...]] = []
         joins = False
-        for action_kind, chunk in mine:
+        for action_kind, chunk in turns_in_v:
+            # Weight gradients run in the order of their input gradients, whose graphs they free.
             if action_kind == "W":
                 micro = split[chunk].pop(0)
             else:
@@ -273,6 +284,7 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
 
 
 @dataclass(frozen=True)
+# A row for each, so that help texts, the planner and the tests list the same schedules.
 class Schedule:
     """A schedule of the table."""
 

@@ -10,7 +10,7 @@ from megatron_core.shell.tokens import ASSIGNMENT, INDEX, tokens
 _KEYED = re.compile(rf"{INDEX}=")
 
 
-def assign(variables: Variables, word: str, script: str, *, is_map: bool = False) -> None:
+def assign_word(variables: Variables, word: str, script: str, *, is_map: bool = False) -> None:
     """Follow ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME[INDEX]=VALUE`` or ``NAME=(...)``; ``is_map``: after declare -A."""
     match = ASSIGNMENT.match(word)
     assert match is not None

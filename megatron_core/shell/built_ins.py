@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_core.shell.assignment import assign, assign_text
+from megatron_core.shell.assignment import assign_text, assign_word
 from megatron_core.shell.conditions import holds
 from megatron_core.shell.fields import Fields
 from megatron_core.shell.files import SETTINGS, is_open, text_of_settings, values_of
-from megatron_core.shell.limits import joined, require_size
+from megatron_core.shell.limits import join_texts, require_size
 from megatron_core.shell.patterns import unescaped
 from megatron_core.shell.programs import printed
-from megatron_core.shell.state import State
+from megatron_core.shell.state import ShellState
 from megatron_core.shell.tokens import ASSIGNMENT
 from megatron_core.shell.tree import Command
 from megatron_core.shell.unknown import UNKNOWN, unknown
@@ -29,7 +29,7 @@ class Jump(Exception):
         self.number = number
 
 
-class Status(Exception):
+class ReturnStatus(Exception):
     """The number that ``return`` gives a function."""
 
     def __init__(self, number: int | None) -> None:
@@ -43,7 +43,7 @@ def lines_of(text: str) -> list[str]:
 
 
 @dataclass
-class BuiltIns(State):
+class BuiltIns(ShellState):
     """Built-in commands; ``_do_NAME`` returns the success, or None if it is not known."""
 
     def _do_echo(self, words: list[str]) -> bool:
@@ -135,7 +135,7 @@ class BuiltIns(State):
         """The text of files, or of standard input without ``names``; None if it is not known."""
         if not names:
             return None if self._input is None else "".join(self._input)
-        return joined(map(self.text_of_file, names), "a list of files")
+        return join_texts(map(self.text_of_file, names), "a list of files")
 
     def text_of_file(self, name: str) -> str | None:
         """The text of a file that the script has written, or of a JSON file near it; None if it is not known."""
@@ -336,7 +336,7 @@ class BuiltIns(State):
         if "n" in options and "=" in word:
             self.variables.references[name] = self.variables.text(word.partition("=")[2])
         elif is_written:
-            assign(self.variables, word, str(self._script), is_map=is_map)
+            assign_word(self.variables, word, str(self._script), is_map=is_map)
         elif "=" in word:
             value = word[len(name) :].removeprefix("+").removeprefix("=")
             assign_text(self.variables, name, value, adds=word[len(name)] == "+")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from megatron_core.shell.arithmetic import Names, UnknownNumber, calculate
 from megatron_core.shell.fields import BLANKS, Fields
 from megatron_core.shell.limits import MOST_CHARACTERS, require_size
-from megatron_core.shell.operations import ALTERNATIVE, changed, is_known, part_of
+from megatron_core.shell.operations import ALTERNATIVE, apply_operation, is_known, slice_of
 from megatron_core.shell.patterns import brace_words, escaped_pattern, regular_expression, unescaped, with_classes
 from megatron_core.shell.tokens import INDEX, end_of
 from megatron_core.shell.tree import Document
@@ -322,10 +322,10 @@ class Variables:
             if not all(is_known(number) for number in (start, count)):
                 return [unknown(name)]
             if not is_array:
-                return [part_of(value, int(start or 0), count) for value in values]
+                return [slice_of(value, int(start or 0), count) for value in values]
             items = [self.name, *values] if name in "@*" else values
-            return part_of(items, int(start or 0), count)
-        return [changed(value, operation, name, self.pattern, self.text) for value in values]
+            return slice_of(items, int(start or 0), count)
+        return [apply_operation(value, operation, name, self.pattern, self.text) for value in values]
 
     def arithmetic(self, raw: str) -> str:
         """The value of an arithmetic expression; an unknown one if a variable is not set."""

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
-from megatron_core.shell.assignment import assign
-from megatron_core.shell.built_ins import BuiltIns, Jump, Status, lines_of
+from megatron_core.shell.assignment import assign_word
+from megatron_core.shell.built_ins import BuiltIns, Jump, ReturnStatus, lines_of
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import Value, Variables, size_of
 from megatron_core.shell.files import find_script, readable_folders
-from megatron_core.shell.launchers import directives, variables_of
+from megatron_core.shell.launchers import directives, slurm_variables
 from megatron_core.shell.patterns import MOST_ROUNDS
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import SOURCE, temporarily
-from megatron_core.shell.syntax import parse
+from megatron_core.shell.syntax import parse_script
 from megatron_core.shell.tokens import ASSIGNMENT
 from megatron_core.shell.tree import (
     Arithmetic,
-    Block,
     Case,
     Chain,
     Command,
+    CommandList,
     For,
     Function,
     If,
@@ -35,7 +35,7 @@ from megatron_core.shell.tree import (
     Subshell,
     Test,
     While,
-    words_of,
+    words_in,
 )
 from megatron_core.shell.unknown import UNKNOWN, unknown
 from megatron_core.text_file import read_text
@@ -64,7 +64,7 @@ class Interpreter(BuiltIns):
         ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for wrong syntax, and for a
         script that is too large or takes too long.
         """
-        environment: dict[str, Value] = {**variables_of(directives(text)), **values}
+        environment: dict[str, Value] = {**slurm_variables(directives(text)), **values}
         known_values = {SOURCE: script, "IFS": " \t\n"} | environment
         interpreter = cls(
             Variables(list(arguments), known_values, script, exported=set(environment)),
@@ -75,7 +75,7 @@ class Interpreter(BuiltIns):
         )
         interpreter.variables.output_of = interpreter._output_of
         try:
-            interpreter.run(parse(text, script))
+            interpreter.run(parse_script(text, script))
         except Jump:  # ``exit`` or ``return``: the script ends here
             pass
         except RecursionError:
@@ -92,7 +92,7 @@ class Interpreter(BuiltIns):
         if self._steps > MOST_STEPS:
             raise ConfigError(f"{self._script} has more than {MOST_STEPS} steps; give its launch command instead")
         match node:
-            case Block(commands=commands):
+            case CommandList(commands=commands):
                 status: bool | None = True
                 for command in commands:
                     status = self.run(command)
@@ -132,7 +132,7 @@ class Interpreter(BuiltIns):
                     value = self.variables.arithmetic(text)
                     status = None if UNKNOWN.search(value) else value != "0"
             self.variables.status = None if status is None else int(not status)
-        except Status as end:
+        except ReturnStatus as end:
             status = _success(end.number)
             self.variables.status = end.number
         return status
@@ -180,7 +180,7 @@ class Interpreter(BuiltIns):
         chosen = self._chosen(node)
         has_doubt = self.variables.has_doubt
         unchosen = tuple(body for index, body in enumerate(bodies) if index not in chosen)
-        skipped = {match[1] for word in words_of(unchosen) if (match := ASSIGNMENT.match(word))}
+        skipped = {match[1] for word in words_in(unchosen) if (match := ASSIGNMENT.match(word))}
         (self.variables.doubtful if has_doubt else self.variables.skipped).update(skipped)
         status: bool | None = True
         try:
@@ -234,7 +234,7 @@ class Interpreter(BuiltIns):
                 break
         return True
 
-    def _round(self, body: Block) -> bool:
+    def _round(self, body: CommandList) -> bool:
         """Follow the body of a loop once; whether the loop continues."""
         try:
             self.run(body)
@@ -253,7 +253,7 @@ class Interpreter(BuiltIns):
         before = dict[str, Value | None]()
         while words and (match := ASSIGNMENT.match(words[0])):
             before.setdefault(match[1], self.variables.values.get(match[1]))
-            assign(self.variables, words.pop(0), str(self._script))
+            assign_word(self.variables, words.pop(0), str(self._script))
         if not words:
             return True
         exported = before.keys() - self.variables.exported
@@ -290,7 +290,7 @@ class Interpreter(BuiltIns):
             except Jump as end:
                 if end.command != "return":
                     raise
-                raise Status(end.number) from None
+                raise ReturnStatus(end.number) from None
             finally:
                 self._locals.pop()
 
@@ -315,7 +315,7 @@ class Interpreter(BuiltIns):
 
     def _nested(self, text: str, script: str, arguments: list[str]) -> bool | None:
         with self._deeper(arguments):
-            return self.run(parse(text, script))
+            return self.run(parse_script(text, script))
 
     def _follow(self, name: str, arguments: list[str], by: str = "") -> bool | None:
         """Follow another script if it is on this machine; ``by``: the shell, or sbatch, that starts it as a program."""
@@ -381,7 +381,7 @@ class Interpreter(BuiltIns):
         has_doubt = self.variables.has_doubt
         self.variables.has_doubt = False
         with self._captured() as printed, self._deeper(self.variables.arguments):
-            self._subshell(parse(text, str(self._script)), may_exit=True)
+            self._subshell(parse_script(text, str(self._script)), may_exit=True)
         is_known = printed or (len(self.commands) == before and not self.variables.has_doubt)
         self.variables.has_doubt = self.variables.has_doubt or has_doubt
         del self.commands[before:]

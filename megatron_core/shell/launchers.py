@@ -48,7 +48,7 @@ def number_of(options: Mapping[str, str], names: Sequence[str]) -> int | None:
     return numbers[0] if numbers else None
 
 
-def variables_of(words: Sequence[str]) -> dict[str, str]:
+def slurm_variables(words: Sequence[str]) -> dict[str, str]:
     """Variables that Slurm sets in a job with these directives and options of sbatch."""
     batch = options_of(words)
     nodes, per_node, tasks = (number_of(batch, names) for names in (NODES, ("--ntasks-per-node",), ALL))

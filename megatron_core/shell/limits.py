@@ -49,7 +49,7 @@ def require_size(size: int, what: str, most: int = LONGEST) -> None:
         raise ConfigError(f"{what} has more than {most} characters; give the launch command instead of the script")
 
 
-def joined(texts_or_none: Iterable[str | None], what: str) -> str | None:
+def join_texts(texts_or_none: Iterable[str | None], what: str) -> str | None:
     """All texts in one; None if one of them is not known. Errors: ``ConfigError`` if it is too long."""
     texts = list[str]()
     size = 0

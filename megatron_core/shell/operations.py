@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron_core.shell.limits import require_size
 from megatron_core.shell.tokens import end_of_part
-from megatron_core.shell.unknown import is_intact, unknown
+from megatron_core.shell.unknown import has_whole_unknowns, unknown
 
 ALTERNATIVE = re.compile(r"(:?)([-=+?])")
 """Operations that give another value if the variable is set, or is not."""
@@ -20,7 +20,7 @@ def is_known(number: str) -> bool:
     return re.fullmatch(r"(-?\d+)?", number) is not None
 
 
-def part_of(value: Text, start: int, count: str) -> Text:
+def slice_of(value: Text, start: int, count: str) -> Text:
     """``${name:start:count}`` of a text or array; an empty ``count`` means up to the end."""
     size = len(value)
     begin = start if start >= 0 else size + start
@@ -30,7 +30,9 @@ def part_of(value: Text, start: int, count: str) -> Text:
     return value[begin : begin + number] if number >= 0 else value[begin : size + number]
 
 
-def changed(value: str, operation: str, name: str, pattern: Callable[[str], str], text: Callable[[str], str]) -> str:
+def apply_operation(
+    value: str, operation: str, name: str, pattern: Callable[[str], str], text: Callable[[str], str]
+) -> str:
     """``value`` after an operation; an unknown value called ``name`` if the operation would cut an unknown one.
 
     ``pattern`` gives the regular expression of a word, ``text`` its value.
@@ -52,7 +54,7 @@ def changed(value: str, operation: str, name: str, pattern: Callable[[str], str]
             result = _cased(value, sign, re.compile(pattern(word) or ".", re.DOTALL))
     except re.error:
         return unknown(name)
-    return result if is_intact(result) else unknown(name)
+    return result if has_whole_unknowns(result) else unknown(name)
 
 
 def _trimmed(value: str, pattern: re.Pattern[str], sign: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_core.shell.arithmetic import Names, UnknownNumber, calculate
-from megatron_core.shell.limits import joined
+from megatron_core.shell.limits import join_texts
 from megatron_core.shell.patterns import MOST_ROUNDS, unescaped
 from megatron_core.shell.unknown import UNKNOWN, unknown
 
@@ -62,7 +62,7 @@ def formatted(pattern: str, values: list[str]) -> str | None:
     remaining = iter(values)
     rounds = max(-(-len(values) // len(places)) if places else 1, 1)
     pieces = (piece for _ in range(min(rounds, MOST_ROUNDS)) for piece in _round(pattern, remaining))
-    return joined(pieces, "the output of printf")
+    return join_texts(pieces, "the output of printf")
 
 
 def _round(pattern: str, values: Iterator[str]) -> Iterator[str | None]:

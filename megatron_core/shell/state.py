@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value, Variables
-from megatron_core.shell.launchers import directives, from_launcher, variables_of
-from megatron_core.shell.tree import Block
+from megatron_core.shell.launchers import directives, from_launcher, slurm_variables
+from megatron_core.shell.tree import CommandList
 
 DEEPEST = 30
 """Maximum nesting of functions and scripts."""
@@ -30,7 +30,7 @@ def temporarily(owner: object, **values: Any) -> Iterator[None]:
 
 
 @dataclass
-class State:
+class ShellState:
     """Variables, functions, input, output and folder of a shell."""
 
     variables: Variables
@@ -39,7 +39,7 @@ class State:
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the files that the script writes, by name."""
     _script: Path = Path()
-    _functions: dict[str, tuple[Block, Value]] = field(default_factory=dict)
+    _functions: dict[str, tuple[CommandList, Value]] = field(default_factory=dict)
     """Body of each function, and BASH_SOURCE where it is defined."""
     _locals: list[dict[str, Value | None]] = field(default_factory=list)
     """Of each function that is followed, the outer values of its local variables."""
@@ -92,7 +92,7 @@ class State:
         """Begin a job that is submitted: it has its own directives, then the flags of sbatch, and nothing of others."""
         submitted = max(index for index, word in enumerate(self._launcher) if word == "sbatch")
         self._launcher = (*directives(text), *self._launcher[submitted:])
-        self.variables.values |= variables_of(self._launcher)
+        self.variables.values |= slurm_variables(self._launcher)
 
     @contextmanager
     def _child(self, words: list[str]) -> Iterator[None]:

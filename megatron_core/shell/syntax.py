@@ -8,9 +8,9 @@ from megatron_core.errors import ConfigError
 from megatron_core.shell.tokens import REDIRECTIONS, Token, tokens
 from megatron_core.shell.tree import (
     Arithmetic,
-    Block,
     Case,
     Chain,
+    CommandList,
     Document,
     For,
     Function,
@@ -29,7 +29,7 @@ DEEPEST = 100
 """Maximum nesting of commands."""
 
 
-def parse(text: str, name: str) -> Block:
+def parse_script(text: str, name: str) -> CommandList:
     """The commands of a script; ``name`` is its name in messages. ``ConfigError`` if its syntax is not understood."""
     return _Parser(list(tokens(text, name)), name).block(frozenset())
 
@@ -51,7 +51,7 @@ class _Parser:
     position: int = 0
     depth: int = field(default=0)
 
-    def block(self, ends: frozenset[str]) -> Block:
+    def block(self, ends: frozenset[str]) -> CommandList:
         """Commands up to a word in ``ends``, which is not consumed."""
         commands: list[Node] = []
         self.depth += 1
@@ -70,7 +70,7 @@ class _Parser:
             node = self._chain()
             commands.append(Subshell(node, may_exit=False) if self._is("&") else node)
         self.depth -= 1
-        return Block(tuple(commands))
+        return CommandList(tuple(commands))
 
     @property
     def _token(self) -> Token | None:
@@ -173,7 +173,7 @@ class _Parser:
 
     def _if(self, first: Token) -> If:
         branches = []
-        otherwise = Block()
+        otherwise = CommandList()
         while True:
             condition = self.block(frozenset({"then"}))
             self._take("then")
@@ -202,14 +202,14 @@ class _Parser:
         """``for ((i = 0; i < n; i++))``."""
         begin, condition, step = (*self._take("((").document.split(";"), "", "")[:3]
         body = self._loop_body()
-        inner = Block((*body.commands, Arithmetic(step, first.line)))
-        loop = While(Block((Arithmetic(condition or "1", first.line),)), inner, False, first.line)
-        return Block((Arithmetic(begin, first.line), loop))
+        inner = CommandList((*body.commands, Arithmetic(step, first.line)))
+        loop = While(CommandList((Arithmetic(condition or "1", first.line),)), inner, False, first.line)
+        return CommandList((Arithmetic(begin, first.line), loop))
 
     def _expression(self, first: Token) -> Arithmetic:
         return Arithmetic(first.document, first.line)
 
-    def _loop_body(self) -> Block:
+    def _loop_body(self) -> CommandList:
         while self._is(";", "\n"):
             self.position += 1
         self._take("do")
@@ -255,7 +255,7 @@ class _Parser:
     def _body_of(self, name: str) -> Function:
         self._skip_lines()
         body = self._command()
-        return Function(name, body if isinstance(body, Block) else Block((body,)))
+        return Function(name, body if isinstance(body, CommandList) else CommandList((body,)))
 
     def _test(self, first: Token) -> Test:
         words = []

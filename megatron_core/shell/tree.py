@@ -78,8 +78,8 @@ class Pipe:
 class If:
     """``if``: conditions with their commands, and the commands of ``else``."""
 
-    branches: tuple[tuple[Block, Block], ...]
-    otherwise: Block
+    branches: tuple[tuple[CommandList, CommandList], ...]
+    otherwise: CommandList
     line: int
 
 
@@ -89,7 +89,7 @@ class For:
 
     name: str
     words: tuple[str, ...]
-    body: Block
+    body: CommandList
     line: int
 
 
@@ -97,8 +97,8 @@ class For:
 class While:
     """``while`` and ``until``."""
 
-    condition: Block
-    body: Block
+    condition: CommandList
+    body: CommandList
     until: bool
     line: int
 
@@ -108,7 +108,7 @@ class Case:
     """``case``: patterns with their commands, and the operator that ends them: ``;;``, ``;&`` or ``;;&``."""
 
     word: str
-    branches: tuple[tuple[tuple[str, ...], Block, str], ...]
+    branches: tuple[tuple[tuple[str, ...], CommandList, str], ...]
     line: int
 
 
@@ -117,32 +117,34 @@ class Function:
     """Definition of a function."""
 
     name: str
-    body: Block
+    body: CommandList
 
 
 @dataclass(frozen=True)
-class Block:
+class CommandList:
     """Commands in their order."""
 
     commands: tuple[Node, ...] = ()
 
 
-Node = Simple | Redirected | Subshell | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block
+Node = (
+    Simple | Redirected | Subshell | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | CommandList
+)
 
 
-def words_of(node: object) -> Iterator[str]:
+def words_in(node: object) -> Iterator[str]:
     """The words of all commands in a part of a tree."""
     if isinstance(node, Simple):
         yield from node.words
     elif isinstance(node, For):
         yield f"{node.name}="
-        yield from words_of(node.body)
+        yield from words_in(node.body)
     elif isinstance(node, tuple):
         for child in node:
-            yield from words_of(child)
+            yield from words_in(child)
     elif is_dataclass(node):
         for child in fields(node):
-            yield from words_of(getattr(node, child.name))
+            yield from words_in(getattr(node, child.name))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,6 @@ def readable(text: str) -> str:
     return UNKNOWN.sub(r"<\1>", text)
 
 
-def is_intact(text: str) -> bool:
+def has_whole_unknowns(text: str) -> bool:
     """Whether no place of an unknown value in ``text`` was cut."""
     return not re.search(f"[{_START}{_END}]", UNKNOWN.sub("", text))

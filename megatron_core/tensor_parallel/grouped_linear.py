@@ -70,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        (x, _) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         weight = ctx.weight
         # Expanded gradients, as of a sum, have stride 0, which grouped products do not take.
         gradients = ctx.products.gradients(weight, grad_y.contiguous(), ctx.counts)

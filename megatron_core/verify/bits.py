@@ -10,7 +10,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import listed
-from megatron_core.reports.hash_records import Difference, HashRecord, first_difference
+from megatron_core.reports.hash_records import HashDifference, HashRecord, first_hash_difference
 from megatron_core.verify.bounds import EPSILON
 from megatron_core.verify.parity import reference_of
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
@@ -31,7 +31,7 @@ class BitsRow:
     layout: str
     ranks: int
     seconds: float
-    difference: Difference | None = None
+    difference: HashDifference | None = None
     """The first difference from one process."""
     faults: tuple[str, ...] = ()
     """Further reasons why the layout fails: an error of a rank, or copies that differ."""
@@ -120,7 +120,7 @@ def check_bits(
         except RankFailure as failure:
             faults = [f"fails: {str(failure).strip().splitlines()[-1]}"]
         else:
-            difference = first_difference(baseline, computed)
+            difference = first_hash_difference(baseline, computed)
             ours, theirs = ([record.iteration for record in records] for records in (computed, baseline))
             if ours != theirs:
                 faults.append(f"has records of the iterations {listed(ours)} instead of {listed(theirs)}")
@@ -143,7 +143,7 @@ def _joined(by_rank: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list
     first = by_rank[0]
     faults = []
     for rank, records in enumerate(by_rank):
-        if (differs := first_difference(first, records)) is not None:
+        if (differs := first_hash_difference(first, records)) is not None:
             faults.append(f"rank {rank} and rank 0 report different results ({differs})")
     for record in first:
         if record.differing_copies:

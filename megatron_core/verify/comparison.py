@@ -98,7 +98,7 @@ def said_of_stages(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in values.items() if value != OF_STAGES[name]}
 
 
-def described(config: RunConfig, ranks: int, full_size: RunConfig | None = None) -> Task:
+def layout_task(config: RunConfig, ranks: int, full_size: RunConfig | None = None) -> Task:
     """The layout of the configuration itself on ``ranks`` ranks, with a small model or the one of ``full_size``.
 
     Errors: ``ConfigError`` if the settings are illegal, or there is nothing to compare.

@@ -34,7 +34,7 @@ MOST_ROWS = 256
 """Number of rows among which a wrong one is sought."""
 
 
-class Key(NamedTuple):
+class ActivationKey(NamedTuple):
     """A tensor of the program: the output of ``module`` for one sample, or the gradient of this output."""
 
     direction: str
@@ -47,7 +47,7 @@ class Reference:
     """The tensors of one process: weights before a step, and ``[s, h]`` of the step in the order of its program."""
 
     weights: dict[str, np.ndarray] = field(default_factory=dict)
-    values: dict[Key, np.ndarray] = field(default_factory=dict)
+    values: dict[ActivationKey, np.ndarray] = field(default_factory=dict)
 
     def order(self) -> list[tuple[str, str]]:
         """Directions and modules in the order of the program: all forwards, then all backwards."""
@@ -56,7 +56,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class WrongTensor:
     """A wrong tensor on a rank."""
 
     direction: str
@@ -70,12 +70,12 @@ class Difference:
 
 
 @dataclass
-class Found:
+class RankFindings:
     """One rank's differences from one process."""
 
-    weights: dict[str, Difference] = field(default_factory=dict)
+    weights: dict[str, WrongTensor] = field(default_factory=dict)
     """By name, before the step."""
-    tensors: dict[tuple[str, str], Difference] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], WrongTensor] = field(default_factory=dict)
     """By direction and module."""
     samples: set[int] = field(default_factory=set)
     """The samples that this rank has computed, at least in part."""
@@ -86,7 +86,7 @@ class _Watch:
 
     def __init__(self, run: Run) -> None:
         self._now = threading.local()  # a pair of functions runs in two threads
-        self._seen: set[Key] = set()
+        self._seen: set[ActivationKey] = set()
         self._width = run.config.model.hidden_size
         self._first = run.state.consumed_samples
         for stage in run.stages.values():
@@ -98,7 +98,7 @@ class _Watch:
                 if not isinstance(module, TransformerBlock) and module not in partial:
                     module.register_forward_hook(lambda _, args, output, name=name: self._leave(name, output))
 
-    def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
+    def take(self, key: ActivationKey, positions: Tensor, values: Tensor) -> None:
         """Receive the rows ``values`` ``[n, h]`` at ``positions`` ``[n]`` of a tensor."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class _Watch:
     def _receive(self, direction: str, name: str, context: SequenceContext, x: Tensor) -> None:
         assert context.sample_index is not None and context.residual_positions is not None, "checked by _leave"
         for column, sample in enumerate(context.sample_index.tolist()):
-            key = Key(direction, name, sample)
+            key = ActivationKey(direction, name, sample)
             if sample - self._first < MOST_SAMPLES and key not in self._seen:  # a forward may run once more in backward
                 self._seen.add(key)
                 self.take(key, context.residual_positions, x.detach()[:, column])
@@ -135,7 +135,7 @@ class Recorder(_Watch):
         self.reference = Reference({name.removeprefix("weight."): values for name, values in weights.items()})
         super().__init__(run)
 
-    def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
+    def take(self, key: ActivationKey, positions: Tensor, values: Tensor) -> None:
         """Store a tensor, which is whole."""
         self.reference.values[key] = values.double().cpu().numpy().copy()
 
@@ -147,17 +147,17 @@ class Comparer(_Watch):
         self._reference = reference
         self._bound = bound
         self._rank = f"rank {run.world.rank} {run.groups.prefix}"
-        self.found = Found()
+        self.found = RankFindings()
         for label, _, box, values in _weights(run, group).pieces:
             name = label.removeprefix("weight.")
             expected = reference.weights.get(name)
             error = np.inf if expected is None else _error(values, expected[box])
             if not error <= bound and name not in self.found.weights:
                 pattern = "" if expected is None else pattern_of(values, expected[box], bound)
-                self.found.weights[name] = Difference(FORWARD, name, self._rank, error, pattern=pattern)
+                self.found.weights[name] = WrongTensor(FORWARD, name, self._rank, error, pattern=pattern)
         super().__init__(run)
 
-    def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
+    def take(self, key: ActivationKey, positions: Tensor, values: Tensor) -> None:
         """Compare the rows of a tensor."""
         self.found.samples.add(key.sample)
         reference = self._reference.values.get(key)
@@ -170,7 +170,7 @@ class Comparer(_Watch):
             calls = RECORDER.content()["calls"]
             latest = f"{calls[-1]['what']} over {_ranks(calls[-1]['ranks'])}" if calls else ""
             pattern = pattern_of(actual, expected, self._bound, reference)
-            self.found.tensors[key.direction, key.module] = Difference(
+            self.found.tensors[key.direction, key.module] = WrongTensor(
                 key.direction, key.module, self._rank, error, latest, pattern
             )
 
@@ -230,7 +230,7 @@ def first_step(errors: Errors) -> int:
     return min((int(match[1]) for match in steps if match), default=0)
 
 
-def describe(reference: Reference, findings: Sequence[Found], errors: Errors) -> str:
+def describe_culprit(reference: Reference, findings: Sequence[RankFindings], errors: Errors) -> str:
     """One sentence about the first wrong tensor; ``errors`` are those of the quantities beyond their bounds.
 
     ``reference`` and ``findings`` are those of the step ``first_step(errors)``.
@@ -240,7 +240,7 @@ def describe(reference: Reference, findings: Sequence[Found], errors: Errors) ->
     return f"first wrong: {text}" + (f"; in step {step + 1}, all steps before it are right" if step else "")
 
 
-def _first_wrong(reference: Reference, findings: Sequence[Found], errors: Errors, step: int) -> str:
+def _first_wrong(reference: Reference, findings: Sequence[RankFindings], errors: Errors, step: int) -> str:
     """The sentence without its beginning, and without the step."""
     order = reference.order()
     modules = {
@@ -292,9 +292,9 @@ def _of_quantity(errors: Errors, modules: Mapping[str, Sequence[str]], step: int
     return "copies of a value differ between ranks; all else is right"
 
 
-def _by_place(differences: Iterable[Mapping[Any, Difference]]) -> dict[Any, list[Difference]]:
+def _by_place(differences: Iterable[Mapping[Any, WrongTensor]]) -> dict[Any, list[WrongTensor]]:
     """The differences of all ranks by module or weight."""
-    wrong: dict[Any, list[Difference]] = {}
+    wrong: dict[Any, list[WrongTensor]] = {}
     for of_rank in differences:
         for position, difference in of_rank.items():
             wrong.setdefault(position, []).append(difference)
@@ -305,14 +305,14 @@ def _first(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
-def _where(differences: Sequence[Difference]) -> str:
+def _where(differences: Sequence[WrongTensor]) -> str:
     """Rank, error and pattern."""
     first = differences[0]
     more = f" and {len(differences) - 1} more rank{'s' * (len(differences) > 2)}" if len(differences) > 1 else ""
     return f"on {first.rank}{more} (off by {first.error:.1e}{'; ' * bool(first.pattern)}{first.pattern})"
 
 
-def _of_tensor(position: tuple[str, str], differences: Sequence[Difference], before: tuple[str, str] | None) -> str:
+def _of_tensor(position: tuple[str, str], differences: Sequence[WrongTensor], before: tuple[str, str] | None) -> str:
     direction, module = position
     what = f"output of {module}" if direction == FORWARD else f"gradient of the output of {module}"
     right = f"; right before it: {before[1]}" if before is not None else ""

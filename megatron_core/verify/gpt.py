@@ -20,7 +20,7 @@ from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.comparison import configured
-from megatron_core.verify.culprit import Comparer, Found, Recorder, Reference
+from megatron_core.verify.culprit import Comparer, RankFindings, Recorder, Reference
 from megatron_core.verify.groups import GroupsInOneProcess
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.together import Scope, replicas, shared_micro_batches
@@ -51,7 +51,7 @@ class GPTExperiment:
         """The tensors of ``step`` in one process, in float64."""
         return record_step(self._configured(Layout(), "float64"), step)
 
-    def compare(self, layout: Layout, reference: Reference, step: int) -> Found:
+    def compare(self, layout: Layout, reference: Reference, step: int) -> RankFindings:
         """This rank's tensors of ``step`` that differ from those of one process, in float64."""
         return compare_step(self._configured(layout, "float64"), reference, step)
 
@@ -96,7 +96,7 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
     if in_one_process(config):
         return trace_groups(config, steps)
     run = prepared(config)
-    trace = RankTrace(owner=group_of(run))
+    trace = RankTrace(owner=outer_group_of(run))
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
         result = train_step(run, hooks=hooks)
@@ -109,7 +109,7 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
             _add_step(trace, run.state.iteration - 1, [json.loads(text) for text in texts])
     trace.add_weights(run.data_parallel, run.stages.values())
     groups = run.part(OuterSteps)
-    if group_of(run) and groups is not None:
+    if outer_group_of(run) and groups is not None:
         pieces = (piece for fragment in groups.outer.fragments for piece in fragment.parts(fragment.weights))
         trace.add_global((piece.name, piece.parameter, piece.start, piece.stop, values) for piece, values in pieces)
     return trace
@@ -120,7 +120,7 @@ def in_one_process(config: RunConfig) -> bool:
     return config.num_groups > 1 and this_world().size == 1
 
 
-def group_of(run: Run) -> str:
+def outer_group_of(run: Run) -> str:
     """The name of this rank's outer group; empty without groups."""
     return f"group {run.groups.outer.rank()}" if run.groups.outer.size() > 1 else ""
 
@@ -184,10 +184,10 @@ def record_step_of_groups(config: RunConfig, step: int) -> Reference:
     return joint
 
 
-def compare_step(config: RunConfig, reference: Reference, step: int) -> Found:
+def compare_step(config: RunConfig, reference: Reference, step: int) -> RankFindings:
     """This rank's tensors of ``step`` that differ from those of one process."""
     run = _trained(config, step)
-    comparer = Comparer(run, reference, group=group_of(run))
+    comparer = Comparer(run, reference, group=outer_group_of(run))
     train_step(run)
     return comparer.found
 

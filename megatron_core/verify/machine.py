@@ -44,7 +44,7 @@ LARGE_STEP = SMALL_STEP | {"hidden_size": 256, "num_attention_heads": 8, "seq_le
 
 
 @dataclass(frozen=True)
-class Found:
+class RankMeasurements:
     """Measurements of one rank."""
 
     products: dict[str, float]
@@ -74,7 +74,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_rank(quick: bool) -> Found:
+def measure_rank(quick: bool) -> RankMeasurements:
     """Measure all rates of this rank, while all other ranks run the same measurement."""
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
@@ -86,7 +86,7 @@ def measure_rank(quick: bool) -> Found:
     ratio = (products["float32"] / product_rate(small, torch.float32, device, 20 * rounds)) ** (1 / 3)
     edge = min(max((ratio - 1) * small * large / max(large - ratio * small, 1.0), 0.0), 4.0 * small)
     dist.barrier()
-    return Found(
+    return RankMeasurements(
         products,
         edge,
         attention_share(products["float32" if not gpu else "bfloat16"], device, rounds, gpu),
@@ -163,7 +163,7 @@ def _both(numel: int, group: dist.ProcessGroup, device: torch.device, rounds: in
     return gather, best_time(lambda: all_reduce_(shard, group), device, 2 * rounds)
 
 
-def link_of(rates: Found) -> Link:
+def link_of(rates: RankMeasurements) -> Link:
     """Fit latency and bandwidth of the largest group, t = latency x steps + bytes sent / bandwidth, to the times of a
     small and a large message."""
     if not rates.collectives:
@@ -213,7 +213,7 @@ def own_step(settings: dict[str, object]) -> float:
 
 def measured_machine(
     ranks: int | None, folder: str | None, *, quick: bool
-) -> tuple[Hardware, Found, tuple[float, float]]:
+) -> tuple[Hardware, RankMeasurements, tuple[float, float]]:
     """Run all measurements on ``ranks`` ranks at once (default: one per GPU, or per core), and on the disk of
     ``folder``; ``quick`` uses smaller tensors and fewer repetitions. ``ConfigError`` for too many ranks."""
     gpus = torch.cuda.device_count()
@@ -221,7 +221,7 @@ def measured_machine(
     if ranks < 1 or (gpus and ranks > gpus):
         raise ConfigError(f"ranks={ranks} is out of range; legal: 1 to {gpus or os.cpu_count()}")
     device = "cuda" if gpus else "cpu"
-    every: list[Found] = run_ranks(ranks, measure_rank, quick, timeout=300.0, device=device)
+    every: list[RankMeasurements] = run_ranks(ranks, measure_rank, quick, timeout=300.0, device=device)
     mean = every[0]
     products = {name: statistics.mean(rates.products[name] for rates in every) for name in DTYPES}
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() / ranks
@@ -275,7 +275,7 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def report(hardware: Hardware, rates: Found, disk: tuple[float, float]) -> str:
+def describe_machine(hardware: Hardware, rates: RankMeasurements, disk: tuple[float, float]) -> str:
     """Describe the measurements as text."""
     lines = [f"{hardware.devices_per_node} ranks, each with {readable_bytes(hardware.memory_bytes)} of memory"]
     for name, rate in rates.products.items():

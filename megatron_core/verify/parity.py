@@ -12,7 +12,7 @@ from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.bounds import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
-from megatron_core.verify.culprit import Found, Reference, describe, first_step
+from megatron_core.verify.culprit import RankFindings, Reference, describe_culprit, first_step
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
@@ -37,7 +37,7 @@ class Locating(Protocol):
         """The tensors of ``step``, from 0, in one process."""
         ...
 
-    def compare(self, layout: Layout, reference: Reference, step: int) -> Found:
+    def compare(self, layout: Layout, reference: Reference, step: int) -> RankFindings:
         """This rank's wrong tensors of ``step``."""
         ...
 
@@ -238,7 +238,7 @@ class _Runner:
             findings = self._results(layout, experiment.compare, layout, reference, step)
         except RankFailure as failure:
             return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"
-        return describe(reference, findings, wrong)
+        return describe_culprit(reference, findings, wrong)
 
     def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on the ranks of a layout."""

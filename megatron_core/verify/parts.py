@@ -25,7 +25,7 @@ class Block(NamedTuple):
     """Number of joined matrices, each of which is split."""
 
 
-def parts_of(
+def possible_parts(
     array: np.ndarray, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None = None
 ) -> Iterator[np.ndarray]:
     """Yield the parts of ``array`` with ``shape`` that a rank may hold; none if there are none.

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_core.errors import DataError
 from megatron_core.parallel.texts import gather_from_all_ranks, listed, raising_on_all_ranks
-from megatron_core.verify.parts import Axis, Block, parts_of, sliced
-from megatron_core.verify.whole_names import modules_of, parameters_of
+from megatron_core.verify.parts import Axis, Block, possible_parts, sliced
+from megatron_core.verify.whole_names import parameters_of, whole_modules
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -40,7 +40,7 @@ WEIGHTS = "weights.npz"
 _SEPARATOR = "|"
 
 
-class Place(NamedTuple):
+class ProgramTensor(NamedTuple):
     """A tensor of the program."""
 
     direction: str
@@ -62,10 +62,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Difference:
+class ProgramDifference:
     """A tensor that differs on one rank."""
 
-    point: Place
+    point: ProgramTensor
     rank: int
     error: float
     """Relative to the largest element of the whole tensor; inf for a shape that does not fit."""
@@ -128,8 +128,8 @@ class Comparison:
         self._values: dict[str, np.ndarray] = {}
         self._order: dict[str, int] = {}
         self._compared = set[str]()
-        self._unknown = dict[Place, None]()
-        self.found: list[Difference] = []
+        self._unknown = dict[ProgramTensor, None]()
+        self.found: list[ProgramDifference] = []
         """The differences of this rank, in the order of its program."""
         if self.records:
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class Comparison:
             self._order = {key: number for number, key in enumerate(self._values)}
             if copy_weights:
                 self._copy()
-        for name, module in modules_of(self._models):
+        for name, module in whole_modules(self._models):
             if not any(fnmatch(name, pattern) for pattern in self._skip):
                 module.register_forward_hook(partial(self._leave, name))
 
@@ -151,7 +151,7 @@ class Comparison:
 
     def value(self, name: str, value: Tensor | float) -> None:
         """Compare another value, such as the loss, the gradient norm or a weight after the update."""
-        self._take(Place(VALUE, name, 0, 0), torch.as_tensor(value))
+        self._take(ProgramTensor(VALUE, name, 0, 0), torch.as_tensor(value))
 
     def gradients(self, of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> None:
         """Compare the gradients of all parameters, after they are summed over the ranks; ``of`` returns a gradient.
@@ -161,7 +161,7 @@ class Comparison:
         for name, parameter in parameters_of(self._models):
             gradient = of(parameter)
             if gradient is not None:
-                self._take(Place(GRADIENT, name, 0, 0), gradient, _block_of(parameter))
+                self._take(ProgramTensor(GRADIENT, name, 0, 0), gradient, _block_of(parameter))
 
     def finish(self) -> list[str]:
         """Store the record, or return the differences of all ranks, the earliest of the program first.
@@ -246,12 +246,12 @@ class Comparison:
             label = name if number == 0 else f"{name}[{number}]"
             call = self._calls[FORWARD, label] = self._calls.get((FORWARD, label), -1) + 1
             micro = self._micro_batch
-            self._take(Place(FORWARD, label, micro, call), x)
+            self._take(ProgramTensor(FORWARD, label, micro, call), x)
             if x.requires_grad:
-                point = Place(BACKWARD, label, micro, call)
+                point = ProgramTensor(BACKWARD, label, micro, call)
                 x.register_hook(lambda grad, point=point: self._take(point, grad / self._averaged))
 
-    def _take(self, point: Place, x: Tensor, block: Block | None = None) -> None:
+    def _take(self, point: ProgramTensor, x: Tensor, block: Block | None = None) -> None:
         """Store or compare a tensor."""
         x = _whole(x.detach())
         key = _key(point)
@@ -268,12 +268,12 @@ class Comparison:
         error, reason = self._error(_numbers(x), expected, block)
         bound = BOUNDS.get(x.dtype, 0.1) if self._bound is None else self._bound
         if not error <= bound and point not in [difference.point for difference in self.found]:
-            self.found.append(Difference(point, self._rank, error, reason))
+            self.found.append(ProgramDifference(point, self._rank, error, reason))
 
     def _error(self, x: np.ndarray, expected: np.ndarray, block: Block | None) -> tuple[float, str]:
         """The smallest error over the parts that ``x`` may be, and the likely reason for it."""
         scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
-        pieces = list(parts_of(expected, x.shape, self._axes, block))
+        pieces = list(possible_parts(expected, x.shape, self._axes, block))
         if not pieces:
             return np.inf, f": its shape {list(x.shape)} does not divide {list(expected.shape)}"
         errors = [float(np.abs(x - piece).max(initial=0.0)) / scale for piece in pieces]
@@ -305,17 +305,17 @@ def _numbers(x: Tensor) -> np.ndarray:
     return x.detach().to("cpu", torch.float64).numpy()
 
 
-def _key(point: Place) -> str:
+def _key(point: ProgramTensor) -> str:
     return _SEPARATOR.join(map(str, point))
 
 
-def _place(key: str) -> Place:
+def _place(key: str) -> ProgramTensor:
     direction, tail = key.split(_SEPARATOR, 1)
     name, micro_batch, call = tail.rsplit(_SEPARATOR, 2)
-    return Place(direction, name, int(micro_batch), int(call))
+    return ProgramTensor(direction, name, int(micro_batch), int(call))
 
 
-def _named(places: Sequence[Place]) -> str:
+def _named(places: Sequence[ProgramTensor]) -> str:
     return listed(places) if places else "no tensors"
 
 

@@ -65,7 +65,7 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     return f"{worst.error:.1e} ({epsilons:{digits}} ε)"
 
 
-def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> Iterator[str]:
+def layout_page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a Markdown page, without times, which differ between runs.
 
     ``left_out``: settings that are not compared.
@@ -76,7 +76,7 @@ def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> It
         "",
         f"{subject[0].upper()}{subject[1:]}.",
         "",
-        f"{verdict_line(summary(report), left_out)}.",
+        f"{verdict_line(summary_line(report), left_out)}.",
         "",
     )
     yield f"| {' | '.join(head)} |"
@@ -86,7 +86,7 @@ def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> It
         yield f"| {' | '.join([layout, ranks, *errors, f'`{where}`', verdict])} |"
 
 
-def summary(report: ParityReport) -> str:
+def summary_line(report: ParityReport) -> str:
     """One line with the number of layouts that pass."""
     layouts = [row for row in report.rows if row.ranks > 1]
     passing = sum(row.holds for row in layouts)

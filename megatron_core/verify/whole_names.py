@@ -12,7 +12,7 @@ MODULE = "module"
 """The name in a wrapper of DDP, DeepSpeed and Megatron; a layer of the user may have it, too."""
 
 
-def modules_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def whole_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with their names in the whole model; a wrapper stands for the module that it wraps.
 
     A wrapper's output is that of its module, also where the wrapper compiles or recomputes the module.

@@ -10,7 +10,7 @@ from torch import nn
 import megatron_core
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 from megatron_core.verify.ranks import run_ranks
 
 
@@ -32,7 +32,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
             assert 144 <= line["traffic"]["dp reduce_scatter"]["bytes"] < 200
             waited = sum(each["exposed"] for each in line["traffic"].values())
             assert abs(sum(line["phases"].values()) + waited - line["seconds"]) < 1e-4
-    assert "of the time" in diagnose(Summary.of(records)).text()
+    assert "of the time" in diagnose(RunSummary.of(records)).text()
 
 
 def _train(path: str) -> list[tuple[float, float, float]]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import checkpointing
-from megatron_core.commands.inspect_checkpoint import Settings, inspect_checkpoint
+from megatron_core.commands.inspect_checkpoint import InspectCheckpointFlags, inspect_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig
@@ -71,7 +71,7 @@ def test_a_flipped_bit_is_no_difference(tmp_path: Path) -> None:
     newest = save_twice(tmp_path)
     flip_last_bit(newest / TENSORS)
     with pytest.raises(CheckpointError, match="its hash differs"):
-        inspect_checkpoint(Settings(checkpoint=str(tmp_path / "iter_0000001"), diff=str(newest)))
+        inspect_checkpoint(InspectCheckpointFlags(checkpoint=str(tmp_path / "iter_0000001"), diff=str(newest)))
 
 
 class Model(MegatronModule):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from megatron_core.commands.convert_checkpoint import Settings
+from megatron_core.commands.convert_checkpoint import ConvertFlags
 from megatron_core.errors import CheckpointError
 from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import open_model
@@ -92,7 +92,7 @@ def check_command(message: str, folder: Path, source: str | None, flag: str) -> 
         return
     command = re.search(r"megatron-convert (.*?), then give (--[a-z-]+) (.*?)(?: \(|$)", message)
     assert command is not None
-    settings = parse_flags(Settings, args=shlex.split(command[1]))
+    settings = parse_flags(ConvertFlags, args=shlex.split(command[1]))
     assert (settings.source, settings.load) == (source, str(folder))
     assert settings.save == shlex.split(command[3])[0] and command[2] in ("--load", "--load-hf")
     assert flag in message

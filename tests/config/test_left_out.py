@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.commands.verify_layout import Options, task_of, words_of
+from megatron_core.commands.verify_layout import LayoutOptions, setting_words, task_of
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.training import TrainingConfig
@@ -31,7 +31,7 @@ def test_settings_that_a_dtype_or_a_layout_replaces_are_named() -> None:
     flags = MODEL | {"fp32_residual_connection": True, "bf16": True, "decoder_first_pipeline_num_layers": 1}
     flags |= {"pipeline_model_parallel_size": 2, "zero3_keep_after_forward": True, "zero_stage": 3}
     config = RunConfig.from_flat(flags)
-    task = task_of(config, Options(all=True, world_size=(2,)))
+    task = task_of(config, LayoutOptions(all=True, world_size=(2,)))
     assert task.not_compared == {
         "decoder_first_pipeline_num_layers": 1,
         "fp32_residual_connection": True,
@@ -87,5 +87,5 @@ def test_a_schedule_that_does_not_fit_a_layout_is_left_out() -> None:
 
 
 def test_words_are_short() -> None:
-    words = words_of({"save": "x", "dpo": True, "data_path": ("a" * 50,)})
+    words = setting_words({"save": "x", "dpo": True, "data_path": ("a" * 50,)})
     assert words == ["save=x", "dpo", "data_path"]

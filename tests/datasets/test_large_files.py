@@ -8,7 +8,7 @@ import pytest
 
 from megatron_core.datasets import DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
-from megatron_core.preprocess.lengths import document_lengths
+from megatron_core.preprocess.lengths import closed_document_lengths
 from megatron_core.preprocess.validate import validate
 from tests.datasets.files import index_by_hand
 
@@ -25,7 +25,7 @@ def make(folder: Path) -> str:
 
 
 def test_lengths_beyond_32_bits(tmp_path: Path) -> None:
-    found = document_lengths(IndexedDataset(make(tmp_path)))  # C46
+    found = closed_document_lengths(IndexedDataset(make(tmp_path)))  # C46
     whole = 2 * LONG + 100
     assert (found.longest, found.mean, int(found.tokens.sum()), found.quantile(0.5)) == (whole,) * 4
     assert np.flatnonzero(found.documents).size == 1

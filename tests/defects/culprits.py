@@ -10,7 +10,7 @@ from functools import cache, partial
 from megatron_core.config import RunConfig
 from megatron_core.verify import RankFailure, Trace, assemble
 from megatron_core.verify.bounds import Bounds, relative_errors
-from megatron_core.verify.culprit import Reference, describe, first_step
+from megatron_core.verify.culprit import Reference, describe_culprit, first_step
 from megatron_core.verify.gpt import compare_step, record_step, train_traced
 from megatron_core.verify.ranks import Simulated, run_ranks, run_simulated
 from tests.defects.defect import Defect
@@ -73,7 +73,7 @@ def _answer(
         step = first_step(wrong)
         reference = record(step)
         with planted(defect.target, defect.old, defect.new):
-            return describe(reference, compare(reference, step).result, wrong)
+            return describe_culprit(reference, compare(reference, step).result, wrong)
     except RankFailure as failure:
         return str(failure).strip().splitlines()[-1]
 

@@ -194,7 +194,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "each rank balances its own part of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
+        "all_reduce_(counts_and_tokens, sequence_group)",
         "pass",
         "experts, tp2 sp ep2 etp1",
         "C6",
@@ -206,8 +206,8 @@ IN_EXPERTS = (
     Defect(  # C6
         "choices of experts count once for each rank of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
-        "all_reduce_(both, sequence_group); both[..., :-1] *= sequence_group.size()",
+        "all_reduce_(counts_and_tokens, sequence_group)",
+        "all_reduce_(counts_and_tokens, sequence_group); counts_and_tokens[..., :-1] *= sequence_group.size()",
         "experts, tp2 sp ep2 etp1",
         "C6",
         culprit=(
@@ -218,8 +218,8 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, sequence_group)",
-        "all_reduce_(both, batch_group)",
+        "all_reduce_(counts_and_tokens, sequence_group)",
+        "all_reduce_(counts_and_tokens, batch_group)",
         "experts, dp2 tp2 ep2 zero1",
         "C6",
         culprit=(
@@ -230,7 +230,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of the global batch is each rank's own",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(both, batch_group)",
+        "all_reduce_(counts_and_tokens, batch_group)",
         "pass",
         "balance of the global batch, tp2 sp",
         "C6",
@@ -242,8 +242,9 @@ IN_EXPERTS = (
     Defect(  # C5
         "accumulated counts are divided by the tokens of one micro-batch",
         "transformer.moe.balance:balancing_loss",
-        "both = context.auxiliary_losses.counts_so_far(layer_number, both)",
-        "both = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, both)[:-1], both[-1:]])",
+        "counts_and_tokens = context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)",
+        "counts_and_tokens = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)[:-1], "
+        "counts_and_tokens[-1:]])",
         "balance of the global batch, tp2 sp",
         "C5",
         culprit=(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, parameter_pieces
-from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import import_megatron
@@ -142,7 +142,7 @@ def test_to_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     model = make_model(LLAMA, biases=False)
     folder = tmp_path / "theirs"
     write_rank_files(folder, weights_of(model), named(LLAMA, model, monkeypatch, **TP2, **PP2))
-    said = convert(Settings(source="megatron", to="hf", load=str(folder), save=str(tmp_path / "hf")))
+    said = convert_checkpoint(ConvertFlags(source="megatron", to="hf", load=str(folder), save=str(tmp_path / "hf")))
     assert "(hf); logits differ by" in said and sorted(path.name for path in tmp_path.iterdir()) == ["hf", "theirs"]
     with HuggingFaceReader(tmp_path / "hf") as reader:
         again = GPTModel(reader.model, VOCABULARY, 16).eval()

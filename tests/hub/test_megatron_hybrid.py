@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from benchmarks.megatron_peer import MEGATRON
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint
-from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import MegatronReader
@@ -79,7 +79,9 @@ def test_every_weight_is_in_its_place(
     assert {name.split("mixer.")[1] for name in stored if ".0.mixer." in name} >= {"in_proj.weight.dt", "A_log", "D"}
     extra = {name: Chunked(weight, False, 1 if len(weight) % 2 else chunks) for name, weight in stored.items()}
     write_distributed(tmp_path / "theirs", {}, args, extra=extra)
-    convert(Settings(source="megatron", to="native", load=str(tmp_path / "theirs"), save=str(tmp_path / "ours")))
+    convert_checkpoint(
+        ConvertFlags(source="megatron", to="native", load=str(tmp_path / "theirs"), save=str(tmp_path / "ours"))
+    )
     found = imported(tmp_path / "ours")
     assert found.config.hybrid_layer_pattern == "M*-M"
     others = dict(found.named_global_parameters())
@@ -111,7 +113,9 @@ def test_every_weight_of_a_state_dict_is_in_its_place(
 def test_a_hybrid_model_is_written_with_the_names_of_megatron_core(tmp_path: Path) -> None:
     """Also from two tensor-parallel ranks, whose parts of a projection have rows of several pieces."""
     run_ranks(2, save, str(tmp_path / "ours"))
-    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    convert_checkpoint(
+        ConvertFlags(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs"))
+    )
     found = find_checkpoint(str(tmp_path / "ours"))
     with CheckpointReader(found) as reader:
         tensors = {
@@ -201,7 +205,9 @@ def load_in_megatron(folder: str, config: ModelConfig, ids: Tensor) -> Any:
 def test_megatron_core_loads_a_hybrid_model(tmp_path: Path) -> None:
     run = tiny_run(**ATTENTION_AND_MLP, save=str(tmp_path / "ours"))
     run.saver.save(run.state)
-    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    convert_checkpoint(
+        ConvertFlags(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs"))
+    )
     folder = next((tmp_path / "theirs").glob("iter_*"))
     ids = torch.arange(12)[None] % 7
     (logits,) = run_ranks(1, load_in_megatron, str(folder), run.config.model, ids, backend="gloo")
@@ -217,7 +223,9 @@ def test_a_training_starts_with_experts_that_were_written(settings: dict[str, An
     """Megatron Core has two names of the norm before experts, and tuples in its settings."""
     run = tiny_run(**settings | EXPERTS, save=str(tmp_path / "ours"))
     run.saver.save(run.state)
-    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    convert_checkpoint(
+        ConvertFlags(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs"))
+    )
     again = tiny_run(**settings | EXPERTS, load=str(tmp_path / "theirs"), finetune=True, seed=5)
     pairs = zip(run.data_parallel.buckets, again.data_parallel.buckets, strict=True)
     assert all(torch.equal(one.weights, other.weights) for one, other in pairs)

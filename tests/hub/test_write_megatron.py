@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.megatron_peer import MEGATRON
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import settings_of_arguments
 from megatron_core.hub.megatron_lm.arguments import training_settings
@@ -132,7 +132,9 @@ def test_it_continues_here(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_loads_every_tensor(folder: Path, tmp_path: Path) -> None:
-    said = convert(Settings(source="native", to="torch_dcp", load=str(folder / READ_AGAIN), save=str(tmp_path)))
+    said = convert_checkpoint(
+        ConvertFlags(source="native", to="torch_dcp", load=str(folder / READ_AGAIN), save=str(tmp_path))
+    )
     assert said.endswith("iteration 3 as torch_dcp")
     with CheckpointReader(folder / READ_AGAIN / "iter_0000003") as reader:
         expected = {name: reader.read(name) for name in reader.manifest.tensors}
@@ -152,7 +154,9 @@ def test_other_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None:
     note.parent.mkdir()
     note.write_text("the user's notes")
     with pytest.raises(CheckpointError, match=r"--save .* is not empty; give another folder"):
-        convert(Settings(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path)))
+        convert_checkpoint(
+            ConvertFlags(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path))
+        )
     with CheckpointReader(folder / READ_AGAIN / "iter_0000003") as reader:
         model = stored_config(reader.folder).model
         with pytest.raises(CheckpointError, match="iter_0000003 exists and was not written by this program"):
@@ -167,7 +171,7 @@ def test_recurrences_that_megatron_lacks_are_refused(tmp_path: Path) -> None:
     run.saver.save(run.state)
     run.saver.close()
     with pytest.raises(CheckpointError, match="cannot be written as torch_dist"):
-        convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))
+        convert_checkpoint(ConvertFlags(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))
 
 
 def test_models_that_megatron_lm_cannot_train_are_refused(tmp_path: Path) -> None:
@@ -175,4 +179,4 @@ def test_models_that_megatron_lm_cannot_train_are_refused(tmp_path: Path) -> Non
     run.saver.save(run.state)
     run.saver.close()
     with pytest.raises(CheckpointError, match=r"parallel_residual=True, softmax_scale=0\.25, which Megatron-LM has no"):
-        convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))
+        convert_checkpoint(ConvertFlags(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))

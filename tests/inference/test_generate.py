@@ -13,7 +13,7 @@ import torch
 from megatron_core.config.heterogeneous import write_blocks
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
-from megatron_core.inference.sampling import candidates, choose, draw
+from megatron_core.inference.sampling import candidate_logits, draw, sample_tokens
 from megatron_core.inference.settings import InferenceConfig
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
@@ -314,7 +314,7 @@ def test_greedy_rows_beside_sampled_ones() -> None:
     sampled = Sampling(temperature=1.0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         generators = [torch.Generator().manual_seed(0) for _ in range(3)]
-        assert choose(logits.to(dtype), [Sampling(), Sampling(), sampled], generators) == [1, 0, 2]
+        assert sample_tokens(logits.to(dtype), [Sampling(), Sampling(), sampled], generators) == [1, 0, 2]
 
 
 @pytest.mark.parametrize("new", [0, 2])
@@ -351,7 +351,7 @@ def test_top_k_and_top_p() -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
 
     def kept(**settings: float) -> list[int]:
-        return candidates(logits, Sampling(temperature=1.0, **settings)).isfinite().nonzero().flatten().tolist()
+        return candidate_logits(logits, Sampling(temperature=1.0, **settings)).isfinite().nonzero().flatten().tolist()
 
     assert kept(top_k=2) == [0, 1]
     assert kept(top_p=0.5) == [0]
@@ -366,7 +366,7 @@ def test_top_p_of_many_tokens_is_that_of_all_in_order(spread: float) -> None:
     for top_p in (0.1, 0.5, 0.95):
         ordered, index = logits.double().softmax(-1).sort(descending=True)
         expected = index[: int((ordered.cumsum(-1) < top_p).sum()) + 1]
-        found = candidates(logits, Sampling(temperature=1.0, top_p=top_p)).isfinite().nonzero().flatten()
+        found = candidate_logits(logits, Sampling(temperature=1.0, top_p=top_p)).isfinite().nonzero().flatten()
         assert abs(len(found) - len(expected)) <= 1, "at the bound float32 decides"
         assert set(expected[:-1].tolist()) <= set(found.tolist())
 

@@ -116,12 +116,12 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
         "self._keys.pop(block)",
     ),
     "the hash of a block ignores the blocks before it": (
-        "inference.scheduler:Scheduler._key",
+        "inference.scheduler:TextScheduler._key",
         'text.keys[block - 1] if block else b""',
         'b""',
     ),
     "the hash of a block ignores its last token": (
-        "inference.scheduler:Scheduler._key",
+        "inference.scheduler:TextScheduler._key",
         "(block + 1) * self.block_size]",
         "max((block + 1) * self.block_size - 1, 1)]",
     ),
@@ -136,32 +136,32 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
         "return (torch.cat(positions) + any(span.first and span.count > 1 for span in spans))[None]",
     ),
     "a block table is not renumbered when memory shrinks": (
-        "inference.scheduler:Scheduler.compact",
+        "inference.scheduler:TextScheduler.compact",
         "[numbers[block] for block in text.table]",
         "list(text.table)",
     ),
     "a preempted text counts as computed": (
-        "inference.scheduler:Scheduler._admit",
+        "inference.scheduler:TextScheduler._admit",
         "text.computed = len(shared) * self.block_size",
         "text.computed = len(text.tokens) - 1 if text.written else len(shared) * self.block_size",
     ),
     "a text keeps its block when it adopts another one": (
-        "inference.scheduler:Scheduler._adopt",
+        "inference.scheduler:TextScheduler._adopt",
         "self.pool.release([text.table[index]])",
         "pass",
     ),
     "blocks are registered before they are full": (
-        "inference.scheduler:Scheduler._segment",
+        "inference.scheduler:TextScheduler._segment",
         "(text.computed + count) // self.block_size)",
         "-(-len(text.tokens) // self.block_size))",
     ),
     "a scored prompt skips the shared prefix": (
-        "inference.scheduler:Scheduler._shared_blocks",
+        "inference.scheduler:TextScheduler._shared_blocks",
         "not self._may_share(text)",
         "not self.sharing",
     ),
     "scores of a preempted prompt are reported twice": (
-        "inference.scheduler:Scheduler.add",
+        "inference.scheduler:TextScheduler.add",
         "text.prompt_scores.clear()",
         "pass",
     ),
@@ -171,7 +171,7 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
         "lengths=positions[0].to(device).clamp(min=1)",
     ),
     "a whole prompt is found in the cache": (
-        "inference.scheduler:Scheduler._shared_blocks",
+        "inference.scheduler:TextScheduler._shared_blocks",
         "range((len(text.tokens) - 1) // self.block_size)",
         "range(len(text.tokens) // self.block_size)",
     ),

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference import Progress, TokenScore
-from megatron_core.inference.openai import Job, Limits, Protocol
+from megatron_core.inference.openai import Protocol, RequestLimits, WebJob
 from megatron_core.inference.text import TextStream
 from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.inference.fuzz import generator_of
@@ -41,9 +41,9 @@ def tokenizer_of(kind: str, folder: Path) -> Tokenizer:
     return HuggingFaceTokenizer(folder)
 
 
-def job_of(tokenizer: Tokenizer, *, chat: bool = False, **asked: Any) -> tuple[Protocol, Job]:
+def job_of(tokenizer: Tokenizer, *, chat: bool = False, **asked: Any) -> tuple[Protocol, WebJob]:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    protocol = Protocol(tokenizer, template, Limits(100), "m", tokenizer.vocab_size)
+    protocol = Protocol(tokenizer, template, RequestLimits(100), "m", tokenizer.vocab_size)
     return protocol, protocol.job(json.dumps(asked).encode(), chat=chat)
 
 
@@ -99,7 +99,7 @@ def test_prompts_of_models_of_hugging_face_begin_as_in_transformers(tmp_path: Pa
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     generator = replace(generator_of({}), ids_before_prompt=tokenizer.ids_before_prompt)
-    protocol = Protocol(tokenizer, None, Limits(100), "m", tokenizer.vocab_size, generator.before_prompt)
+    protocol = Protocol(tokenizer, None, RequestLimits(100), "m", tokenizer.vocab_size, generator.before_prompt)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     *expected, _ = theirs("the cat").input_ids
     plain = tokenizer.tokenize("the cat")

@@ -18,7 +18,7 @@ from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.presets.published import preset
 from megatron_core.planner.cost import LayerTimes, Pipeline, step_cost
-from megatron_core.planner.explain import command_line, flag_of, objection, parse_words, whole_training
+from megatron_core.planner.explain import flag_of, objection, parse_words, start_command, whole_training
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.layout_settings import KEPT, NEUTRAL, with_settings
@@ -87,7 +87,7 @@ def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
     arguments = [word for name, value in (SMALL | more).items() for word in flag_of(name, value)]
     base = parse_command_line(arguments)[0]
     for each in _search(base, 4).best(4):
-        words = shlex.split(command_line(each.config, base, arguments, 4, 2))
+        words = shlex.split(start_command(each.config, base, arguments, 4, 2))
         assert words[:5] == ["torchrun", "--nproc-per-node", "2", "--nnodes", "2"]
         assert words[5:7] == ["-m", "megatron_core.commands.train"]
         again = parse_command_line([*words[7:], "--dry-run", "--world-size", "4"])[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_core.features.recurrent import delta_rule, state_space
 from megatron_core.features.recurrent import recurrence as operation
 from megatron_core.planner import recurrence
-from megatron_core.planner.recurrence import Recurrence
+from megatron_core.planner.recurrence import RecurrenceCost
 from tests.runs import tiny_config
 
 
@@ -41,7 +41,7 @@ def test_what_backward_computes_again(kind: str) -> None:
     sizes = {"linear_key_head_dim": keys, "linear_value_head_dim": values, "linear_num_key_heads": heads}
     sizes |= {"linear_num_value_heads": heads, "experimental_attention_variant": kind, "linear_attention_freq": (2,)}
     config = tiny_config(**sizes, seq_length=length, micro_batch_size=batch)
-    assert Recurrence.of(config, 0).again == pytest.approx(found, rel=0.01)
+    assert RecurrenceCost.of(config, 0).again == pytest.approx(found, rel=0.01)
 
 
 def test_what_backward_computes_again_of_mamba() -> None:
@@ -53,7 +53,7 @@ def test_what_backward_computes_again_of_mamba() -> None:
     sizes = {"num_layers": 1, "hybrid_layer_pattern": "M", "mamba_state_dim": states, "mamba_head_dim": channels}
     sizes |= {"mamba_num_groups": groups, "mamba_num_heads": heads}
     config = tiny_config(**sizes, seq_length=length, micro_batch_size=batch)
-    assert Recurrence.of(config, 0).again == pytest.approx(found, rel=0.01)
+    assert RecurrenceCost.of(config, 0).again == pytest.approx(found, rel=0.01)
 
 
 def test_chunks_are_those_of_the_operation() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.preprocess.inputs import Stream, describe, find_inputs
+from megatron_core.preprocess.inputs import Stream, describe_input, find_inputs
 
 
 def test_folders_globs_and_names_keep_their_order(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_token_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "dead.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"--input .*dead\.jsonl cannot be read \(No such file or directory\); rep"):
-        describe(*find_inputs([str(tmp_path)]))
+        describe_input(*find_inputs([str(tmp_path)]))
 
 
 def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
 )
 def test_suffixes_decide(name: str, kind: str, compression: str | None, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"12345")
-    source = describe(tmp_path / name)
+    source = describe_input(tmp_path / name)
     assert (source.format, source.compression, source.size) == (kind, compression, 5)
 
 
@@ -86,7 +86,7 @@ def test_what_the_run_writes_is_no_input(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_pipe_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"--input .*a\.jsonl is a pipe or a device.*write its content"):
-        describe(tmp_path / "a.jsonl")
+        describe_input(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("content", ["", "x" * 500, "x" * 2000])
@@ -94,7 +94,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content: str, tmp_path
     """A truncated file would otherwise silently give only a part of its documents."""
     path = tmp_path / "a.jsonl"
     path.write_text("y" * 1000)
-    with Stream(describe(path)) as stream:
+    with Stream(describe_input(path)) as stream:
         assert stream.read(100) == b"y" * 100
         path.write_text(content)
         with pytest.raises(DataError, match=r"a\.jsonl changed while it was read, from 1,000 to"):

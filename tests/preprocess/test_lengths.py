@@ -9,7 +9,7 @@ import pytest
 from megatron_core.datasets import IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.preprocess import validate as validate_module
 from megatron_core.preprocess.builder import IndexedDatasetBuilder
-from megatron_core.preprocess.lengths import EDGES, Lengths, document_lengths, plot_lengths
+from megatron_core.preprocess.lengths import EDGES, Lengths, closed_document_lengths, plot_lengths
 from tests.datasets.files import write
 
 RANDOM = np.random.default_rng(3)
@@ -18,7 +18,7 @@ COUNTED = [0, 0, 1, 1, 1, 2, 3, 4, 7, 8, 9, 100, 255, 256, 1000, *RANDOM.integer
 
 def lengths_of(folder: Path, lengths: Sequence[int]) -> Lengths:
     """The histogram of documents of the given lengths."""
-    return document_lengths(IndexedDataset(write(folder / "a", [[1] * length for length in lengths], np.uint16)))
+    return closed_document_lengths(IndexedDataset(write(folder / "a", [[1] * length for length in lengths], np.uint16)))
 
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
@@ -57,7 +57,7 @@ def test_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
         builder.add_document([1] * 7, [7])
         builder.end_document()
         builder.finalize(get_idx_path(prefix))
-    found = document_lengths(IndexedDataset(prefix))
+    found = closed_document_lengths(IndexedDataset(prefix))
     assert [(bar.low, bar.documents) for bar in found.bars(16) if bar.documents] == [(0, 2), (5, 1), (7, 1)]
 
 
@@ -66,7 +66,7 @@ def test_sequences_are_counted_where_no_document_is_closed(tmp_path: Path) -> No
     with IndexedDatasetBuilder(get_bin_path(prefix)) as builder:
         builder.add_item([1, 2, 3])
         builder.finalize(get_idx_path(prefix))
-    found = document_lengths(IndexedDataset(prefix))
+    found = closed_document_lengths(IndexedDataset(prefix))
     assert (found.unit, found.count, found.longest) == ("sequences", 1, 3)
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_core.preprocess import Limits
 from megatron_core.preprocess.atomic_write import DiskFullError
-from megatron_core.preprocess.inputs import DamagedFileError, Stream, describe
-from megatron_core.preprocess.readers import parse, read_blocks
+from megatron_core.preprocess.inputs import DamagedFileError, Stream, describe_input
+from megatron_core.preprocess.readers import content_blocks, parse_lines
 from tests.preprocess.corpora import file_size_limit, write_packed
 
 Document = tuple[int, str | None]
@@ -34,11 +34,11 @@ def read(
 
     cuts: ranges in which the file is read. restart: after this number of blocks the file is read again from there.
     """
-    source, found, lines = describe(path), [], 0
+    source, found, lines = describe_input(path), [], 0
     ranges = list(zip([0, *(cuts or [])], [*(cuts or []), None], strict=True))
     for start, stop in ranges:
         for number, block in enumerate(
-            read_blocks(source, ("text",), separator, limits or Limits(), path.parent, start, stop), 1
+            content_blocks(source, ("text",), separator, limits or Limits(), path.parent, start, stop), 1
         ):
             batch = block.batch(("text",))
             found += [(lines + place, text) for place, text in zip(batch.numbers, batch.texts[0], strict=True)]
@@ -148,7 +148,7 @@ def test_the_time_for_a_long_text_is_in_proportion_to_it(tmp_path: Path) -> None
     ],
 )
 def test_faults_of_lines_are_named(line: bytes, sentence: str) -> None:
-    batch = parse(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}', ("text",))
+    batch = parse_lines(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}', ("text",))
     assert batch.texts == [("a", "b")] and batch.numbers == [1, 4] and batch.lines == 4
     ((number, found),) = batch.broken
     assert number == 3 and found.startswith(sentence) and "\n" not in found
@@ -157,8 +157,8 @@ def test_faults_of_lines_are_named(line: bytes, sentence: str) -> None:
 def test_what_json_allows_is_read() -> None:
     lines = [rb'{"text": "a\u0000\n\ud83d\ude42"}', b'{"text": "old", "text": "new"}\r', b'\xef\xbb\xbf{"text": "bom"}']
     lines += [b' \t{"n": NaN, "te\\u0078t": "key"} ', b'{"text": null}']
-    assert parse(b"\n".join(lines), ("text",)).texts == [("a\x00\n\U0001f642", "new", "bom", "key", "")]
-    assert parse(b'{"a": "1", "b": "2"}\n{"a": "1"}\n', ("a", "b")).texts == [("1",), ("2",)]
+    assert parse_lines(b"\n".join(lines), ("text",)).texts == [("a\x00\n\U0001f642", "new", "bom", "key", "")]
+    assert parse_lines(b'{"a": "1", "b": "2"}\n{"a": "1"}\n', ("a", "b")).texts == [("1",), ("2",)]
 
 
 @pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": "b"}]', '\n[\n  {"text": "a"},\n  {"text": "b"}\n]\n'])
@@ -226,7 +226,7 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
         ("n", "has int64 in column 'n'"),
     ):
         with pytest.raises(DamagedFileError, match=rf"a\.parquet {sentence}"):
-            list(read_blocks(describe(path), [key], None, Limits(), tmp_path))
+            list(content_blocks(describe_input(path), [key], None, Limits(), tmp_path))
     data = path.read_bytes()
     path.write_bytes(data[:600] + bytes(200) + data[800:])
     with pytest.raises(DamagedFileError, match=r"a\.parquet is damaged in row group \d, after row \d+ "):
@@ -246,7 +246,7 @@ def compressed(kind: str, *pieces: bytes) -> bytes:
 def test_streams_of_several_members(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     path.write_bytes(compressed(kind, DATA[:10], b"", DATA[10:300_000], DATA[300_000:]))
-    with Stream(describe(path)) as stream:
+    with Stream(describe_input(path)) as stream:
         assert stream.read(7) == DATA[:7]
         stream.skip_to(400_000)
         assert (stream.position, stream.read(5)) == (400_000, DATA[400_000:400_005])
@@ -265,12 +265,12 @@ def test_damaged_and_empty_streams(kind: str, tmp_path: Path) -> None:
         (compressed(kind, DATA)[:1000] + bytes(2000), "is (damaged|truncated)"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(DamagedFileError, match=rf"a\.{kind} {sentence}"), Stream(describe(path)) as stream:
+        with pytest.raises(DamagedFileError, match=rf"a\.{kind} {sentence}"), Stream(describe_input(path)) as stream:
             while stream.read(1 << 16):
                 pass
     for content in (b"", compressed(kind, b"", b"")):
         path.write_bytes(content)
-        with Stream(describe(path)) as stream:
+        with Stream(describe_input(path)) as stream:
             assert stream.read(1) == b""
 
 
@@ -296,7 +296,7 @@ def test_a_parquet_file_of_empty_rows_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = write_packed(tmp_path / "a.jsonl", b"{}\n")
-    source = describe(path)
+    source = describe_input(path)
     path.unlink()
     with pytest.raises(DamagedFileError, match=r"a\.jsonl cannot be read after byte 0 .*\(No such file or directory\)"):
         Stream(source)
@@ -313,7 +313,7 @@ def test_a_part_inside_a_long_line_reads_no_further_than_its_end(
     monkeypatch.setattr(
         Stream, "readline", lambda own, size, of=Stream.readline: seen.append(of(own, size)) or seen[-1]
     )
-    assert list(read_blocks(describe(path), ("text",), None, Limits(), tmp_path, 500_000, 600_000)) == []
+    assert list(content_blocks(describe_input(path), ("text",), None, Limits(), tmp_path, 500_000, 600_000)) == []
     assert 99_000 <= sum(map(len, seen)) <= 102_000
 
 
@@ -321,6 +321,6 @@ def test_a_part_inside_a_long_line_reads_no_further_than_its_end(
 def test_files_of_other_formats_are_named(begin: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     path.write_bytes(begin + b"\xff\xfe")
-    (block,) = read_blocks(describe(path), ("text",), None, Limits(), tmp_path)
+    (block,) = content_blocks(describe_input(path), ("text",), None, Limits(), tmp_path)
     ((_, fault),) = block.batch(("text",)).broken
     assert "write it as Parquet, .gz or .zst" in fault

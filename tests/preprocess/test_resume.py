@@ -17,7 +17,7 @@ from megatron_core.errors import DataError
 from megatron_core.preprocess import Limits, preprocess
 from megatron_core.preprocess.atomic_write import DiskFullError
 from megatron_core.preprocess.inputs import DamagedFileError
-from megatron_core.preprocess.output import Output, WorkFolder
+from megatron_core.preprocess.output import TokenOutput, WorkFolder
 from megatron_core.preprocess.pool import WorkerDiedError
 from megatron_core.preprocess.worker import EncodedPart
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl, write_packed
@@ -92,9 +92,9 @@ def is_publishing(folder: Path) -> bool:
 
 def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int, **changes: object) -> None:
     """A run that is interrupted from the keyboard after some parts are written."""
-    append, count = Output.append, [0]
+    append, count = TokenOutput.append, [0]
 
-    def interrupted(self: Output, part: EncodedPart) -> None:
+    def interrupted(self: TokenOutput, part: EncodedPart) -> None:
         append(self, part)
         count[0] += 1
         if count[0] == parts:
@@ -102,7 +102,7 @@ def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int, **c
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "append", interrupted)
+        patch.setattr(TokenOutput, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             preprocess(settings(folder, **changes), SMALL)
 
@@ -367,7 +367,7 @@ def test_published_files_that_another_program_changed_are_told(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "_check_published", stop)
+        patch.setattr(TokenOutput, "_check_published", stop)
         with pytest.raises(KeyboardInterrupt):
             preprocess(given, SMALL)
     tokens = next(tmp_path.glob("out_*.bin"))

@@ -24,7 +24,7 @@ from megatron_core.monitor.rank_records import read_run
 from megatron_core.parallel.meter import METER
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
 from megatron_core.transformer.moe.router import TopKRouter
@@ -183,7 +183,7 @@ def _train(folder: str, fault: str, settings: dict[str, Any]) -> None:
 def diagnosed(planted: Bottleneck, folder: Path, steps: int = 12) -> Diagnosis:
     """Run it in ``folder`` and diagnose its records."""
     run_ranks(planted.ranks, _train, str(folder), planted.fault, BASE | {"train_iters": steps} | planted.settings)
-    return diagnose(Summary.of(read_run(folder)))
+    return diagnose(RunSummary.of(read_run(folder)))
 
 
 def recommended(planted: Bottleneck, found: Diagnosis) -> Bottleneck:

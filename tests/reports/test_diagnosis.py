@@ -11,10 +11,10 @@ import pytest
 from megatron_core.commands.diagnose import main
 from megatron_core.errors import DataError
 from megatron_core.monitor.rank_records import rank_file, read_run
-from megatron_core.parallel.meter import Traffic
+from megatron_core.parallel.times import Traffic
 from megatron_core.reports.diagnosis import Change, Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.summary import Summary
+from megatron_core.reports.summary import RunSummary
 from tests.reports.planted import write_run
 
 WORK = {"forward": 0.1, "backward": 0.2}
@@ -22,7 +22,7 @@ PP = [{"pp": 0}, {"pp": 1}]
 
 
 def _diagnosis(folder: Path) -> Diagnosis:
-    return diagnose(Summary.of(read_run(folder)))
+    return diagnose(RunSummary.of(read_run(folder)))
 
 
 def _sent(exposed: float, size: float = 1e9, in_flight: float | None = None) -> Traffic:
@@ -143,7 +143,7 @@ def test_shares_and_gains_by_hand(tmp_path: Path) -> None:
     found = _diagnosis(write_run(tmp_path, **PLANTED["slow rank"][0]))
     assert found.findings[0].share == pytest.approx(0.3 / 0.62, rel=1e-6)
     assert "rank 1 [" in found.findings[0].evidence and "on node1" in found.findings[0].evidence
-    summary = Summary.of(read_run(tmp_path))
+    summary = RunSummary.of(read_run(tmp_path))
     sending, waiting = summary.communication()["dp all_reduce"]
     assert sending == pytest.approx(0.02 / 0.62, rel=1e-6) and waiting == pytest.approx(0.6 / 3 / 0.62, rel=1e-6)
     assert summary.rates("dp all_reduce") == {(0, 1, 2): pytest.approx(1e9 / 0.02)}
@@ -161,11 +161,11 @@ def test_steps_of_an_earlier_layout_do_not_count(tmp_path: Path) -> None:
         tmp_path / "later", [WORK, {k: 2 * v for k, v in WORK.items()}], coordinates=stages,
         about=[{"work": 1.0, "began": 100.0}, {"work": 5.0, "began": 100.0}],
     )  # fmt: skip
-    alone = Summary.of(read_run(later))
+    alone = RunSummary.of(read_run(later))
     for rank in (0, 1):
         files = [rank_file(run / "metrics.jsonl", rank) for run in (earlier, later)]
         files[1].write_text("".join(file.read_text() for file in files))
-    both = Summary.of(read_run(later))
+    both = RunSummary.of(read_run(later))
     assert both.ranks == alone.ranks and not both.communication()
     assert not {"slow rank", "exposed communication over tp"} & {f.cause for f in _diagnosis(later).findings}
 

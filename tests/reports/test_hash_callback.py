@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.reports.hash_records import first_difference, read_hashes
+from megatron_core.reports.hash_records import first_hash_difference, read_hashes
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.programs import run_program
@@ -49,13 +49,13 @@ def test_an_interval_selects_the_same_records(tmp_path: Path) -> None:
     every, some = read_hashes(tmp_path / "all"), read_hashes(tmp_path / "some")
     assert [record.iteration for record in some] == [0, 2, 4]
     assert not any(record.by_tensor for record in some)
-    assert first_difference(every, some) is None
+    assert first_hash_difference(every, some) is None
 
 
 def test_a_changed_run_is_found(tmp_path: Path) -> None:
     run(tmp_path / "one", train_iters=2)
     run(tmp_path / "other", train_iters=2, weight_decay=0.02)
-    found = first_difference(read_hashes(tmp_path / "one"), read_hashes(tmp_path / "other"))
+    found = first_hash_difference(read_hashes(tmp_path / "one"), read_hashes(tmp_path / "other"))
     assert found is not None and (found.iteration, found.quantity) == (1, "weights")
 
 
@@ -93,4 +93,4 @@ def test_a_change_of_the_layout_leaves_no_trace(
     ]
     assert hash_of(tmp_path / "whole") == hash_of(tmp_path / "parts")
     if "layout_invariant" in model:
-        assert first_difference(whole, parts) is None  # losses and norms, too
+        assert first_hash_difference(whole, parts) is None  # losses and norms, too

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.reports.hash_records import HashRecord, HashWriter, first_difference, hash_file, read_hashes
+from megatron_core.reports.hash_records import HashRecord, HashWriter, first_hash_difference, hash_file, read_hashes
 from tests.programs import run_program
 
 compare = partial(run_program, "tools/compare_hashes.py")
@@ -51,22 +51,22 @@ def test_a_resumed_run_replaces_later_records(tmp_path: Path) -> None:
 
 def test_first_difference_is_in_the_order_of_the_step() -> None:
     one = [record(1), record(2), record(3)]
-    assert first_difference(one, one) is None
+    assert first_hash_difference(one, one) is None
     tensors = {"gradients": {"b.weight": "1", "a.weight": "X"}, "weights": {"a.weight": "Y", "b.weight": "Y"}}
     later = [record(1), record(2, gradients="G", weights="W", by_tensor=tensors), record(3, loss=0.0)]
-    found = first_difference(one, later)
+    found = first_hash_difference(one, later)
     assert found is not None
     assert (found.iteration, found.quantity, found.tensor, found.module) == (2, "gradients", "a.weight", "a")
     assert (found.differing, found.tensors) == (1, 2)
     assert "gradient of a.weight differs first" in str(found)
     both = [record(1, loss=2.5000000000000004, gradients="G", by_tensor={})]
-    assert str(first_difference(one, both)) == "iteration 1: the loss differs first"
-    only_weights = first_difference(one, [record(1, weights="W", by_tensor={})])
+    assert str(first_hash_difference(one, both)) == "iteration 1: the loss differs first"
+    only_weights = first_hash_difference(one, [record(1, weights="W", by_tensor={})])
     assert only_weights is not None and (only_weights.quantity, only_weights.tensor) == ("weights", None)
 
 
 def test_iterations_that_one_run_lacks_are_not_compared() -> None:
-    assert first_difference([record(1), record(2)], [record(2)]) is None
+    assert first_hash_difference([record(1), record(2)], [record(2)]) is None
 
 
 def test_the_tool_names_the_difference(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_core.reports.replicas import Replicas, describe
+from megatron_core.reports.replicas import Replicas, describe_replicas
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -92,7 +92,7 @@ def test_middle_stages_take_part() -> None:
 def test_many_names_are_one_phrase() -> None:
     lines = [f"dp-cp\tlayer{i}\t0\t" for i in range(6)]
     reports = {rank: [f"{line}{rank == 2}" for line in lines] for rank in range(4)}
-    assert describe(reports) == [
+    assert describe_replicas(reports) == [
         "layer0, layer1, layer2, layer3 and 2 more over dp-cp: rank 2 differs from ranks 0, 1, 3"
     ]
 
@@ -100,4 +100,4 @@ def test_many_names_are_one_phrase() -> None:
 def test_all_that_differ_from_the_most_are_named() -> None:
     values = {0: "a", 1: "b", 2: "c", 3: "b", 4: "b"}
     reports = {rank: [f"tp\tnorm\t0\t{value}"] for rank, value in values.items()}
-    assert describe(reports) == ["norm over tp: ranks 0, 2 differ from ranks 1, 3, 4"]
+    assert describe_replicas(reports) == ["norm over tp: ranks 0, 2 differ from ranks 1, 3, 4"]

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.parallel.meter import Traffic
-from megatron_core.reports.page import bars, chart, digits, table
+from megatron_core.parallel.times import Traffic
+from megatron_core.reports.page import bars, chart, html_table, three_digits
 from megatron_core.reports.report import report, write_report
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
@@ -122,10 +122,10 @@ def test_a_real_run_with_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_numbers_and_charts() -> None:
-    assert [digits(x) for x in (0.0, 12.345, 0.5, 1234567.0, 7, "a", float("nan"))] == [
+    assert [three_digits(x) for x in (0.0, 12.345, 0.5, 1234567.0, 7, "a", float("nan"))] == [
         "0", "12.3", "0.500", "1.23e+06", "7", "a", "nan",
     ]  # fmt: skip
-    assert 'class="n"' in table(("a",), [(1.5,)]) and "&lt;" in table(("a",), [("<",)])
+    assert 'class="n"' in html_table(("a",), [(1.5,)]) and "&lt;" in html_table(("a",), [("<",)])
     gap = chart({"loss": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}, "x", "y")
     assert gap.count("<polyline") == 2 and chart({}, "x", "y").count("svg") == 0
     labels = re.findall(r'text-anchor="end">([^<]*)<', chart({"loss": [(1, 0.3), (5, 2.4)]}, "x", "y"))

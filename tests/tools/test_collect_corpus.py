@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.commands.collect_corpus import Settings, collect, main
+from megatron_core.commands.collect_corpus import CorpusFlags, collect_files, main
 from megatron_core.errors import DataError
 
 
@@ -39,7 +39,7 @@ def test_what_a_folder_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "node_modules/m.md": b"no",
         },
     )
-    collect(Settings(folder=str(source), output=str(output)))
+    collect_files(CorpusFlags(folder=str(source), output=str(output)))
     assert list(collected(output).items()) == [
         ("a.md", "first\n"),
         ("b.txt", "zweite Größe\n"),
@@ -54,15 +54,15 @@ def test_patterns(tmp_path: Path) -> None:
     # More than a write buffer, so that the incomplete output would be read if it were an input.
     fill(tmp_path, {"a.rst": b"a" * 100_000, "b.txt": b"b", "c.tex": b"c"})
     output = tmp_path / "corpus.jsonl"
-    collect(Settings(folder=str(tmp_path), pattern=("*.rst", "*.tex"), output=str(output)))
+    collect_files(CorpusFlags(folder=str(tmp_path), pattern=("*.rst", "*.tex"), output=str(output)))
     assert list(collected(output)) == ["a.rst", "c.tex"]
-    collect(Settings(folder=str(tmp_path), pattern=("*",), output=str(output)))
+    collect_files(CorpusFlags(folder=str(tmp_path), pattern=("*",), output=str(output)))
     assert list(collected(output)) == ["a.rst", "b.txt", "c.tex"]
 
 
 def test_standard_library(tmp_path: Path) -> None:
     output = tmp_path / "corpus.jsonl"
-    collect(Settings(output=str(output)))
+    collect_files(CorpusFlags(output=str(output)))
     names = collected(output)
     assert output.stat().st_size > 8e6
     assert "json/decoder.py" in names
@@ -74,7 +74,7 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
     fill(source, {"a.png": b"x"})
     output = tmp_path / "corpus.jsonl"
     with pytest.raises(DataError, match=r"--folder .*source has no text in files named \*\.txt \*\.md \*\.py"):
-        collect(Settings(folder=str(source), output=str(output)))
+        collect_files(CorpusFlags(folder=str(source), output=str(output)))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

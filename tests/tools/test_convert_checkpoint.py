@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_core import parallel_state
-from megatron_core.commands.convert_checkpoint import Settings, convert, main
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint, main
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.inference.generator import GenerationLayout
@@ -29,13 +29,13 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "(native); logits differ by" in done.stdout
     settings = {"to": "hf", "load": str(tmp_path / "own"), "save": str(tmp_path / "again"), "verify": False}
-    assert convert(Settings(source="native", **settings)).endswith("(hf); not verified")
+    assert convert_checkpoint(ConvertFlags(source="native", **settings)).endswith("(hf); not verified")
     again = run_tool("--from", "hf", "--to", "native", "--load", settings["save"], "--save", str(tmp_path / "own"))
     assert again.returncode == 1
     assert again.stderr.startswith("convert_checkpoint: ") and again.stderr.count("\n") == 1
     assert "holds a checkpoint" in again.stderr
     with pytest.raises(ConfigError, match="nothing to convert"):
-        convert(Settings(source="hf", **settings))
+        convert_checkpoint(ConvertFlags(source="hf", **settings))
 
 
 def test_there_and_back_through_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,8 @@ def test_there_and_back_through_object_storage(tmp_path: Path, monkeypatch: pyte
     texts = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
     (tmp_path / "hf" / "tokenizer.json").write_text(texts)
     url, folders = f"memory://bucket/{tmp_path.name}", {"hf": tmp_path / "hf", "again": tmp_path / "again"}
-    convert(Settings(source="hf", to="native", load=str(folders["hf"]), save=url))
-    convert(Settings(source="native", to="hf", load=url, save=str(folders["again"])))
+    convert_checkpoint(ConvertFlags(source="hf", to="native", load=str(folders["hf"]), save=url))
+    convert_checkpoint(ConvertFlags(source="native", to="hf", load=url, save=str(folders["again"])))
     weights = [load_file(folder / "model.safetensors") for folder in folders.values()]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -53,7 +53,7 @@ def test_there_and_back_through_object_storage(tmp_path: Path, monkeypatch: pyte
     for settings in ({"source": "hf", "to": "native", "load": url}, {"source": "native", "to": "hf", "load": "a"}):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError, match="a URL is not accepted here"):
-            convert(Settings(**settings, save=f"{url}/other"))
+            convert_checkpoint(ConvertFlags(**settings, save=f"{url}/other"))
     assert not (tmp_path / "memory:").exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.hub.deepspeed import read_deepspeed_checkpoint
 from tests.any_model.test_deepspeed_checkpoints import CHECKPOINTS, TOLERANCE, continued, expected_of
@@ -21,8 +21,8 @@ run_tool = partial(run_program, "tools/convert_checkpoint.py")
 
 @pytest.mark.parametrize("name", ["stage1_bf16", "stage2_fp16", "stage3_fp32_universal"])
 def test_a_converted_checkpoint_continues_as_the_original(name: str, tmp_path: Path) -> None:
-    settings = Settings(source="deepspeed", to="native", load=str(CHECKPOINTS / name), save=str(tmp_path / "own"))
-    assert convert(settings).endswith("(native); weights and optimizer state of global step 3")
+    settings = ConvertFlags(source="deepspeed", to="native", load=str(CHECKPOINTS / name), save=str(tmp_path / "own"))
+    assert convert_checkpoint(settings).endswith("(native); weights and optimizer state of global step 3")
     dtype = name.split("_")[1]
     losses = continued(tmp_path / "own", dtype, 0, 1)
     assert losses == continued(CHECKPOINTS / name, dtype, 0, 1)
@@ -33,16 +33,16 @@ def test_flags(tmp_path: Path) -> None:
     load, save = str(CHECKPOINTS / "stage0_fp32"), str(tmp_path / "own")
     settings = {"source": "deepspeed", "load": load, "save": save}
     with pytest.raises(CheckpointError, match="stores the optimizer's state by numbers"):
-        convert(Settings(to="native", optimizer=True, **settings))
-    assert "weights without optimizer state" in convert(Settings(to="native", **settings))
+        convert_checkpoint(ConvertFlags(to="native", optimizer=True, **settings))
+    assert "weights without optimizer state" in convert_checkpoint(ConvertFlags(to="native", **settings))
     with pytest.raises(CheckpointError, match="holds a checkpoint"):
-        convert(Settings(to="native", **settings))
+        convert_checkpoint(ConvertFlags(to="native", **settings))
     with pytest.raises(ConfigError, match="with --from deepspeed give --tag"):
-        convert(Settings(to="native", ckpt_step=3, **settings))
+        convert_checkpoint(ConvertFlags(to="native", ckpt_step=3, **settings))
     with pytest.raises(CheckpointError, match=r"config.json does not exist; give the model's config.json with --hf-"):
-        convert(Settings(to="hf", **settings | {"save": str(tmp_path / "hf")}))
+        convert_checkpoint(ConvertFlags(to="hf", **settings | {"save": str(tmp_path / "hf")}))
     with pytest.raises(ConfigError, match="--tag and --hf-config are for --from deepspeed"):
-        convert(Settings(source="native", to="hf", load=load, save=save, tag="step3"))
+        convert_checkpoint(ConvertFlags(source="native", to="hf", load=load, save=save, tag="step3"))
 
 
 def save_deepspeed(model: torch.nn.Module, folder: Path) -> None:
@@ -71,6 +71,8 @@ def test_weights_of_hugging_face(name: str, tmp_path: Path) -> None:
     settings["num_hidden_layers" if name == "llama" else "n_layer"] = 1
     (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=r"does not have the tensors of .* unexpected"):
-        convert(Settings(source="deepspeed", to="hf", load=str(tmp_path / "run"), save=str(tmp_path / "other")))
+        convert_checkpoint(
+            ConvertFlags(source="deepspeed", to="hf", load=str(tmp_path / "run"), save=str(tmp_path / "other"))
+        )
     assert not (tmp_path / "other").exists()
     assert read_deepspeed_checkpoint(tmp_path / "run").optimizer_steps == 5

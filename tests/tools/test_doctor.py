@@ -38,7 +38,7 @@ def test_the_doctor_as_users_start_it() -> None:
 def test_five_lines_say_what_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [[], []])
     libraries.use(libraries.cpu, monkeypatch)
-    assert doctor.examine(doctor.Settings()) == 0
+    assert doctor.examine(doctor.DoctorFlags()) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["versions:", "devices:", "kernels:", "collectives:", "recommended:"]
     assert [line.split()[0] for line in lines] == names
@@ -52,7 +52,7 @@ def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatc
     for cached in (native.library, native.unavailable_reason):
         cached.cache_clear()
     try:
-        said = "\n".join([*doctor.kernels(), *doctor.advice()])
+        said = "\n".join([*doctor.kernel_lines(), *doctor.advice()])
     finally:
         for cached in (native.library, native.unavailable_reason):
             cached.cache_clear()
@@ -88,5 +88,5 @@ def test_wrong_and_failed_collectives_are_reported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "run_ranks", fail)
     good, sentence = doctor.collectives("gloo")
     assert (good, sentence) == (False, "gloo, 2 ranks: failed: rank 1 exited without a result")
-    assert doctor.examine(doctor.Settings()) == 1
-    assert doctor.examine(doctor.Settings(collectives=False)) == 0
+    assert doctor.examine(doctor.DoctorFlags()) == 1
+    assert doctor.examine(doctor.DoctorFlags(collectives=False)) == 0

@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 
 from megatron_core.checkpoint import find_checkpoint
-from megatron_core.commands.generate_text import Settings, generate_text, read_prompts
+from megatron_core.commands.generate_text import GenerateFlags, generate_text, read_prompts
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
@@ -84,7 +84,7 @@ def test_where_the_text_ends(
     deleted."""
     saved = saved_model(tmp_path)
     scripted(monkeypatch, tokenizer_of(stored_config(find_checkpoint(str(saved))).data))
-    generate_text(Settings(load=str(saved), prompt=("cat: ",), stop=stop), WORLD_OF_ONE)
+    generate_text(GenerateFlags(load=str(saved), prompt=("cat: ",), stop=stop), WORLD_OF_ONE)
     assert capsys.readouterr().out == f"cat: {expected}\n"
 
 
@@ -93,7 +93,7 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     saved = saved_model(tmp_path)
     prompts = ["the cat", "def f(", "a hat and a cat and"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    several = Settings(
+    several = GenerateFlags(
         load=str(saved), prompt_file=str(tmp_path / "p.jsonl"), output=str(tmp_path / "o.jsonl"), max_new_tokens=5,
         logprobs=2, max_batch_size=2,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [each["prompt"] for each in found] == prompts
     for each in found:
-        generate_text(Settings(load=str(saved), prompt=(each["prompt"],), max_new_tokens=5), WORLD_OF_ONE)
+        generate_text(GenerateFlags(load=str(saved), prompt=(each["prompt"],), max_new_tokens=5), WORLD_OF_ONE)
         assert capsys.readouterr().out == f"{each['prompt']}{each['text']}\n"
         assert f"{each['prompt']}{each['text']}\n" in printed
         assert len(each["logprobs"]) == len(each["tokens"]) and each["finish_reason"] in ("stop", "length")
@@ -115,7 +115,7 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_log_probabilities_of_training(invariant: bool, tmp_path: Path) -> None:
     """With --layout-invariant they are those of the model in training, to the bit; without, to rounding errors."""
     saved, output = saved_model(tmp_path), tmp_path / "o.jsonl"
-    settings = Settings(
+    settings = GenerateFlags(
         load=str(saved), prompt=("the cat", "a hat"), output=str(output), max_new_tokens=5, logprobs=0,
         layout_invariant=invariant,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def test_log_probabilities_of_training(invariant: bool, tmp_path: Path) -> None:
 def test_models_that_cannot_have_the_bits_of_training_are_refused(tmp_path: Path) -> None:
     saved = saved_model(tmp_path, fp8_format="e4m3")
     with pytest.raises(MegatronError, match="fp8_format=e4m3 cannot be used with layout_invariant=True"):
-        generate_text(Settings(load=str(saved), prompt=("a",), layout_invariant=True), WORLD_OF_ONE)
+        generate_text(GenerateFlags(load=str(saved), prompt=("a",), layout_invariant=True), WORLD_OF_ONE)
 
 
 def test_prompts_from_standard_input(
@@ -149,7 +149,7 @@ def test_prompts_from_standard_input(
 ) -> None:
     saved = saved_model(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n" + "the hat and " * 9 + "\ndef f(\n"))
-    generate_text(Settings(load=str(saved), interactive=True, max_new_tokens=4), WORLD_OF_ONE)
+    generate_text(GenerateFlags(load=str(saved), interactive=True, max_new_tokens=4), WORLD_OF_ONE)
     first, wrong, last = capsys.readouterr().out.splitlines()[:3]
     assert first.startswith("the cat") and last.startswith("def f(")
     assert wrong.startswith("error: 'the hat and") and "leave no room in the 16 positions" in wrong
@@ -171,7 +171,7 @@ def test_wrong_settings(settings: dict, message: str, tmp_path: Path, monkeypatc
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
     (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(MegatronError, match=message):
-        generate_text(Settings(load="nowhere", **settings), WORLD_OF_ONE)
+        generate_text(GenerateFlags(load="nowhere", **settings), WORLD_OF_ONE)
 
 
 def test_prompts_are_separated_by_newlines_only(tmp_path: Path) -> None:
@@ -193,7 +193,9 @@ def test_a_model_of_hugging_face_has_the_first_token_of_its_texts(tmp_path: Path
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     library.save(str(tmp_path / "tokenizer.json"))
     output = tmp_path / "o.jsonl"
-    generate_text(Settings(load=str(tmp_path), prompt=("the cat",), max_new_tokens=6, output=str(output)), WORLD_OF_ONE)
+    generate_text(
+        GenerateFlags(load=str(tmp_path), prompt=("the cat",), max_new_tokens=6, output=str(output)), WORLD_OF_ONE
+    )
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     ids = theirs("the cat", return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :].tolist()

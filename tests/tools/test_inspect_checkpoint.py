@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import Box, Save, TensorBox, save_checkpoint
-from megatron_core.commands.inspect_checkpoint import Settings, inspect_checkpoint
+from megatron_core.commands.inspect_checkpoint import InspectCheckpointFlags, inspect_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
@@ -32,7 +32,7 @@ def write(root: Path, iteration: int = 1, **tensors: torch.Tensor) -> Path:
 
 def shown(capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[bool, str]:
     """Whether the compared checkpoints are equal, and the tool's output."""
-    equal = inspect_checkpoint(Settings(**settings))
+    equal = inspect_checkpoint(InspectCheckpointFlags(**settings))
     return equal, capsys.readouterr().out
 
 
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "--verify")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"inspect_checkpoint: {file} is damaged: its hash differs\n"
-    assert inspect_checkpoint(Settings(checkpoint=str(tmp_path))), "without --verify the data is not read"
+    assert inspect_checkpoint(InspectCheckpointFlags(checkpoint=str(tmp_path))), "without --verify the data is not read"
 
 
 def test_two_checkpoints_tensor_by_tensor(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_two_checkpoints_tensor_by_tensor(tmp_path: Path) -> None:
         "  e: 1 of 1 elements, by up to 0.000e+00; the largest is 0.000e+00",
         "1 tensors are bitwise equal, 3 differ, 2 are in only one of them",
     ]
-    assert inspect_checkpoint(Settings(checkpoint=str(one), diff=str(one)))
+    assert inspect_checkpoint(InspectCheckpointFlags(checkpoint=str(one), diff=str(one)))
 
 
 def _save_split(root: Path) -> None:
@@ -131,4 +131,6 @@ def test_errors_are_one_sentence(
     write(tmp_path / "there", w=torch.ones(1))
     names = {"--ckpt-step": "ckpt_step", "--diff": "diff"}
     with pytest.raises(CheckpointError, match=told):
-        inspect_checkpoint(Settings(checkpoint=flags[0], **({names[flags[1]]: flags[2]} if len(flags) > 1 else {})))
+        inspect_checkpoint(
+            InspectCheckpointFlags(checkpoint=flags[0], **({names[flags[1]]: flags[2]} if len(flags) > 1 else {}))
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.commands.inspect_dataset import Settings, blocks, inspect_dataset
+from megatron_core.commands.inspect_dataset import InspectDatasetFlags, inspect_dataset, text_bar
 from megatron_core.datasets import DatasetHeader, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, write_header
@@ -35,7 +35,7 @@ def make(folder: Path, with_header: bool = True) -> str:
 
 def shown(capsys: pytest.CaptureFixture[str], prefix: str, **changes: object) -> str:
     """The tool's output."""
-    inspect_dataset(Settings(prefix=prefix, **changes))
+    inspect_dataset(InspectDatasetFlags(prefix=prefix, **changes))
     return capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_a_histogram_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_bars_show_what_is_not_nothing() -> None:
-    assert [blocks(length) for length in (0, 0.001, 0.5, 1, 2.25)] == ["", "▏", "▌", "█", "██▎"]
+    assert [text_bar(length) for length in (0, 0.001, 0.5, 1, 2.25)] == ["", "▏", "▌", "█", "██▎"]
 
 
 def test_samples_come_from_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,14 +125,14 @@ def test_the_vocabulary_of_the_tokenizer_is_checked_against(tmp_path: Path) -> N
     prefix = write(tmp_path / "a", [[104, 1300]])
     model = str(write_rank_json(tmp_path))
     given = {"tokenizer_type": "TikTokenizer", "tokenizer_model": model, "validate": True}
-    inspect_dataset(Settings(prefix=prefix, **given, tiktoken_num_special_tokens=1040))
+    inspect_dataset(InspectDatasetFlags(prefix=prefix, **given, tiktoken_num_special_tokens=1040))
     with pytest.raises(DataError, match=r"id 1300 \(sequence 0, token 1"):
-        inspect_dataset(Settings(prefix=prefix, **given, tiktoken_num_special_tokens=100))
+        inspect_dataset(InspectDatasetFlags(prefix=prefix, **given, tiktoken_num_special_tokens=100))
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"was made with a ByteLevelTokenizer of 257 tokens, but .* has 300"):
-        inspect_dataset(Settings(prefix=make(tmp_path), tokenizer_type="NullTokenizer", vocab_size=300))
+        inspect_dataset(InspectDatasetFlags(prefix=make(tmp_path), tokenizer_type="NullTokenizer", vocab_size=300))
 
 
 def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_settings_that_cannot_be_honoured(
     changes: dict, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        inspect_dataset(Settings(prefix=make(tmp_path), **changes))
+        inspect_dataset(InspectDatasetFlags(prefix=make(tmp_path), **changes))
     assert capsys.readouterr().out == ""
 
 
@@ -194,7 +194,7 @@ def test_damaged_files_are_told(name: str, sentence: str, tmp_path: Path) -> Non
     prefix = make(tmp_path)
     damage(prefix, name)
     with pytest.raises(DataError, match=sentence) as caught:
-        inspect_dataset(Settings(prefix=prefix, validate=True))
+        inspect_dataset(InspectDatasetFlags(prefix=prefix, validate=True))
     assert "\n" not in str(caught.value)
 
 

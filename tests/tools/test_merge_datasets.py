@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_core.commands.merge_datasets import Settings, merge
+from megatron_core.commands.merge_datasets import MergeFlags, merge_datasets
 from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, write_header
@@ -60,13 +60,13 @@ def test_a_folder_is_joined_in_sorted_order(tmp_path: Path) -> None:
 
 def test_prefixes_are_joined_in_the_order_given(tmp_path: Path) -> None:
     parts = make(tmp_path)
-    merge(Settings(input=(str(parts / "b"), str(parts / "a")), output_prefix=str(tmp_path / "all")))
+    merge_datasets(MergeFlags(input=(str(parts / "b"), str(parts / "a")), output_prefix=str(tmp_path / "all")))
     assert content(tmp_path / "all") == content(write(tmp_path / "whole", PARTS["b"] + PARTS["a"], np.uint16))
 
 
 def test_one_input_is_copied(tmp_path: Path) -> None:
     parts = make(tmp_path)
-    merge(Settings(input=(str(parts / "a"),), output_prefix=str(tmp_path / "all")))
+    merge_datasets(MergeFlags(input=(str(parts / "a"),), output_prefix=str(tmp_path / "all")))
     assert content(tmp_path / "all") == content(parts / "a")
 
 
@@ -75,10 +75,10 @@ def test_modes_are_kept(tmp_path: Path) -> None:
         with IndexedDatasetBuilder(str(tmp_path / "parts" / f"{name}.bin"), np.int32, multimodal=True) as builder:
             builder.add_document(range(len(modes)), [1] * len(modes), modes)
             builder.finalize(str(tmp_path / "parts" / f"{name}.idx"))
-    given = Settings(input=(str(tmp_path / "parts"),), output_prefix=str(tmp_path / "all"))
+    given = MergeFlags(input=(str(tmp_path / "parts"),), output_prefix=str(tmp_path / "all"))
     with pytest.raises(DataError, match=r"a was written as multimodal, and its modes would be lost; give --multimodal"):
-        merge(given)
-    merge(replace(given, multimodal=True))
+        merge_datasets(given)
+    merge_datasets(replace(given, multimodal=True))
     dataset = IndexedDataset(str(tmp_path / "all"), multimodal=True)
     assert dataset.sequence_modes.tolist() == [1, 2, 3] and dataset.document_indices.tolist() == [0, 2, 3]
     assert not (tmp_path / "all.json").exists()
@@ -87,13 +87,13 @@ def test_modes_are_kept(tmp_path: Path) -> None:
 def test_a_header_that_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = make(tmp_path)
     (parts / "b.json").unlink()
-    merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
+    merge_datasets(MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all")))
     assert "no header is written: " in (said := capsys.readouterr().err) and "b has none, so" in said
     assert read_header(str(tmp_path / "all")) is None
-    again = Settings(input=(str(make(tmp_path / "other", headers=False)),), output_prefix=str(tmp_path / "all"))
+    again = MergeFlags(input=(str(make(tmp_path / "other", headers=False)),), output_prefix=str(tmp_path / "all"))
     with pytest.raises(ConfigError, match=r"all\.bin already exists; .*--overwrite"):
-        merge(again)
-    merge(replace(again, overwrite=True))
+        merge_datasets(again)
+    merge_datasets(replace(again, overwrite=True))
     assert "no header" not in capsys.readouterr().err
 
 
@@ -104,17 +104,17 @@ def with_header(parts: Path, name: str, **changes: object) -> None:
 
 def test_headers_that_disagree(tmp_path: Path) -> None:
     parts = make(tmp_path)
-    given = Settings(input=(str(parts),), output_prefix=str(tmp_path / "all"))
+    given = MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all"))
     null = NullTokenizer(300)
     with_header(parts, "b", tokenizer_type="NullTokenizer", fingerprint=null.fingerprint(), vocab_size=300)
     with pytest.raises(DataError, match=r"b was made with a NullTokenizer of 300 tokens \(fingerprint .*a with a Byte"):
-        merge(given)
+        merge_datasets(given)
     make(tmp_path)
     with_header(parts, "c.x", append_eod=True)
     with pytest.raises(
         DataError, match=r"documents of .*c\.x end with the id 256, but those of .*a have no end-of-doc"
     ):
-        merge(given)
+        merge_datasets(given)
     assert not (tmp_path / "all.bin").exists()
 
 
@@ -122,7 +122,7 @@ def test_dtypes_that_disagree(tmp_path: Path) -> None:
     parts = make(tmp_path)
     write(parts / "b", [[1]], np.int32)
     with pytest.raises(DataError, match=r"b holds int32 and .*a uint16; preprocess all of them with the same"):
-        merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
+        merge_datasets(MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all")))
 
 
 def test_sequences_without_a_document_are_not_given_to_the_next_file(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_sequences_without_a_document_are_not_given_to_the_next_file(tmp_path: P
             builder.add_item([1, 2])
             builder.finalize(get_idx_path(str(parts / name)))
     with pytest.raises(DataError, match=r"the last sequences of .*aa belong to no document, and would join"):
-        merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
+        merge_datasets(MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all")))
     # If no file has documents, the result has none either.
-    merge(Settings(input=(str(parts / "aa"), str(parts / "ab")), output_prefix=str(tmp_path / "all")))
+    merge_datasets(MergeFlags(input=(str(parts / "aa"), str(parts / "ab")), output_prefix=str(tmp_path / "all")))
     dataset = IndexedDataset(str(tmp_path / "all"))
     assert dataset.document_indices.tolist() == [0] and len(dataset) == 2
 
@@ -144,33 +144,33 @@ def test_the_output_is_none_of_the_inputs(tmp_path: Path) -> None:
     before = content(parts / "a")
     for output in (parts / "a", parts / ".." / "parts" / "a"):
         with pytest.raises(ConfigError, match=r"--output-prefix .*a is one of the inputs; choose another one"):
-            merge(Settings(input=(str(parts),), output_prefix=str(output)))
+            merge_datasets(MergeFlags(input=(str(parts),), output_prefix=str(output)))
     assert content(parts / "a") == before
     (tmp_path / "all.json").write_text("{}")
     with pytest.raises(DataError, match=r"all\.json exists and is not the header"):
-        merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
+        merge_datasets(MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all")))
 
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:
     output = str(tmp_path / "all")
     with pytest.raises(ConfigError, match="--input is empty"):
-        merge(Settings(input=(), output_prefix=output))
+        merge_datasets(MergeFlags(input=(), output_prefix=output))
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataError, match=r"--input .*empty: there is no \.bin/\.idx pair"):
-        merge(Settings(input=(str(empty),), output_prefix=output))
+        merge_datasets(MergeFlags(input=(str(empty),), output_prefix=output))
     with pytest.raises(DataError, match=r"token file .*absent: expected .*absent\.bin"):
-        merge(Settings(input=(str(tmp_path / "absent"),), output_prefix=output))
+        merge_datasets(MergeFlags(input=(str(tmp_path / "absent"),), output_prefix=output))
     parts = make(tmp_path)
     with pytest.raises(ConfigError, match=r"--input has .*a twice, so its documents would be dup"):
-        merge(Settings(input=(str(parts), str(parts / "a")), output_prefix=output))
+        merge_datasets(MergeFlags(input=(str(parts), str(parts / "a")), output_prefix=output))
     for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
         (parts / f"z{suffix}").write_bytes(b"")
         with pytest.raises(DataError, match=rf"--input .*parts: z\{suffix} has no z\{other};"):
-            merge(Settings(input=(str(parts),), output_prefix=output))
+            merge_datasets(MergeFlags(input=(str(parts),), output_prefix=output))
         (parts / f"z{suffix}").unlink()
     with pytest.raises(DataError, match="these files have no tokens"):
-        merge(Settings(input=(write(tmp_path / "n", []), write(tmp_path / "m", [[]])), output_prefix=output))
+        merge_datasets(MergeFlags(input=(write(tmp_path / "n", []), write(tmp_path / "m", [[]])), output_prefix=output))
     assert not Path(get_bin_path(output)).exists()
 
 
@@ -187,14 +187,14 @@ def test_a_damaged_input_is_told_before_anything_is_written(tmp_path: Path) -> N
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     """Tokens outside of sequences would shift all later documents."""
     parts = make(tmp_path)
-    settings = Settings(input=(str(parts),), output_prefix=str(tmp_path / "all"))
+    settings = MergeFlags(input=(str(parts),), output_prefix=str(tmp_path / "all"))
     tokens = parts / "a.bin"
     whole = tokens.read_bytes()
     tokens.write_bytes(whole + bytes(2))
     with pytest.raises(DataError, match=r"a\.bin has 8 bytes, expected 6 from .*a\.idx"):
-        merge(settings)
+        merge_datasets(settings)
     tokens.write_bytes(whole)
     write_header(str(parts / "a"), replace(header(PARTS["a"]), tokens=4))
     with pytest.raises(DataError, match=r"a\.json says tokens=4, but the files have 3"):
-        merge(settings)
+        merge_datasets(settings)
     assert not list(tmp_path.glob("all*"))

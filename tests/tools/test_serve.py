@@ -22,7 +22,7 @@ import pytest
 import torch
 import tyro
 
-from megatron_core.commands.serve import Settings, serve
+from megatron_core.commands.serve import ServeFlags, serve_requests
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from tests.hub.hf_models import LLAMA, transformers
@@ -514,6 +514,6 @@ def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: i
     ],
 )
 def test_wrong_settings_are_one_sentence(folder: Path, flags: list[str], message: str) -> None:
-    settings = tyro.cli(Settings, args=["--load", str(folder), "--port", "0", *flags])
+    settings = tyro.cli(ServeFlags, args=["--load", str(folder), "--port", "0", *flags])
     with pytest.raises(ConfigError, match=message):
-        serve(settings, World(0, 1, 0, torch.device("cpu")))
+        serve_requests(settings, World(0, 1, 0, torch.device("cpu")))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.commands.show_schedule import Settings, main, with_bare_json
+from megatron_core.commands.show_schedule import ScheduleFlags, main, with_bare_json
 from megatron_core.schedules import SCHEDULES, gpipe, zb_h1, zb_v
 from megatron_core.schedules.plan_file import format_plan
 from megatron_core.schedules.simulate import Costs, simulate
@@ -151,7 +151,7 @@ def test_json_without_a_file_is_printed() -> None:
 
 
 def test_help_names_every_schedule() -> None:
-    assert Settings.__dataclass_fields__["schedule"].default in SCHEDULES
+    assert ScheduleFlags.__dataclass_fields__["schedule"].default in SCHEDULES
     code = "from megatron_core.commands.show_schedule import main; main(['--help'])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     words = run.stdout.replace(",", " ").replace(". ", " ").split()

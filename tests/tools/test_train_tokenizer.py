@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.commands import train_tokenizer
-from megatron_core.commands.train_tokenizer import Settings, main, train
+from megatron_core.commands.train_tokenizer import TokenizerFlags, main, train_and_write
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import Limits
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -20,22 +20,22 @@ KINDS = [("tokenizer.json", "bpe"), ("tokenizer.json", "unigram"), ("t.model", "
 FORMATS = ["tokenizer.json", "t.model"]
 
 
-def settings(folder: Path, vocab_size: int = 280, output: str = "tokenizer.json", **changes: object) -> Settings:
+def settings(folder: Path, vocab_size: int = 280, output: str = "tokenizer.json", **changes: object) -> TokenizerFlags:
     """Settings for a small corpus in the folder."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 3))
     given = {"input": (str(corpus),), "output": str(folder / output), "vocab_size": vocab_size}
-    return Settings(**{**given, **changes})
+    return TokenizerFlags(**{**given, **changes})
 
 
-def load(given: Settings) -> Tokenizer:
+def load(given: TokenizerFlags) -> Tokenizer:
     """The written tokenizer."""
     kind = HuggingFaceTokenizer if given.output.endswith(".json") else SentencePieceTokenizer
     return kind(given.output)
 
 
 def test_vocabulary(tmp_path: Path) -> None:
-    train(settings(tmp_path))
+    train_and_write(settings(tmp_path))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert tokenizer.vocab_size == 280
     assert tokenizer.detokenize([tokenizer.eod]) == "<|endoftext|>"
@@ -51,7 +51,7 @@ def test_every_format_and_algorithm(
     given = settings(tmp_path, 400, output, algorithm=algorithm, special_tokens=("<pad>", "<|turn|>"))
     with Path(given.input[0]).open("a") as file:
         file.write(json.dumps({"text": Path(__file__).read_text()}) + "\n")
-    train(given)
+    train_and_write(given)
     tokenizer = load(given)
     assert tokenizer.vocab_size == 400
     # Encoding is lossless for any text, even if it was not in the training text.
@@ -68,7 +68,7 @@ def test_every_format_and_algorithm(
 def test_no_padding_unless_asked_for(tmp_path: Path) -> None:
     for output in FORMATS:
         given = settings(tmp_path, 310, output)
-        train(given)
+        train_and_write(given)
         assert load(given).pad is None
 
 
@@ -77,22 +77,22 @@ def test_long_lines_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train_tokenizer, "LINE_CHARACTERS", 50)
     given = settings(tmp_path, 290, "t.model")
     Path(given.input[0]).write_text(json.dumps({"text": "zebra " * 1000}) + "\n")
-    train(replace(given, vocab_size=270))
+    train_and_write(replace(given, vocab_size=270))
     assert len(load(given).tokenize("zebra zebra")) < 5
 
 
 def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    train(settings(tmp_path))
+    train_and_write(settings(tmp_path))
     first = HuggingFaceTokenizer(tmp_path).fingerprint()
     with pytest.raises(ConfigError, match="exists and is not a new or empty file"):  # it may be of another program
-        train(settings(tmp_path))
+        train_and_write(settings(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
-    train(settings(tmp_path))
+    train_and_write(settings(tmp_path))
     assert HuggingFaceTokenizer(tmp_path).fingerprint() == first
 
 
 def test_too_few_merges_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(settings(tmp_path, vocab_size=5000))
+    train_and_write(settings(tmp_path, vocab_size=5000))
     assert "--vocab-size 5000 was not reached" in capsys.readouterr().err
 
 
@@ -117,7 +117,7 @@ def test_too_few_merges_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_settings_that_cannot_be_honoured(changes: dict, sentence: str, tmp_path: Path) -> None:
     given = settings(tmp_path, **changes)
     with pytest.raises(ConfigError, match=sentence):
-        train(given)
+        train_and_write(given)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
@@ -127,7 +127,7 @@ def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: P
     given = settings(tmp_path, 290, output, algorithm=algorithm)
     Path(given.input[0]).write_text(content)
     with pytest.raises(DataError, match=r"--input .*corpus\.jsonl: not enough text under --json-keys text; give"):
-        train(given)
+        train_and_write(given)
     assert not Path(given.output).exists()
 
 
@@ -140,7 +140,7 @@ def test_broken_documents_are_left_out_and_told(
     given = settings(tmp_path, 290, output)
     with Path(given.input[0]).open("ab") as file:
         file.write(b'{broken\n{"text": "caf\xe9"}\n')
-    train(given)
+    train_and_write(given)
     assert load(given).vocab_size == 290
     told = capsys.readouterr().err
     assert told.startswith("2 broken documents omitted; the first: ") and told.count("\n") == 1
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_named(output: str, tmp_path: Path) -> None:
     damaged = tmp_path / "b.jsonl.gz"
     damaged.write_bytes(gzip.compress(Path(given.input[0]).read_bytes())[:-9])
     with pytest.raises(DataError, match=r"b\.jsonl\.gz is truncated"):
-        train(replace(given, input=(*given.input, str(damaged))))
+        train_and_write(replace(given, input=(*given.input, str(damaged))))
     assert not Path(given.output).exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.commands.verify_layout import Options, main, task_of
+from megatron_core.commands.verify_layout import LayoutOptions, main, task_of
 from megatron_core.config.cli import parse_run_config
 from megatron_core.verify import BitsReport, BitsRow
 from megatron_core.verify.table import bits_page
@@ -69,7 +69,7 @@ def test_layout_invariant_training_has_equal_bits(verify: Verify) -> None:
 
 def test_the_page_of_equal_bits_has_refused_layouts(tmp_path: Path) -> None:
     """With 2 heads in parts and 2 chunks, cp2 needs more chunks."""
-    options = Options(all=True, world_size=(2,), bits=True)
+    options = LayoutOptions(all=True, world_size=(2,), bits=True)
     flags = [*SMALL[:4], "--layout-invariant", "--layout-invariant-chunks", "2"]
     task = task_of(parse_run_config(flags), options)
     assert {str(layout) for layout in task.layouts} >= {"tp2 sp", "dp2 zero3", "pp2"}
@@ -117,7 +117,7 @@ def test_every_layout_of_a_world(verify: Verify) -> None:
 
 
 def test_a_sample_has_every_pair_of_sizes_and_switches() -> None:
-    options = Options(all=True, world_size=(4,))
+    options = LayoutOptions(all=True, world_size=(4,))
     flags = ["--num-layers", "2", "--num-experts", "4", "--swiglu", "--disable-bias-linear"]
     every, some = (task_of(parse_run_config(flags), replace(options, pairwise=p)).layouts for p in (False, True))
     pairs = [{pair for each in layouts for pair in combinations(vars(each).items(), 2)} for layouts in (every, some)]
@@ -154,7 +154,7 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
     assert verify(*flags).status == 0
     note = "pipeline_model_parallel_layout=Ettt|tL is ignored"
     assert note in verify(*flags, "--layouts", "tp2").stdout
-    options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
+    options, given = LayoutOptions(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
     assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
     chunks = [*flags[:2], *flags[4:6], "--pipeline-model-parallel-layout", "Et|t|tt|L"]
     assert str(task_of(parse_run_config(chunks), options).layouts[0]) == "pp2 v2"
@@ -163,7 +163,7 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
 def test_the_overlap_of_a_run_is_checked_as_it_is() -> None:
     """The name of a layout would also enable early gathers of parameters."""
     flags = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
-    task = task_of(parse_run_config(flags), Options(world_size=(2,)))
+    task = task_of(parse_run_config(flags), LayoutOptions(world_size=(2,)))
     assert (task.own_settings["overlap_grad_reduce"], task.own_settings["overlap_param_gather"]) == (True, False)
 
 
@@ -244,7 +244,7 @@ def test_a_large_world_is_simulated(verify: Verify) -> None:
 def test_published_layouts_are_kept(example: str, ranks: int, layers: int, layout: str) -> None:
     """Stages, experts on a rank and key-value groups on a rank remain as (un)equal as they are."""
     config = parse_run_config(["--config", str(ROOT / "examples" / f"{example}.yaml")])
-    task = task_of(config, Options(world_size=(ranks,)))
+    task = task_of(config, LayoutOptions(world_size=(ranks,)))
     (found,) = task.layouts
     small, large = task.config.model, config.model
     assert (small.num_layers, " ".join(sorted(str(found).split()))) == (layers, " ".join(sorted(layout.split())))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
-from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.micro_batch import SequenceDetails
@@ -251,7 +251,7 @@ def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
     # A document of one token comes first in the row; the others are chunks from position 0 on.
     order = sorted(range(3), key=lambda n: LENGTHS[0][n] > 1)
     row = torch.cat([tokens[:, first:end] for _, first, end in (PLACES[n] for n in order)], dim=1)
-    positions = cache.begin([Span(0, LENGTHS[0][n], tables[n]) for n in order])
+    positions = cache.begin([CachedSpan(0, LENGTHS[0][n], tables[n]) for n in order])
     together = dict(
         zip(
             order,
@@ -261,7 +261,7 @@ def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
             strict=True,
         )
     )
-    positions = cache.begin([Span(LENGTHS[0][n], 1, tables[n]) for n in range(3)])
+    positions = cache.begin([CachedSpan(LENGTHS[0][n], 1, tables[n]) for n in range(3)])
     following = model(torch.tensor([more]), position_ids=positions, state=ForwardState(cache=cache))[0]
     for n, ((_, first, end), token, found) in enumerate(zip(PLACES, more, following, strict=False)):
         alone = model(torch.cat([tokens[:, first:end], torch.tensor([[token]])], dim=1))[0]

@@ -10,7 +10,16 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.verify import GPTExperiment, check_parity, shrunk
-from megatron_core.verify.culprit import BACKWARD, FORWARD, Difference, Found, Key, Reference, describe, pattern_of
+from megatron_core.verify.culprit import (
+    BACKWARD,
+    FORWARD,
+    ActivationKey,
+    RankFindings,
+    Reference,
+    WrongTensor,
+    describe_culprit,
+    pattern_of,
+)
 from megatron_core.verify.table import TerminalTable
 from tests.defects.plant import planted
 
@@ -69,41 +78,48 @@ def test_order_is_that_of_the_program() -> None:
     """All forwards come before all backwards; ranks and samples do not matter."""
     values = np.ones((2, 3))
     keys = [
-        Key(FORWARD, "a", 0),
-        Key(FORWARD, "b", 0),
-        Key(BACKWARD, "b", 0),
-        Key(BACKWARD, "a", 0),
-        Key(FORWARD, "a", 1),
+        ActivationKey(FORWARD, "a", 0),
+        ActivationKey(FORWARD, "b", 0),
+        ActivationKey(BACKWARD, "b", 0),
+        ActivationKey(BACKWARD, "a", 0),
+        ActivationKey(FORWARD, "a", 1),
     ]
     reference = Reference(values=dict.fromkeys(keys, values))
     assert reference.order() == [(FORWARD, "a"), (FORWARD, "b"), (BACKWARD, "b"), (BACKWARD, "a")]
     wrong = {
-        (direction, module): Difference(direction, module, f"rank {rank}", 0.1)
+        (direction, module): WrongTensor(direction, module, f"rank {rank}", 0.1)
         for rank, (direction, module) in enumerate(reference.order()[2:])
     }
     text = (
         "first wrong: gradient of the output of b, in backward, on rank 0 (off by 1.0e-01); the loss is wrong before it"
     )
-    right = Found(samples={0, 1})
-    assert describe(reference, [right, Found(tensors=wrong)], {"loss0": 1.0}) == text
-    earlier = Difference(FORWARD, "a.weight", "rank 3", 0.1)
-    updated = describe(reference, [right, Found({"a.weight": earlier}, wrong)], {"loss1": 1.0, "grad2.b.weight": 1.0})
+    right = RankFindings(samples={0, 1})
+    assert describe_culprit(reference, [right, RankFindings(tensors=wrong)], {"loss0": 1.0}) == text
+    earlier = WrongTensor(FORWARD, "a.weight", "rank 3", 0.1)
+    updated = describe_culprit(
+        reference, [right, RankFindings({"a.weight": earlier}, wrong)], {"loss1": 1.0, "grad2.b.weight": 1.0}
+    )
     assert updated.startswith("first wrong: updated weight a.weight, on rank 3 (off by 1.0e-01); losses")
     assert updated.endswith("; in step 2, all steps before it are right")
-    assert "no rank computes 1; the data" in describe(reference, [Found(samples={0})], {"loss0": 1.0})
+    assert "no rank computes 1; the data" in describe_culprit(reference, [RankFindings(samples={0})], {"loss0": 1.0})
 
 
 def test_without_a_wrong_tensor_the_first_wrong_quantity_is_named() -> None:
-    keys = [Key(FORWARD, "a", 0), Key(FORWARD, "b", 0), Key(BACKWARD, "b", 0), Key(BACKWARD, "a", 0)]
-    reference, right = Reference(values=dict.fromkeys(keys, np.ones((2, 3)))), [Found(samples={0})]
-    assert "the loss that is reported" in describe(reference, right, {"loss0": 1.0})
-    first = describe(reference, right, {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
+    keys = [
+        ActivationKey(FORWARD, "a", 0),
+        ActivationKey(FORWARD, "b", 0),
+        ActivationKey(BACKWARD, "b", 0),
+        ActivationKey(BACKWARD, "a", 0),
+    ]
+    reference, right = Reference(values=dict.fromkeys(keys, np.ones((2, 3)))), [RankFindings(samples={0})]
+    assert "the loss that is reported" in describe_culprit(reference, right, {"loss0": 1.0})
+    first = describe_culprit(reference, right, {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
     assert first.startswith("first wrong: gradient of the parameter b.weight and 1 more; ")
-    assert "updated weight a.weight and 1 more; " in describe(
+    assert "updated weight a.weight and 1 more; " in describe_culprit(
         reference, right, {"weight.b.x": 1.0, "weight.a.weight": 1.0}
     )
-    assert "report0.load of layer 1;" in describe(reference, right, {"report0.load of layer 1": 1.0})
-    later = describe(reference, right, {"grad1.a.weight": 1.0, "weight.a.weight": 1.0})
+    assert "report0.load of layer 1;" in describe_culprit(reference, right, {"report0.load of layer 1": 1.0})
+    later = describe_culprit(reference, right, {"grad1.a.weight": 1.0, "weight.a.weight": 1.0})
     assert "gradient of the parameter a.weight; " in later
     assert "gradients of the step before are kept; in step 2," in later
 

@@ -12,7 +12,15 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.planner.cost import step_cost
 from megatron_core.planner.hardware import read_hardware
-from megatron_core.verify.machine import LARGE_STEP, MESSAGES, SMALL_STEP, Found, calibrated, disk_rates, link_of
+from megatron_core.verify.machine import (
+    LARGE_STEP,
+    MESSAGES,
+    SMALL_STEP,
+    RankMeasurements,
+    calibrated,
+    disk_rates,
+    link_of,
+)
 
 
 @pytest.mark.whole_matrix
@@ -28,7 +36,7 @@ def test_file_for_the_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_link_is_the_line_through_a_small_and_a_large_message() -> None:
     latency, bandwidth = 3e-5, 2e9
     times = {size: (latency * 2 + 3 * size / bandwidth, 0.0) for size in MESSAGES}  # 4 ranks: 2 steps, 3 parts
-    found = link_of(Found({}, 0.0, 0.0, 1e9, 1e9, {2: {}, 4: times}))
+    found = link_of(RankMeasurements({}, 0.0, 0.0, 1e9, 1e9, {2: {}, 4: times}))
     assert found.bandwidth == pytest.approx(bandwidth) and found.latency == pytest.approx(latency, rel=0.05)
 
 

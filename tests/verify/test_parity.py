@@ -13,7 +13,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory.backend import expected
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.verify import GPTExperiment, RankTrace, check_parity, shrunk
-from megatron_core.verify.table import TerminalTable, page, summary
+from megatron_core.verify.table import TerminalTable, layout_page, summary_line
 
 LAYOUTS = ["tp2 sp", "pp2 v2", "dp2 zero1 overlap"]
 
@@ -41,7 +41,7 @@ def test_rows_and_verdict() -> None:
     assert report.holds
     assert [(row.layout, row.ranks, row.holds) for row in report.rows] == [("tp2", 2, True), ("dp4", 4, True)]
     assert heard == report.rows
-    assert summary(report).startswith(f"2 of 2 layouts hold in float64 over {expected()}")
+    assert summary_line(report).startswith(f"2 of 2 layouts hold in float64 over {expected()}")
     over_gloo = check_parity(Sum(), ["tp2"], backend="gloo")
     assert over_gloo.holds and over_gloo.backend == "gloo"
 
@@ -70,7 +70,7 @@ def test_narrow_dtypes_are_measured_against_one_process() -> None:
     assert report.holds
     assert report.rows[1].weight == report.rows[0].weight
     assert 0 < report.rows[0].weight.error < 2.0**-23
-    assert "1 of 1 layouts" in summary(report)
+    assert "1 of 1 layouts" in summary_line(report)
 
 
 def test_an_error_far_beyond_rounding_is_found_in_a_narrow_dtype() -> None:
@@ -124,6 +124,6 @@ def test_tables_have_a_line_for_each_row_and_name_what_is_wrong() -> None:
     lines = [line for row in report.rows for line in table.lines(row)]
     assert [("FAILS" in line, "holds" in line) for line in lines if "ε" in line] == [(True, False), (False, True)]
     assert sum("weight.a is off by 2.1e-01" in line for line in lines) == 1
-    table_rows = [line for line in page(report, "a sum") if line.startswith("|")]
+    table_rows = [line for line in layout_page(report, "a sum") if line.startswith("|")]
     assert len(table_rows) == 4
     assert len({line.count("|") for line in table_rows}) == 1

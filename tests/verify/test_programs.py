@@ -22,7 +22,7 @@ from benchmarks.megatron_peer import MEGATRON
 from examples.first_difference import fsdp2, megatron_gpt
 from megatron_core.errors import DataError, MegatronError
 from megatron_core.verify import compare, run_ranks
-from megatron_core.verify.parts import Block, parts_of, sliced
+from megatron_core.verify.parts import Block, possible_parts, sliced
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
 
@@ -39,14 +39,14 @@ def differences(program: Callable[..., list[str]], folder: Path, *arguments: obj
 def test_parts_by_every_axis() -> None:
     whole = np.arange(8 * 6.0).reshape(8, 6)
     axes = {"tp": (1, 2), "cp": (0, 2)}
-    rows = [part[:, 0].tolist() for part in parts_of(whole, (4, 6), axes)]
+    rows = [part[:, 0].tolist() for part in possible_parts(whole, (4, 6), axes)]
     assert [24.0, 30.0, 36.0, 42.0] in rows  # the second half, of tp
     assert [0.0, 6.0, 36.0, 42.0] in rows  # the first and the last quarter, of causal context parallelism
     assert [12.0, 18.0, 36.0, 42.0] in rows  # the second halves of two joined matrices
-    both = [part.tolist() for part in parts_of(whole, (4, 3), axes)]
+    both = [part.tolist() for part in possible_parts(whole, (4, 3), axes)]
     assert whole[:4, 3:].tolist() in both  # cp splits rows, tp columns
-    assert not list(parts_of(whole, (3, 6), axes))
-    assert [part.shape for part in parts_of(whole, (8, 6), axes)] == [(8, 6)]
+    assert not list(possible_parts(whole, (3, 6), axes))
+    assert [part.shape for part in possible_parts(whole, (8, 6), axes)] == [(8, 6)]
 
 
 def test_weights_are_cut_as_their_attributes_say() -> None:

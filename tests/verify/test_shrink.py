@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.commands.verify_layout import whole
+from megatron_core.commands.verify_layout import full_size_model
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
@@ -142,4 +142,4 @@ def test_full_size_keeps_all_sizes() -> None:
     assert full.model == RunConfig.from_flat(GPT2).model
     assert (full.data.vocab_size, full.data.seq_length) == (50257, 1024)
     with pytest.raises(ConfigError, match="vocabulary"):
-        whole(RunConfig())
+        full_size_model(RunConfig())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_core.commands.verify_layout import Options, task_of
+from megatron_core.commands.verify_layout import LayoutOptions, task_of
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
@@ -78,7 +78,7 @@ def test_layouts_that_no_process_equals_are_refused() -> None:
     assert incomparable(config, Layout.parse("pp2 tp2")) is None
     assert "global_aux_loss for those of all dp=2 replicas" in (incomparable(config, Layout.parse("dp2")) or "")
     with pytest.raises(ConfigError, match="layout 'dp2' cannot be compared"):
-        task_of(config, Options(layouts=("dp2",)))
-    task = task_of(config, Options(all=True, world_size=(2,)))
+        task_of(config, LayoutOptions(layouts=("dp2",)))
+    task = task_of(config, LayoutOptions(all=True, world_size=(2,)))
     assert {layout.dp for layout in task.layouts} == {1}
     assert {Layout.parse(name).dp for name in task.refused} == {2}

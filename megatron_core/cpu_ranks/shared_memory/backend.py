@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core.cpu_ranks.shared_memory.group import SharedMemoryGroup
-from megatron_core.cpu_ranks.shared_memory.host import Host, library
+from megatron_core.cpu_ranks.shared_memory.host import Host, shared_memory_library
 from megatron_core.parallel.groups import SHARED_MEMORY
 
 _current: list[Host] = []  # of the latest world
@@ -45,7 +45,7 @@ def unavailable_reason() -> str | None:
 
 def expected(backend: str = "auto") -> str:
     """The backend expected on this host, before the ranks have joined."""
-    return "gloo" if backend == "gloo" or isinstance(library(), str) else "shared memory"
+    return "gloo" if backend == "gloo" or isinstance(shared_memory_library(), str) else "shared memory"
 
 
 def describe() -> str:

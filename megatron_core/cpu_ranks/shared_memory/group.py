@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, library
-from megatron_core.cpu_ranks.shared_memory.messages import Messages
-from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, LostRankError, Members, Pending
-from megatron_core.parallel import interrupt
+from megatron_core.cpu_ranks import interrupt
+from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, shared_memory_library
+from megatron_core.cpu_ranks.shared_memory.messages import IncomingMessages
+from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, GroupProcesses, LostRankError, Pending
 
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(6)
 NO_ENTRY = -1
@@ -62,8 +62,8 @@ class SharedMemoryGroup(_ProcessGroup):
         self._store = store
         self._timeout = timeout
         self._host = host  # kept, so that its memory stays mapped as long as this group
-        self._native: Any = library()
-        self._members = Members(ranks, [host.peers[member] for member in ranks], timeout, self._native)
+        self._native: Any = shared_memory_library()
+        self._members = GroupProcesses(ranks, [host.peers[member] for member in ranks], timeout, self._native)
         rings = exchange_numbers(store, "rings", self._native.rings(host.endpoint, self._size), rank, self._size)
         if min(rings) < 0:
             raise RuntimeError(f"no shared memory for a group of {self._size} ranks; use --distributed-backend gloo")
@@ -71,7 +71,7 @@ class SharedMemoryGroup(_ProcessGroup):
         self._table = ctypes.c_int64 * self._size
         self._group = self._native.group(host.endpoint, self._size, rank, self._table(*arenas), self._table(*rings))
         self._members.group = self._group
-        self._messages = Messages(self._native, self._group, self._members)
+        self._messages = IncomingMessages(self._native, self._group, self._members)
         self._pending: deque[Pending] = deque()
         self._lazy_gloo: Any = None
 
@@ -285,7 +285,7 @@ class SharedMemoryGroup(_ProcessGroup):
                     + ("its memory is full" if number < NO_ENTRY else "it has too many operations in flight")
                     + "; if they are only slow, raise distributed_timeout_minutes"
                 )
-            interrupt.check()
+            interrupt.raise_if_requested()
             time.sleep(1e-4)
         return number
 

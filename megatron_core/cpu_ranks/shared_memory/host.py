@@ -39,16 +39,16 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-def library_path() -> Path:
+def shared_memory_path() -> Path:
     """Path of the library for this processor."""
     avx2, default = (FOLDER / f"libmegatron_transport_{level}.so" for level in ("avx2", "default"))
     return avx2 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and avx2.exists() else default
 
 
 @cache
-def library() -> Any:
+def shared_memory_library() -> Any:
     """The loaded library, or the reason why it cannot be loaded."""
-    path = library_path()
+    path = shared_memory_path()
     if not path.exists():
         return f"{path.name} was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .)"
     try:
@@ -129,7 +129,9 @@ class Host:
         if not self.reasons[rank]:
             own_peer = self.peers[rank]
             crowded = len(self.peers) > len(os.sched_getaffinity(0))
-            self.endpoint = library().endpoint(own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN)
+            self.endpoint = shared_memory_library().endpoint(
+                own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN
+            )
 
     def obstacle(self, ranks: Sequence[int]) -> str | None:
         """Reason why these ranks cannot use shared memory; None if they can. The same on all of them."""
@@ -139,7 +141,7 @@ class Host:
 
     def _open_arena(self) -> tuple[str, int]:
         """Create this rank's arena; returns the text that other ranks need to open it, and its file descriptor."""
-        loaded = library()
+        loaded = shared_memory_library()
         if isinstance(loaded, str):
             raise _Unavailable(loaded)
         bytes_ = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.cpu_ranks.shared_memory.work import Members, Pending
+from megatron_core.cpu_ranks.shared_memory.work import GroupProcesses, Pending
 
 NOT_YET = 1
 OTHER_TAG = -1
@@ -17,10 +17,10 @@ OTHER_SIZE = -2
 """Constants of csrc/cpu/transport/transport.h."""
 
 
-class Receive(Pending):
+class ReceiveHandle(Pending):
     """The handle of a receive."""
 
-    def __init__(self, messages: Messages, x: Tensor, address: int, sender: int, tag: int) -> None:
+    def __init__(self, messages: IncomingMessages, x: Tensor, address: int, sender: int, tag: int) -> None:
         super().__init__(messages.members, "receive", 0, None, [x])
         self.address = address
         self.bytes = x.nbytes
@@ -36,20 +36,20 @@ class Receive(Pending):
         return self.sender
 
 
-class Messages:
+class IncomingMessages:
     """The incoming messages of a group."""
 
-    def __init__(self, native: Any, group: int, members: Members) -> None:
+    def __init__(self, native: Any, group: int, members: GroupProcesses) -> None:
         self.members = members
         self._native = native
         self._group = group
         self._next: dict[int, int] = defaultdict(int)  # number of the next message of each sender
-        self._wanted: dict[int, list[Receive]] = defaultdict(list)
+        self._wanted: dict[int, list[ReceiveHandle]] = defaultdict(list)
         self._unmatched: dict[int, list[tuple[int, int]]] = defaultdict(list)  # number and tag of each message
 
     def receive(self, x: Tensor, address: int, sender: int, tag: int) -> dist.Work:
         """Start receiving into ``x``."""
-        work = Receive(self, x, address, sender, tag)
+        work = ReceiveHandle(self, x, address, sender, tag)
         for position, (number, tag_of) in enumerate(self._unmatched[sender]):
             if tag_of == tag:
                 del self._unmatched[sender][position]
@@ -58,7 +58,7 @@ class Messages:
         self._wanted[sender].append(work)
         return work
 
-    def advance(self, work: Receive, slice_: int) -> int:
+    def advance(self, work: ReceiveHandle, slice_: int) -> int:
         """Deliver the sender's messages until ``work`` is complete; returns 0, or 1 + sender if a message is
         missing."""
         wanted = self._wanted[work.sender]
@@ -85,7 +85,7 @@ class Messages:
             self._take(number, receive, 0)
             self._wanted[sender].remove(receive)
 
-    def _take(self, number: int, receive: Receive, slice_: int) -> int:
+    def _take(self, number: int, receive: ReceiveHandle, slice_: int) -> int:
         """Try to fill a receive with a message, if it has arrived with the right tag."""
         code = self._native.receive(
             self._group, receive.sender, number, receive.tag, receive.address, receive.bytes, slice_

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.cpu_ranks.simulated import report
-from megatron_core.cpu_ranks.simulated.meeting import Call, Message, Part
+from megatron_core.cpu_ranks.simulated.meeting import Part, RankCall, RankMessage
 from megatron_core.cpu_ranks.simulated.world import SimulatedWorld, WorldError
 from megatron_core.errors import MegatronError
 
@@ -60,24 +60,24 @@ class _Packed(NamedTuple):
 class _Packet(NamedTuple):
     """A call or a message without its tensor, and the tensor."""
 
-    item: Call | Message
+    item: RankCall | RankMessage
     values: _Packed | None
 
     @classmethod
-    def of_call(cls, call: Call) -> _Packet:
+    def of_call(cls, call: RankCall) -> _Packet:
         """Copy a call."""
         emptied = Part(None, tuple(call.share.send), tuple(call.share.receive))
         return cls(call._replace(share=emptied), None if call.share.values is None else _Packed.of(call.share.values))
 
     @classmethod
-    def of_message(cls, message: Message) -> _Packet:
+    def of_message(cls, message: RankMessage) -> _Packet:
         """Copy a message."""
         return cls(message._replace(values=_NOTHING), _Packed.of(message.values))
 
-    def open(self) -> Call | Message:
+    def open(self) -> RankCall | RankMessage:
         """The call or the message."""
         values = None if self.values is None else self.values.tensor()
-        if isinstance(self.item, Call):
+        if isinstance(self.item, RankCall):
             return self.item._replace(share=self.item.share._replace(values=values))
         assert values is not None, "a message has values"
         return self.item._replace(values=values)
@@ -111,7 +111,7 @@ class Stopped(NamedTuple):
     ended: int
 
 
-class Results(NamedTuple):
+class ProcessResults(NamedTuple):
     """The results of a process's ranks; in one item, because they may share tensors."""
 
     of_rank: Mapping[int, Any]
@@ -158,13 +158,13 @@ class Connections:
         """The other processes that have some of ``ranks``."""
         return [process for process in dict.fromkeys(self._part_of[rank] for rank in ranks) if process != self._own]
 
-    def repeat(self, homes: Sequence[int], call: Call) -> None:
+    def repeat(self, homes: Sequence[int], call: RankCall) -> None:
         """Repeat a rank's call of a collective in the processes ``homes``."""
         packet = _Packet.of_call(call)
         for home in homes:
             self._post(home, packet)
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: RankMessage) -> bool:
         """Send a message if its receiver is a rank of another process."""
         home = self._part_of[message.channel[0][message.key[1]]]
         if home != self._own:
@@ -202,13 +202,13 @@ class Connections:
         content = item.open()
         channel = self._world.channel(content.channel)
         try:
-            channel.deliver(content) if isinstance(content, Message) else channel.join(content)
+            channel.deliver(content) if isinstance(content, RankMessage) else channel.join(content)
         except MegatronError as error:
             self._world.end(f"{type(error).__name__}: {error}")
 
     def report_end(self, results: Mapping[int, Any]) -> None:
         """Send the results of this process's ranks to the parent."""
-        self._tell(Results(results))
+        self._tell(ProcessResults(results))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._tell(Ended(list(self._sent), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
 
@@ -316,7 +316,7 @@ class _Parent:
     def _take(self, process: int, item: Any) -> None:
         if isinstance(item, Failed):
             raise WorldError(item.text)
-        if isinstance(item, Results):
+        if isinstance(item, ProcessResults):
             self._results.update(item.of_rank)
         elif isinstance(item, Stopped):
             self._stopped[process] = item

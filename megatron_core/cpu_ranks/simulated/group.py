@@ -10,19 +10,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks.filled_work import FilledWork
 from megatron_core.cpu_ranks.simulated.meeting import (
     REDUCTIONS,
-    Call,
     Channel,
     Meeting,
     Part,
-    Receive,
+    RankCall,
     Signature,
+    WaitingReceive,
     in_short,
 )
 from megatron_core.cpu_ranks.simulated.scheduler import Waiting
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.filled_work import FilledWork
 
 # torch's types overload these methods with signatures that torch itself does not call.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -71,7 +71,7 @@ class _Sent(_Work):
 class _Received(_Work):
     """The handle of a receive."""
 
-    def __init__(self, group: SimulatedGroup, receive: Receive, sender: int) -> None:
+    def __init__(self, group: SimulatedGroup, receive: WaitingReceive, sender: int) -> None:
         super().__init__([receive.buffer])
         self._group = group
         self._receive = receive
@@ -244,7 +244,7 @@ class SimulatedGroup(_ProcessGroup):
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._calls += 1
-        meeting = self.channel.call(Call(self.channel.key, self._index, self._calls, signature, contribution, root))
+        meeting = self.channel.call(RankCall(self.channel.key, self._index, self._calls, signature, contribution, root))
         return _Collective(self, meeting, target, finish)
 
     def _splits(self, x: Tensor, rows: Sequence[int]) -> Sequence[int]:

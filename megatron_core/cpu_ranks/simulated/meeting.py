@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.cpu_ranks.simulated.scheduler import Scheduler, Waiting
+from megatron_core.cpu_ranks.simulated.scheduler import TurnScheduler, Waiting
 from megatron_core.errors import LayoutError
 
 
@@ -123,7 +123,7 @@ def _exchanged(contributions: Sequence[Part]) -> list[Tensor | None]:
 
 
 @dataclass(eq=False)
-class Receive:
+class WaitingReceive:
     """A receive that waits for its message."""
 
     buffer: Tensor
@@ -141,14 +141,14 @@ class Elsewhere(Protocol):
     def homes(self, ranks: Sequence[int]) -> Sequence[int]:
         """The other processes that have some of ``ranks``."""
 
-    def repeat(self, homes: Sequence[int], call: Call) -> None:
+    def repeat(self, homes: Sequence[int], call: RankCall) -> None:
         """Repeat a call in the processes ``homes``."""
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: RankMessage) -> bool:
         """Send a message if its receiver is a rank of another process."""
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """A rank's call of a collective."""
 
     channel: ChannelKey
@@ -161,7 +161,7 @@ class Call(NamedTuple):
     root: int = 0
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """A message between two ranks."""
 
     channel: ChannelKey
@@ -173,7 +173,7 @@ class Message(NamedTuple):
 class Channel:
     """The collectives and messages of a group, shared by its ranks; ``ranks`` are global."""
 
-    def __init__(self, key: ChannelKey, scheduler: Scheduler, elsewhere: Elsewhere) -> None:
+    def __init__(self, key: ChannelKey, scheduler: TurnScheduler, elsewhere: Elsewhere) -> None:
         self.key = key
         self.ranks = key[0]
         self.scheduler = scheduler
@@ -181,15 +181,15 @@ class Channel:
         self._homes = elsewhere.homes(self.ranks)
         self._meetings: dict[int, Meeting] = {}
         self._messages: dict[tuple[int, int, int], deque[Tensor]] = {}
-        self._receives: dict[tuple[int, int, int], deque[Receive]] = {}
+        self._receives: dict[tuple[int, int, int], deque[WaitingReceive]] = {}
 
-    def call(self, call: Call) -> Meeting:
+    def call(self, call: RankCall) -> Meeting:
         """A rank of this process makes a call."""
         if self._homes:
             self._elsewhere.repeat(self._homes, call)
         return self.join(call)
 
-    def join(self, call: Call) -> Meeting:
+    def join(self, call: RankCall) -> Meeting:
         """Add a rank's call to those of the others; LayoutError if another rank's is a different one."""
         meeting = self._meetings.get(call.number)
         if meeting is None:
@@ -214,11 +214,11 @@ class Channel:
 
     def send(self, key: tuple[int, int, int], values: Tensor) -> None:
         """Send ``values``, which must not change any more; ``key``: sender, receiver and tag."""
-        message = Message(self.key, key, values)
+        message = RankMessage(self.key, key, values)
         if not self._elsewhere.send(message) and self.deliver(message):
             self.scheduler.give_way()
 
-    def deliver(self, message: Message) -> bool:
+    def deliver(self, message: RankMessage) -> bool:
         """Give a message to its receiver; return whether this resumed a thread."""
         wanted = self._receives.get(message.key)
         if not wanted:
@@ -230,9 +230,9 @@ class Channel:
             self.scheduler.resume(receive.waiting)
         return receive.waiting is not None
 
-    def receive(self, key: tuple[int, int, int], buffer: Tensor) -> Receive:
+    def receive(self, key: tuple[int, int, int], buffer: Tensor) -> WaitingReceive:
         """Receive the next message of ``key`` in the order of sending."""
-        receive = Receive(buffer)
+        receive = WaitingReceive(buffer)
         arrived = self._messages.get(key)
         if arrived:
             receive.message = arrived.popleft()

@@ -43,7 +43,7 @@ class Arrivals(Protocol):
         """Wait for the next one and deliver it."""
 
 
-class Scheduler:
+class TurnScheduler:
     """Gives turns to the threads of a process, first to the one that became ready last."""
 
     def __init__(self, arrivals: Arrivals) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from megatron_core.cpu_ranks.simulated import report
 from megatron_core.cpu_ranks.simulated.group import SimulatedGroup
 from megatron_core.cpu_ranks.simulated.meeting import Channel, ChannelKey, Elsewhere
-from megatron_core.cpu_ranks.simulated.scheduler import Arrivals, Scheduler
+from megatron_core.cpu_ranks.simulated.scheduler import Arrivals, TurnScheduler
 from megatron_core.errors import MegatronError
 from megatron_core.parallel.rank_local import Forwarding, RankLocal, new_rank
 
@@ -72,7 +72,7 @@ class SimulatedWorld:
         self.size = size
         self._ranks = ranks
         self._others = processes
-        self._scheduler = Scheduler(processes)
+        self._scheduler = TurnScheduler(processes)
         self._channels: dict[ChannelKey, Channel] = {}
         self._contexts: dict[int, Context] = {}
         self._results: dict[int, Any] = {}

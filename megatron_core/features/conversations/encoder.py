@@ -145,8 +145,8 @@ class ConversationTokenizer:
     ) -> Iterator[Span]:
         """The characters that the messages ``counting`` add to the text after their prompts."""
         for number, prompt, conversation in zip(counting, beginnings[::2], beginnings[1::2], strict=True):
-            (prompt_length, prompt_common) = prompt
-            (full_length, full_common) = conversation
+            prompt_length, prompt_common = prompt
+            full_length, full_common = conversation
             if prompt_common < prompt_length or full_common < full_length or full_length < prompt_length:
                 raise DataError(
                     "the chat template changes earlier messages when later ones are added, so answers cannot be "

@@ -12,7 +12,7 @@ SPARSE_ATTENTION = Feature(
     is_used=has_sparse_attention,
     problems=sparse_attention_problems,
     resume_problems=other_stage_problems,
-    change_stage="megatron_core.features.sparse_attention.warmup:freeze_but_indexers",
+    change_stage="megatron_core.features.sparse_attention.new_indexers:freeze_but_indexers",
     added_weights="megatron_core.features.sparse_attention.new_indexers:NewIndexers",
     layers={"sparse_latent": "megatron_core.features.sparse_attention.attention:SparseLatentAttention"},
 )

@@ -42,7 +42,7 @@ class Fp8BlockFiles(TensorFiles):
         shape = super().shape(name)
         if name in self._packed:
             scales = super().shape(name + SCALE)
-            (rows, columns) = self._block
+            rows, columns = self._block
             if len(shape) != 2 or scales != (-(-shape[0] // rows), -(-shape[1] // columns)):
                 raise CheckpointError(
                     f"{self.folder}: {name} has the shape {list(shape)} and {name}{SCALE} {list(scales)}, which is not "

@@ -12,7 +12,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.resilience.links.checksums import differs, maximum_differs
-from megatron_core.resilience.links.recorder import LINKS, Call
+from megatron_core.resilience.links.recorder import LINKS, RecordedCall
 
 MOST = 4
 """Wrong deliveries that each rank describes."""
@@ -71,11 +71,11 @@ def _from(senders: Sequence[int]) -> str:
     return f" from rank{'s' * (len(senders) > 1)} {listed(senders)}"
 
 
-def _sentence(call: Call, receiver: int, sender: str, where: str) -> str:
+def _sentence(call: RecordedCall, receiver: int, sender: str, where: str) -> str:
     return f"step {call.iteration}: rank {receiver} received wrong values{sender} in {call}, call {call.number} {where}"
 
 
-def _complete_on_all(group: Group, device: torch.device) -> list[Call]:
+def _complete_on_all(group: Group, device: torch.device) -> list[RecordedCall]:
     """Take the calls that are complete on all ranks of ``group``; the others stay recorded."""
     calls = LINKS.calls.pop(group, [])
     complete = [call.key for call in calls if call.complete]
@@ -96,7 +96,7 @@ def _complete_on_all(group: Group, device: torch.device) -> list[Call]:
     return [call for call in calls if call.key in common]
 
 
-def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, list[int]]]:
+def _wrong_moves(calls: Sequence[RecordedCall], group: Group) -> Iterable[tuple[RecordedCall, list[int]]]:
     """Yield each call in which a hash of received data is not that of the sent data, with the group ranks of the
     senders."""
     if not calls:
@@ -110,7 +110,7 @@ def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, li
 
 
 def _wrong_sums(
-    calls: Sequence[Call], group: Group, ranks: Sequence[int], where: str
+    calls: Sequence[RecordedCall], group: Group, ranks: Sequence[int], where: str
 ) -> list[tuple[tuple[int, int], str]]:
     """Describe each reduction whose result differs on this rank from the sum of all inputs.
 
@@ -145,7 +145,7 @@ def _minority(hashes: Sequence[int], ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(odd) > 1)} {listed(odd)} received wrong values"
 
 
-def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
+def _wrong_by_value(calls: Sequence[RecordedCall], group: Group) -> list[bool]:
     """Whether the block sums of each call's result on this rank differ from the sums of the inputs' block sums."""
     wrong = [False] * len(calls)
     kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
@@ -161,7 +161,7 @@ def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
     return wrong
 
 
-def _is_wrong(call: Call, expected: Tensor, group: Group) -> bool:
+def _is_wrong(call: RecordedCall, expected: Tensor, group: Group) -> bool:
     expected_local = expected[group.rank() if expected.shape[0] > 1 else 0]
     result = call.received[0][0]
     if call.is_maximum and result.dim() == 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.parallel import interrupt
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.resilience.settings import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
 
@@ -105,7 +105,7 @@ class LinkFaults:
                 if fault.damage in LINK_DELAYS:
                     self._armed.remove(fault)
                     wait_for_transfer(is_lost=fault.damage == "lost")
-                elif damage(tensor, fault.damage, self._previous.get(key)):
+                elif damage_tensor(tensor, fault.damage, self._previous.get(key)):
                     self._armed.remove(fault)
             if arrived is not None:
                 self._previous[key] = arrived
@@ -115,11 +115,11 @@ def wait_for_transfer(*, is_lost: bool) -> None:
     """Wait as for a transfer that arrives late or never, until the wait is interrupted."""
     until = math.inf if is_lost else time.monotonic() + DELAY
     while time.monotonic() < until:
-        interrupt.check()
+        interrupt.raise_if_requested()
         time.sleep(0.02)
 
 
-def damage(x: Tensor, damage_kind: str, previous: Tensor | None = None) -> bool:
+def damage_tensor(x: Tensor, damage_kind: str, previous: Tensor | None = None) -> bool:
     """Damage ``x`` in place; return whether that changed a bit. ``previous``: the tensor received before it.
 
     A bit of the largest element is flipped, of bytes one in the middle. A doubled element that is itself a rounding

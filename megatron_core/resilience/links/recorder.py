@@ -27,7 +27,7 @@ _WORD = 8
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One collective of this rank."""
 
     what: str
@@ -84,7 +84,7 @@ class LinkRecorder:
         self.seals_messages = False
         """Whether messages between stages always carry checksums."""
         self.iteration = 0
-        self.calls: dict[Group, list[Call]] = {}
+        self.calls: dict[Group, list[RecordedCall]] = {}
         self.deliveries: list[Delivery] = []
         self.faults = LinkFaults()
         self._recording = 0
@@ -136,11 +136,15 @@ class LinkRecorder:
         self._counts[sender, receiver] = self._counts.get((sender, receiver), 0) + 1
         return self._counts[sender, receiver]
 
-    def record(self, what: str, group: Group, x: Tensor, *, is_sum: bool = False, is_maximum: bool = False) -> Call:
+    def record(
+        self, what: str, group: Group, x: Tensor, *, is_sum: bool = False, is_maximum: bool = False
+    ) -> RecordedCall:
         """Add a call."""
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         shape = tuple(x.shape)
-        call = Call(what, shape, x.dtype, self.iteration, self._recording, number, is_sum=is_sum, is_maximum=is_maximum)
+        call = RecordedCall(
+            what, shape, x.dtype, self.iteration, self._recording, number, is_sum=is_sum, is_maximum=is_maximum
+        )
         self.calls.setdefault(group, []).append(call)
         return call
 
@@ -162,7 +166,7 @@ class LinkRecorder:
                 record.sent = _hashes(to_each(), x.device)
             return _finished(call(), after(record))
 
-        def after(record: Call | None) -> Callable[[], None]:
+        def after(record: RecordedCall | None) -> Callable[[], None]:
             def complete() -> None:
                 received = from_each()
                 self.faults.apply(what, group, [tensor for i, tensor in enumerate(received) if i != group.rank()])
@@ -215,7 +219,7 @@ class LinkRecorder:
         def arrived() -> None:
             self.faults.apply_to_message(sender, receiver, message)
             buffer.copy_(payload(message, tuple(buffer.shape), buffer.dtype))
-            right = is_intact(message, buffer.nbytes, number)
+            right = is_message_intact(message, buffer.nbytes, number)
             shape = tuple(buffer.shape)
             self.deliveries.append(Delivery(sender, receiver, number, shape, buffer.dtype, iteration, right))
 
@@ -269,7 +273,7 @@ def payload(message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return message[:size].view(dtype).view(shape)
 
 
-def is_intact(message: Tensor, size: int, number: int) -> Tensor:
+def is_message_intact(message: Tensor, size: int, number: int) -> Tensor:
     """Whether the checksum of a message fits its ``size`` bytes and its ``number``: a bool on the device."""
     data, word = _split(message, size)
     return bit_hash(data) + number == word

@@ -85,7 +85,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceRules:
     """Decides which of the present ranks train, and which copies are the whole state."""
 
     training: Callable[[Sequence[int]], tuple[int, ...]] = tuple
@@ -112,12 +112,12 @@ def connection(store: Any) -> Any:
 class Rendezvous:
     """One process's view of the store; each thread needs its own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, choice: Choice | None = None) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, choice: ChoiceRules | None = None) -> None:
         """``choice`` must be equal on all ranks."""
         self._store = store
         self.rank = rank
         self.size = size
-        self._choice = choice or Choice()
+        self._choice = choice or ChoiceRules()
 
     def clone(self) -> Rendezvous:
         """The same with a connection of its own, for another thread."""

@@ -65,17 +65,17 @@ def balancing_loss(
     # The counts are not differentiable; the gradient is that of the scores.
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
-        both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
+        counts_and_tokens = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
         if loss_type != "seq_aux_loss":
-            both = both.sum(0)
+            counts_and_tokens = counts_and_tokens.sum(0)
         if loss_type == "global_aux_loss":
-            all_reduce_(both, batch_group)
+            all_reduce_(counts_and_tokens, batch_group)
             if context.auxiliary_losses is not None:  # without a collector, adding the loss raises LayoutError
-                both = context.auxiliary_losses.counts_so_far(layer_number, both)
+                counts_and_tokens = context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)
         else:
-            all_reduce_(both, sequence_group)
-        counts = both[..., :-1]
-        tokens = both[..., -1].clamp_min(1.0)
+            all_reduce_(counts_and_tokens, sequence_group)
+        counts = counts_and_tokens[..., :-1]
+        tokens = counts_and_tokens[..., -1].clamp_min(1.0)
     # The terms of the tokens ``[n, b]``, and their sum for each kind.
     terms = (scores * counts).sum(-1) * counted
     if loss_type == "global_aux_loss":

@@ -29,7 +29,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
     return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
 
 
-def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
+def choose_experts(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     """Return the experts of each token, int64 ``[..., k]``, from logits ``[..., E]``.
 
     ``bias`` ``[E]`` is added to the scores; it affects only the choice, not the probabilities. Group-limited choice

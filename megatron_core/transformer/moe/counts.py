@@ -40,8 +40,8 @@ class ArrivingCounts:
             self._handle.wait(instead=copied.synchronize)
         else:
             copied.synchronize()
-        to_send, theirs = numbers.tolist()
-        return to_send, theirs
+        to_send, to_receive = numbers.tolist()
+        return to_send, to_receive
 
     def _copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Start the copy to pinned memory."""

@@ -38,9 +38,9 @@ def in_use(folder: Path) -> Iterator[None]:
     """Make ranks forked in this context load the library of ``folder``."""
     before = host.FOLDER
     host.FOLDER = folder
-    host.library.cache_clear()
+    host.shared_memory_library.cache_clear()
     try:
         yield
     finally:
         host.FOLDER = before
-        host.library.cache_clear()
+        host.shared_memory_library.cache_clear()

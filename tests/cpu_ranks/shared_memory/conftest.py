@@ -13,7 +13,7 @@ from tests.cpu_ranks.shared_memory.compiled import compiled, in_use
 @pytest.fixture(scope="session", autouse=True)
 def transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile the library if none is installed."""
-    if not host.library_path().exists():
+    if not host.shared_memory_path().exists():
         with in_use(compiled(tmp_path_factory.mktemp("transport"))):
             yield
     else:

@@ -192,13 +192,13 @@ def no_address_space(rank: int) -> None:
 def no_library(rank: int) -> None:
     if rank == 1:
         host.FOLDER = Path("/nowhere")
-        host.library.cache_clear()
+        host.shared_memory_library.cache_clear()
 
 
 def old_library(rank: int) -> None:
     if rank == 1:
         host.INTERFACE += 1
-        host.library.cache_clear()
+        host.shared_memory_library.cache_clear()
 
 
 OBSTACLES: dict[str, tuple[Callable[[int], object], str]] = {

@@ -60,17 +60,17 @@ NATIVE = {
 """Compiling takes a second each, so ``make test`` runs every fourth."""
 GROUP, WORK, MESSAGES = (f"cpu_ranks.shared_memory.{name}" for name in ("group", "work", "messages"))
 IN_PYTHON = {
-    "no rank waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),
+    "no rank waits": Planted(f"{WORK}:GroupProcesses.wait_for", "while missing:", "while False:"),
     "every piece from the first": Planted(
         f"{GROUP}:SharedMemoryGroup.allreduce",
         "address + start, length, address + start",
         "address, length, address + start",
     ),
     "messages in the wrong order": Planted(
-        f"{MESSAGES}:Messages._sort", "in self._wanted[sender] if", "in reversed(self._wanted[sender]) if"
+        f"{MESSAGES}:IncomingMessages._sort", "in self._wanted[sender] if", "in reversed(self._wanted[sender]) if"
     ),
     "the last of those not yet received": Planted(
-        f"{MESSAGES}:Messages.receive",
+        f"{MESSAGES}:IncomingMessages.receive",
         "enumerate(self._unmatched[sender])",
         "reversed([*enumerate(self._unmatched[sender])])",
     ),

@@ -10,7 +10,7 @@ import yaml
 
 from deepspeed.reverse import to_deepspeed
 from deepspeed.translation import translate
-from megatron_core.commands.deepspeed_config import main, page
+from megatron_core.commands.deepspeed_config import key_page, main
 from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.errors import ConfigError
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/deepspeed_keys.md").read_text() == page(), "tools/deepspeed_config.py --page"
+    assert (ROOT / "docs/deepspeed_keys.md").read_text() == key_page(), "tools/deepspeed_config.py --page"
 
 
 @pytest.mark.parametrize(

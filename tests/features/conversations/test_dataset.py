@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_core.commands.train_tokenizer import Settings as TokenizerSettings
-from megatron_core.commands.train_tokenizer import train
+from megatron_core.commands.train_tokenizer import TokenizerFlags as TokenizerSettings
+from megatron_core.commands.train_tokenizer import train_and_write
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.conversations.chat_template import ChatTemplate
@@ -320,7 +320,7 @@ def test_a_sentence_piece_model_may_have_an_end_of_turn(tmp_path: Path) -> None:
         special_tokens=("<|im_start|>", "<|im_end|>"),
     )
     (tmp_path / "text.txt").write_text("the cat and the hat " * 40)
-    train(settings)
+    train_and_write(settings)
     tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     assert sorted(map(tokenizer.detokenize, ([end] for end in end_ids(tokenizer)))) == ["", "<|im_end|>"]
     for template in (CHATML, CHATML_MARKED):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.commands.convert_checkpoint import ConvertFlags, convert_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.run import aliases
 from megatron_core.config.validate import check
@@ -50,7 +50,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {name: str(tmp_path_factory.mktemp(name)) for name in ("dense", "experts", "megatron", "llama")}
     for name, model in (("dense", DENSE), ("experts", EXPERTS)):
         run_ranks(1, _save, RunConfig.from_flat(BASE | model | {"save": made[name]}))
-    convert(Settings(source="native", to="torch_dist", load=made["dense"], save=made["megatron"]))
+    convert_checkpoint(ConvertFlags(source="native", to="torch_dist", load=made["dense"], save=made["megatron"]))
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2}
     torch.manual_seed(1)
     llama = LlamaConfig(vocab_size=61, num_hidden_layers=2, max_position_embeddings=32, initializer_range=0.3, **sizes)

@@ -14,8 +14,8 @@ from megatron_core.resilience.links.checksums import (
     maxima,
     maximum_differs,
 )
-from megatron_core.resilience.links.faults import LinkFault, LinkFaults, damage
-from megatron_core.resilience.links.recorder import is_intact, payload, sealed
+from megatron_core.resilience.links.faults import LinkFault, LinkFaults, damage_tensor
+from megatron_core.resilience.links.recorder import is_message_intact, payload, sealed
 from megatron_core.resilience.settings import LINK_DAMAGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -75,14 +75,14 @@ def test_damaged_sums_differ(dtype: torch.dtype, kind: str) -> None:
     inputs = [torch.randn(5_000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(2)]
     expected = torch.stack([block_sums(each, 1) for each in inputs]).sum(0)
     total = _sum_in_turn(inputs)
-    assert damage(total, kind, inputs[0])
+    assert damage_tensor(total, kind, inputs[0])
     assert differs(block_sums(total, 1), expected, dtype, 2).any()
 
 
 def test_a_bit_of_the_largest_element_is_flipped() -> None:
     x = torch.tensor([1e-17, -3.0, 2.0], dtype=torch.float64)
-    assert damage(x, "flipped") and x.tolist() == [1e-17, -6.0, 2.0]
-    assert not damage(torch.zeros(4), "flipped"), "no element can be changed by more than rounding"
+    assert damage_tensor(x, "flipped") and x.tolist() == [1e-17, -6.0, 2.0]
+    assert not damage_tensor(torch.zeros(4), "flipped"), "no element can be changed by more than rounding"
 
 
 def test_integers_are_summed_exactly() -> None:
@@ -128,10 +128,10 @@ def test_a_message_shows_every_damage(kind: str, dtype: torch.dtype) -> None:
     before, x = (torch.randint(1, 100, (3, 7), dtype=torch.int64).to(dtype) for _ in range(2))
     message = sealed(x, 2)
     size = x.numel() * x.element_size()
-    assert is_intact(message, size, 2)
+    assert is_message_intact(message, size, 2)
     assert torch.equal(payload(message, (3, 7), dtype), x)
-    assert damage(message, kind, sealed(before, 1))
-    assert not is_intact(message, size, 2)
+    assert damage_tensor(message, kind, sealed(before, 1))
+    assert not is_message_intact(message, size, 2)
 
 
 def test_previous_tensors_are_forgotten_once_no_fault_needs_them() -> None:

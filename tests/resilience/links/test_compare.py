@@ -11,7 +11,7 @@ from megatron_core.parallel.grid import WORLD, Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.resilience.links.checksums import maxima
 from megatron_core.resilience.links.compare import wrong_deliveries
-from megatron_core.resilience.links.recorder import LINKS, Call
+from megatron_core.resilience.links.recorder import LINKS, RecordedCall
 from megatron_core.verify.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def _left_after_steps() -> list[list[tuple[int, int]]]:
     for step in range(1, 4):
         LINKS.begin(step)
         all_reduce_(torch.ones(3), groups.group(WORLD))
-        call: Call = LINKS.calls[groups.group(WORLD)][-1]
+        call: RecordedCall = LINKS.calls[groups.group(WORLD)][-1]
         call.complete = False
         assert wrong_deliveries(groups, CPU) == []
         found.append([call.key for call in LINKS.calls[groups.group(WORLD)]])

@@ -13,7 +13,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.training import TrainingConfig
 from megatron_core.errors import ConfigError
 from megatron_core.inference.generator import Generator
-from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.models.gpt.model import GPTModel as EngineModel
 from megatron_core.parallel.current import current
 
@@ -74,7 +74,7 @@ def forward_of_context(generator: Generator, context: StaticInferenceContext, to
         cache = KVCache(generator.device, context.max_sequence_length, context.max_batch_size)
         cache.reserve(batch)
         context.engine_cache = cache
-    spans = [Span(first, count, [row]) for row in range(batch)]
+    spans = [CachedSpan(first, count, [row]) for row in range(batch)]
     last = [row * count + count - 1 for row in range(batch)]
     wanted = last if context.materialize_only_last_token_logits else None
     logits, messages = generator.run(tokens.flatten().tolist(), spans, cache, wanted)

@@ -10,7 +10,7 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.utils import accepts_parameter
-from megatron_core.inference.sampling import choose
+from megatron_core.inference.sampling import sample_tokens
 
 
 class TextGenerationController:
@@ -56,7 +56,7 @@ class TextGenerationController:
         logits = last_token_logits[:, :vocab_size]
         rows = [self.next_seed() for _ in range(len(logits))]
         generators = [torch.Generator().manual_seed(seed) for seed in rows]
-        return torch.tensor(choose(logits, [settings.for_engine(seed) for seed in rows], generators))
+        return torch.tensor(sample_tokens(logits, [settings.for_engine(seed) for seed in rows], generators))
 
     def next_seed(self) -> int:
         """Draw the seed of a request."""
