@@ -43,7 +43,10 @@ DEFECTS: dict[str, CommonDefect] = {
         "groups of experts",
     ),
     "groups scored by their best expert alone": CommonDefect(
-        "transformer.moe.choice:choose_experts", "grouped.topk(counted)", "grouped.topk(1)", "groups by two scores, biases"
+        "transformer.moe.choice:choose_experts",
+        "grouped.topk(counted)",
+        "grouped.topk(1)",
+        "groups by two scores, biases",
     ),
     "biases of experts updated in the wrong direction": CommonDefect(
         "transformer.moe.router:update_expert_biases",
