@@ -28,8 +28,6 @@ MOVED = {
     "hub.hugging_face.families.deepseek_v32": "hub.hugging_face.families.deepseek",
     "hub.hugging_face.families.phi3": "hub.hugging_face.families.phi",
     "hub.hugging_face.families.phimoe": "hub.hugging_face.families.phi",
-    "tensor_parallel.log_z": "transformer.z_loss",
-    "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",
     "config.rules_hybrid": "features.recurrent.rules",

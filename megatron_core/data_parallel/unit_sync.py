@@ -227,7 +227,7 @@ class UnitSync(UnitWeights):
         self._inside.clear()
         if before is None:
             self._passed = None
-        # The rest runs between other units, and is no step of the order in which units are prefetched.
+        # The remaining modules run between other units and are not part of the order in which units are prefetched.
         self._passed = self._passed if unit is self._rest else unit.number
         units_left = [
             left

@@ -127,7 +127,7 @@ class ParallelGroups:
         # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
         self.links: dict[tuple[int, int], Group | None] = {}
-        """Groups of the messages from one pipeline rank to another, if links have their own, see ``connect_links``."""
+        """Groups of the messages from one pipeline rank to another, if links have their own, see ``create_link_groups``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
@@ -201,7 +201,7 @@ class ParallelGroups:
             if ranks not in self._tied:
                 self._tied[ranks] = self._own_group("pp", partial(_members, indices=ranks))
 
-    def connect_links(self, links: Iterable[tuple[int, int]]) -> None:
+    def create_link_groups(self, links: Iterable[tuple[int, int]]) -> None:
         """Create a group for each link (sender, receiver) between pipeline ranks, if messages need one.
 
         All ranks of the job call it with the same links.

@@ -39,10 +39,12 @@ class StepTimes:
         self.seconds += other.seconds
         for name, seconds in other.phases.items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
-        for name, more in other.traffic.items():
+        for name, traffic in other.traffic.items():
             total = self.traffic.setdefault(name, Traffic())
-            total.calls, total.bytes = total.calls + more.calls, total.bytes + more.bytes
-            total.exposed, total.in_flight = total.exposed + more.exposed, total.in_flight + more.in_flight
+            total.calls += traffic.calls
+            total.bytes += traffic.bytes
+            total.exposed += traffic.exposed
+            total.in_flight += traffic.in_flight
 
 
 class Sampling:

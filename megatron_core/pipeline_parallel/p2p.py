@@ -48,7 +48,7 @@ class PipelineP2P:
     Messages to higher ranks and messages to lower ranks use two groups, so that each communicator carries only one
     direction. Sends and receives are then matched in the order of sending and never across directions, also with two
     ranks, where all chunks and both directions use the same pair of ranks. If all messages of a group share a stream,
-    each link has its own group (``ParallelGroups.connect_links``): a receive posted ahead would block later sends.
+    each link has its own group (``ParallelGroups.create_link_groups``): a receive posted ahead would block later sends.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -128,7 +128,7 @@ class PipelineP2P:
         self._groups.pipeline_connected = True
         neighbours = {(a, b) for a, b in pairwise(stage_to_rank) if a != b}
         links = sorted(neighbours | {(b, a) for a, b in neighbours})
-        self._groups.connect_links(links)
+        self._groups.create_link_groups(links)
         for sender, receiver in links:
             if self.index == sender:
                 self.send(torch.zeros(1, device=device), receiver).wait()

@@ -66,11 +66,11 @@ IN_ORDERS = (
     Defect(
         "a weight's gradient is one product for a micro-batch",
         f"{LINEAR}:_add_weight_grad",
-        "_add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
+        "_add_products(exact_grad_of(weight), grad_y, x, chunks, weight_parts)",
         "size = x.shape[1]\n"
         "    grad_y, x = (of.flatten(0, 1).unsqueeze(1) for of in (grad_y, x))\n"
         "    chunks = [(slice(at.start * size, at.stop * size), 0) for at, sample in chunks if sample == 0]\n"
-        "    _add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
+        "    _add_products(exact_grad_of(weight), grad_y, x, chunks, weight_parts)",
         "micro-batches of 2",
     ),
     Defect(

@@ -71,7 +71,7 @@ def test_values_of_latent_attention_are_padded_for_flash_kernels(
 
 
 def test_a_single_query_excludes_the_kernel_with_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In generation keys get longer with each token, and cuDNN would plan each length anew."""
+    """In generation keys get longer with each token, and cuDNN would make a plan for each length."""
     seen = calls(monkeypatch)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with simulated_gpu():
