@@ -13,6 +13,11 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.heterogeneous": "features.layer_sizes.settings",
+    "config.sparse_attention": "features.sparse_attention.settings",
+    "config.multi_token": "features.multi_token.settings",
+    "config.recurrent": "features.recurrent.settings",
+    "config.hybrid": "features.recurrent.settings",
     "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",

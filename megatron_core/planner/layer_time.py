@@ -199,7 +199,7 @@ class LayerClock:
     def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
         model, passes = self.config.model, []
-        if model.has_attention(layer) and model.has_sparse_attention:
+        if model.has_attention(layer) and model.attention_name == "sparse_latent":
             passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
         elif model.has_attention(layer):
             passes.append(self.core_attention(layer))
@@ -351,7 +351,7 @@ class LayerClock:
         )
         full = model.recompute_granularity == "full"
         layer = self.recomputed(model.num_layers) if full else self.layer(model.num_layers)
-        return Passes.sum([projection, layer, self.embedding(), self.head()] * (model.mtp_num_layers or 0))
+        return Passes.sum([projection, layer, self.embedding(), self.head()] * model.added_layers)
 
     def recomputed(self, number: int) -> Passes:
         """A layer with full recomputation: backward repeats its forward."""

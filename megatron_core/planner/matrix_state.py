@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.linear_layers import linear_layers
+from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.planner.parameters import added_tensors
 
 QKV = "linear_qkv"
@@ -34,7 +36,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
         return 0
     model = config.model
     owned = [owner for layer in layers for owner in _matrices(config, layer)]
-    for _ in range(model.mtp_built_layers * has_mtp):
+    for _ in range(model.section(MultiTokenConfig).mtp_built_layers * has_mtp):
         if added_tensors(config) is None:
             owned += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(
@@ -44,7 +46,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
 
 def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
     """The trained hidden matrices of a layer."""
-    model, tensors_of = config.model, added_tensors(config)
+    model, tensors_of = config.model.section(SparseAttentionConfig), added_tensors(config)
     if tensors_of is not None:
         for shape, experts in tensors_of(config, ParallelConfig(), layer_number):
             if len(shape) == 2:

@@ -16,6 +16,8 @@ from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.settings import FP8Config
+from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 Computed = TypeVar("Computed")
 
@@ -175,7 +177,7 @@ def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """The elements of a layer's indexer, of which a frozen layer counts as many as frozen."""
     attention = mixer_of(config.model, layer_number)
     tp = config.parallel.tensor_model_parallel_size
-    vectors = 2 * config.model.dsa_indexer_head_dim
+    vectors = 2 * config.model.section(SparseAttentionConfig).dsa_indexer_head_dim
     matrices = sum(projection.elements for projection in attention.projections(tp) if "indexer" in projection.module)
     return Parameters(matrices + vectors, outside=vectors, frozen=-matrices - vectors)
 
@@ -227,7 +229,7 @@ def added_tensors(config: RunConfig) -> Callable[..., Iterable[AddedTensor]] | N
 
 def trains_whole_model(config: RunConfig) -> bool:
     """Whether no weights are frozen."""
-    return not config.model.dsa_indexer_warmup and added_tensors(config) is None
+    return not config.model.section(SparseAttentionConfig).dsa_indexer_warmup and added_tensors(config) is None
 
 
 def added_parameters(config: RunConfig, layer_number: int) -> Parameters:
@@ -260,10 +262,13 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
     of 2 h^2 / t; a rank without the embedding has a copy of it."""
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
-    if not model.mtp_num_layers:
+    if not model.added_layers:
         return Parameters()
     outside_of_layer = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    layers = Parameters.sum([outside_of_layer + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
+    layers = Parameters.sum(
+        [outside_of_layer + layer_parameters(config, model.num_layers)]
+        * model.section(MultiTokenConfig).mtp_built_layers
+    )
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return layers + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.mixers import recurrence_of
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK = 64
@@ -52,7 +53,7 @@ class Recurrence:
     @classmethod
     def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
-        model = config.model
+        model = config.model.section(RecurrentConfig)
         parallel = config.parallel
         sizes: Any = recurrence_of(model, layer_number)
         assert sizes is not None, layer_number

@@ -80,7 +80,7 @@ class LayerContext:
         With a pattern of layers, L layers have L of them instead of 2 L. The scale keeps the variance of the residual
         stream independent of depth (Radford et al. 2019, section 2.3).
         """
-        added = self.config.num_layers * (2 if self.config.hybrid_layer_pattern is None else 1)
+        added = self.config.num_layers * self.config.parts_per_layer
         return Normal(self.config.hidden_init_std / math.sqrt(added))
 
     def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:

@@ -62,7 +62,8 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     widths = [(each.width, each.inputs if each.split == "inputs" else each.outputs, tp) for each in projections]
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
-    if model.mtp_num_layers or any(part.linear for block in model.blocks for part in (block.attention, block.mlp)):
+    blocks = map(model.block_of, range(model.num_layers))
+    if model.added_layers or any(part.linear for block in blocks for part in (block.attention, block.mlp)):
         widths.append(("hidden_size", model.hidden_size, tp))
     if model.num_experts is not None:
         widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import CheckpointError
+from megatron_core.features.sparse_attention.settings import INDEXER, SparseAttentionConfig
 from megatron_core.training.parts import AddedWeights
 
 VARIANT = "experimental_attention_variant"
@@ -35,9 +35,10 @@ class NewIndexers(AddedWeights):
                 f"{VARIANT}=dsa, but the checkpoint has no indexers; to start with its weights and new indexers, add "
                 "--finetune; to resume its training, remove --experimental-attention-variant"
             )
-        if not self.config.model.trains_indexers:
+        model = self.config.model.section(SparseAttentionConfig)
+        if not model.trains_indexers:
             raise CheckpointError(
-                f"dsa_indexer_loss_coeff={self.config.model.dsa_indexer_loss_coeff}, but the checkpoint has no "
+                f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}, but the checkpoint has no "
                 "indexers, so new ones would choose keys at random; train them with --dsa-indexer-loss-coeff, first "
                 "with --dsa-indexer-warmup"
             )

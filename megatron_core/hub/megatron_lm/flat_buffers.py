@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.hub.megatron_lm.tensor_map import (
     FROZEN,
     TIED,
@@ -245,7 +246,7 @@ class FlatState:
 
     def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
         """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
-        kinds, depths = ("", ".weight", ".bias"), self.model.mtp_built_layers
+        kinds, depths = ("", ".weight", ".bias"), self.model.section(MultiTokenConfig).mtp_built_layers
         inner = [f"{module}{kind}" for module in order for kind in kinds]
         of_mixers = {name: [f"{module}{kind}" for module in each for kind in kinds] for name, each in mixers.items()}
         is_first, is_last = stage == 0, stage == self.stages - 1
@@ -283,7 +284,7 @@ class FlatState:
 
     def _expert_keys(self, layers: range, each: int, stage: int, *, grouped: bool) -> Iterator[Key]:
         """The experts' matrices of a stage in order of registration: by matrix if ``grouped``, else by expert."""
-        depths = self.model.mtp_built_layers if stage == self.stages - 1 else 0
+        depths = self.model.section(MultiTokenConfig).mtp_built_layers if stage == self.stages - 1 else 0
         roots = [f"decoder.layers.{layer}." for layer in layers]
         roots += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(depths)]
         for root in roots:

@@ -105,7 +105,7 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
         self.mtp: Any = None
-        if config.mtp_num_layers and post_process:
+        if config.added_layers and post_process:
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
             self.mtp = load_hook(layer_hooks()["multi_token"])(
                 context, vocab_size, layer_specs, own_embedding=elsewhere

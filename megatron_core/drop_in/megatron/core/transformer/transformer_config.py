@@ -14,7 +14,6 @@ from megatron.core.transformer.config_changes import ChangingConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.errors import ConfigError
@@ -23,6 +22,7 @@ from megatron_core.features.fp8 import FP8
 from megatron_core.features.fp8.arithmetic import fp8_arithmetic
 from megatron_core.features.fp8.rules import fp8_problems
 from megatron_core.features.fp8.settings import FP8Config, Recipe
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic

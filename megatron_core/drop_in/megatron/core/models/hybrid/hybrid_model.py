@@ -14,11 +14,11 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.config import RunConfig, TrainingConfig
-from megatron_core.config.hybrid import read_pattern
-from megatron_core.config.sparse_attention import SparseAttentionConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.recurrent.rules import recurrent_problems
+from megatron_core.features.recurrent.settings import read_pattern
 from megatron_core.features.sparse_attention.rules import sparse_attention_problems
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 
 class HybridModel(GPTModel):
