@@ -18,6 +18,7 @@ MOVED = {
     "config.multi_token": "features.multi_token.settings",
     "config.recurrent": "features.recurrent.settings",
     "config.hybrid": "features.recurrent.settings",
+    "tensor_parallel.log_z": "transformer.z_loss",
     "config.fp8": "features.fp8.settings",
     "config.no_attention": "config.mixers",
     "config.rules_recurrent": "features.recurrent.rules",

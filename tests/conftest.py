@@ -19,7 +19,7 @@ from tests.sample import WHOLE_MATRIX, left_out
 
 # ``fast``: tests in modules that start no process, except these modules and folders, whose tests are numerous or long;
 # and tests marked explicitly.
-LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "preprocess", "tools", "verify"}
+LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "plain", "preprocess", "tools", "verify"}
 LONG_MODULES = {"test_bottlenecks", "test_mlflow", "test_plan_layout", "test_wandb"}
 PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
 # The same examples in every run, so that failures are reproducible, and no time limits, which a busy machine exceeds;

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from megatron_core.cpu_ranks.shared_memory import host
 from megatron_core.features.equal_bits import fixed_products
 from megatron_core.ops import native
-from megatron_core.ops.backend import LIBRARIES, OPS
+from megatron_core.ops.backend import OPS
+from megatron_core.ops.libraries import LIBRARIES
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
 from megatron_core.terminal import parse_flags
 from megatron_core.verify.ranks import RankFailure, run_ranks

@@ -129,14 +129,14 @@ class TranslatedLaunch:
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
             config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
-        # of a file that is named
-        faults_found, told = [fault for fault in faults if fault not in flags.refused], ""
+        faults_found = [fault for fault in faults if fault not in flags.refused]  # those of a configuration file
+        translation = ""
         faults_found += [f"{readable(name)} {CLOSED}" for name in launch.closed]
         if launch.deepspeed is not None:
             from megatron_core.commands.deepspeed_config import with_deepspeed  # it imports torch
 
             try:
-                config, told = with_deepspeed(config, launch.deepspeed, ranks)
+                config, translation = with_deepspeed(config, launch.deepspeed, ranks)
             except MegatronError as error:
                 faults_found.append(f"--deepspeed_config: {error}")
         faults_found += problems(config, ranks)
@@ -145,7 +145,7 @@ class TranslatedLaunch:
             from megatron_core.hub.megatron_lm.format import checkpoint_changes  # it imports torch
 
             faults_found += checkpoint_changes(config)
-        return cls(launch, flags, config, ranks, tuple(faults_found), told)
+        return cls(launch, flags, config, ranks, tuple(faults_found), translation)
 
     @property
     def can_train(self) -> bool:
@@ -191,12 +191,12 @@ def report(translated: TranslatedLaunch, script: LaunchScript, settings: Setting
 
 def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
     launch = translated.launch
-    where = f"{launch.place}: " if launch.place else ""
+    where = f"{launch.location}: " if launch.location else ""
     source = "its launcher" if launch.ranks else "the least that fits"
     source = "--world-size" if settings.world_size else source
     yield f"{where}{readable(launch.program)} on {_count(translated.world_size, 'rank')} ({source})"
     if len(script.launches) > 1:
-        listed = [f"{n}: {readable(launch.program)}, {launch.place}" for n, launch in enumerate(script.launches, 1)]
+        listed = [f"{n}: {readable(launch.program)}, {launch.location}" for n, launch in enumerate(script.launches, 1)]
         yield f"launches in the script: {'; '.join(listed)}; --launch N describes another one"
     if translated.other_model:
         yield translated.other_model
@@ -209,8 +209,10 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Setti
 
 
 def _description(translated: TranslatedLaunch) -> Iterator[str]:
-    config, ranks = translated.config, translated.world_size
-    model, training = config.model, config.training
+    config = translated.config
+    ranks = translated.world_size
+    model = config.model
+    training = config.training
     optimizer = config.optimizer
     moe = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
     yield (
@@ -222,9 +224,8 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
         copies = config.parallel.data_parallel_size(ranks)
         batch = training.final_batch_size(copies)
         yield f"layout: {describe_layout(config, ranks)}"
-        length = (
-            f"{training.train_iters:,} steps" if training.train_iters else f"{training.train_samples or 0:,} samples"
-        )
+        steps = training.train_iters
+        length = f"{steps:,} steps" if steps else f"{training.train_samples or 0:,} samples"
         yield f"training: {length}, {batch} sequences ({batch * config.data.seq_length:,} tokens) a step"
     dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(training.compute_dtype, training.compute_dtype)
     eight = f", fp8 {config.optional('fp8_format')}" if config.optional("fp8_format") else ""
@@ -315,9 +316,8 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
         yield f"there is nothing to compare: {shortened(str(error), 300)}"
         return
     yield f"megatron-verify --config {name} --world-size {ranks}"
-    copies = (
-        "" if ranks == translated.world_size else f"; two of its {translated.world_size // least} copies are compared"
-    )
+    count = translated.world_size // least
+    copies = "" if ranks == translated.world_size else f"; two of its {count} copies are compared"
     yield f"layout {task.layouts[0]} with a small model on a CPU ({changes(config, task.config)}){copies}"
     if config.training.bf16 or config.training.fp16:
         yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"

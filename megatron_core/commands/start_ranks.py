@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_core.command import end_on_interrupt, program, run_tool
 from megatron_core.commands.start import command_name
+from megatron_core.parallel.exit_status import RESTART
 
 GRACE_SECONDS = 30
 """Time in which the other ranks must end after one has failed; as torchrun's."""
@@ -142,6 +143,10 @@ def _status(ranks: LocalRanks) -> int:
     rank, code = ranks.failed
     names = {known.value: known.name for known in signal.Signals}  # not all real-time signals have one
     how = f"ended with status {code}" if code > 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
+    if code == -signal.SIGABRT:
+        # torch aborts a rank whose collective of NCCL has failed or exceeded its limit: a restart may help.
+        print(f"{program()}: rank {rank} {how}, as by torch if NCCL fails; status {RESTART}", file=sys.stderr)
+        return RESTART
     print(f"{program()}: rank {rank} {how}", file=sys.stderr)
     return code if code > 0 else 128 - code
 

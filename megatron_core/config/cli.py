@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import tyro
 
@@ -63,6 +63,8 @@ class _TrainingCommandLine(_CommandLine):
 
 
 Parsed = TypeVar("Parsed", bound=_CommandLine)
+CommandLine: TypeAlias = tuple[RunConfig, DryRun]
+"""The settings of a command line, and of its dry run."""
 
 
 def _with_features(kind: type[Parsed]) -> type[Parsed]:
@@ -106,7 +108,7 @@ def parse_run_config(
 
 def parse_command_line(
     args: list[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: RunConfig | None = None
-) -> tuple[RunConfig, DryRun]:
+) -> CommandLine:
     """As ``parse_run_config``, with the flags of a dry run.
 
     Faults of flags come in one error with those of the remaining settings, for the number of ranks of the dry run or of

@@ -1,7 +1,8 @@
-"""Attention over sequences that are split over several ranks (context parallelism)."""
+"""Attention over sequences that are split over several ranks (context parallelism).
 
-from megatron_core.context_parallel.attention import SplitSequence, split_attention
-from megatron_core.context_parallel.exchange import AllGatherExchange, Exchange, RingExchange
-from megatron_core.context_parallel.heads import HeadExchange
-from megatron_core.context_parallel.products import Mask, Products, Unfused, fused_products
-from megatron_core.context_parallel.tiles import Tile, tiles
+Names are imported on first use; ``__init__.pyi`` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -30,6 +30,7 @@ class SplitSequence:
         """The tiles of this rank's queries with the keys of rank ``owner``."""
         size = self.exchange.group.size()
         rank = self.exchange.group.rank()
+        # The mask of the caller hides keys anywhere, so no part can be left out.
         if not self.causal:
             everything = 0, self.length // size
             return (Tile(None, everything, everything),)
@@ -60,6 +61,8 @@ class _SplitAttention(torch.autograd.Function):
             lse = out.new_full(query.shape[:-1], -torch.inf)
         else:  # the softmax of the sink alone, whose output is 0
             lse = out.new_empty(query.shape[:-1]).copy_(sinks[:, None])
+        # The block of this rank comes first, so that the first message travels during the largest part of the work: the
+        # triangles on the diagonal.
         for owner, block in sequence.exchange.forward(local):
             keys, values = _keys_and_values(block, query)
             for tile in sequence.tiles_with(owner):
@@ -77,9 +80,11 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx, grad):
         query, local, out, lse, sinks = ctx.saved_tensors
         sequence = ctx.sequence
+        # Sums over all ranks' keys in float32 or wider, as in forward.
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
 
         def gradient_of(owner: int, block: Tensor) -> Tensor:
+            # Sent in this dtype, too: the ring adds one contribution on each rank.
             total = torch.zeros_like(block, dtype=lse.dtype)
             (keys, values), grads = (_keys_and_values(pair, query) for pair in (block, total))
             for tile in sequence.tiles_with(owner):

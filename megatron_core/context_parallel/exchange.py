@@ -48,6 +48,7 @@ class AllGatherExchange:
 
     def backward(self, local: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
         """As ``Exchange``; blocks are gathered again, so that no rank stores the whole sequence after forward."""
+        # The blocks begin with this rank's own; the reduce-scatter needs them in the order of ranks.
         contributions = {rank: gradient_of(rank, block) for rank, block in self.forward(local)}
         gradients = torch.stack([contributions[rank] for rank in range(self.group.size())])
         total, handle = start_reduce_scatter_sequence(gradients, self.group)
@@ -70,6 +71,7 @@ class RingExchange:
         """As ``Exchange``."""
         block = local
         ranks = _from_own(self.group)
+        # A block is sent on before it is used: sending only reads it.
         for rank in ranks[:-1]:
             coming, handle = start_ring_shift(block, self.group)
             yield rank, block
@@ -83,6 +85,7 @@ class RingExchange:
         handle: Handle = Done()
         for rank, block in self.forward(local):
             contribution = gradient_of(rank, block)
+            # Computed first, so that the message with the sum of the other ranks travels during the computation.
             if total is not None:
                 handle.wait()  # for the sum of the preceding ranks' contributions
                 contribution += total

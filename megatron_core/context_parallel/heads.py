@@ -28,11 +28,14 @@ class HeadExchange:
         """``[n, b, heads, d]``, ``[n, b, groups, d]`` and ``[n, b, groups, e]`` -> ``[n size, b, heads / size, d]`` and
         the corresponding key-value heads; tokens in ascending order. Uses one message."""
         size = self.group.size()
+        # Each rank needs whole key-value heads; copies of them are sent when there are fewer than ranks, and their
+        # gradients are added by the backward of the repetition.
         copies = replicated_groups(key.shape[2], size) // key.shape[2]
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
         projections = [tensor.unflatten(2, (size, -1)) for tensor in (query, key, value)]
         shapes = [x.shape[3:] for x in projections]
+        # One message instead of three: small ones are bound by latency.
         mixed = exchange_parts(torch.cat([x.flatten(3) for x in projections], dim=3).movedim(2, 0), self.group)
         local_heads = self._ascending(mixed).split([shape.numel() for shape in shapes], dim=2)
         query, key, value = (tensor.unflatten(2, shape) for tensor, shape in zip(local_heads, shapes, strict=True))
@@ -46,6 +49,7 @@ class HeadExchange:
     def _ascending(self, by_rank: Tensor) -> Tensor:
         """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]`` in ascending order: the first chunks in the
         order of ranks, the second chunks in reverse order."""
+        # A zig-zag gives rank r the chunks r and 2 p - 1 - r.
         first, second = by_rank.chunk(2, dim=1)
         return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 

@@ -55,6 +55,7 @@ class Unfused:
         """As ``Products``."""
         scores = self._masked(self._scores(query, key), tile, owner)
         lse = scores.logsumexp(-1)
+        # Weights of this tile's own softmax; ``merge_`` rescales them when all tiles are known.
         weights = self._kept((scores - finite(lse).unsqueeze(-1)).exp(), tile, owner)
         return (_by_group(weights, key) @ value.unsqueeze(2).to(weights.dtype)).flatten(1, 2), lse
 
@@ -64,10 +65,12 @@ class Unfused:
         """As ``Products``."""
         grad, out, query, key, value = (x.to(lse.dtype) for x in (grad, out, query, key, value))
         scores = self._scores(query, key)
+        # With the log-sum-exp of the whole attention these are the final weights, so no tile needs the others.
         weights = (self._masked(scores, tile, owner) - lse.unsqueeze(-1)).exp()
         grad_value = _over_group(self._kept(weights, tile, owner), grad, key)
         grad_weights = (_by_group(grad, key) @ value.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
         grad_weights = self._kept(grad_weights, tile, owner)
+        # sum(grad * out) is the sum over all keys of p dp, on all ranks (Dao et al. 2022, section 3.1).
         grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
         if self.softcap is not None:
             grad_scores *= 1 - (scores / self.softcap).square()
@@ -118,6 +121,7 @@ class FusedOnCPU:
         grad_query, *grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, *repeated, out, lse, 0.0, self._is_causal(tile), attn_mask=mask
         )
+        # Heads of a group share its key and value, whose gradient is the sum.
         grad_key, grad_value = (
             grad if grad.shape[1] == key.shape[1] else _by_group(grad, key).sum(2) for grad in grads
         )
@@ -169,6 +173,7 @@ def fused_products(device: torch.device, dtype: torch.dtype, mask: Mask | None =
     """Return the fastest implementation for ``device`` and ``dtype`` that supports ``mask``."""
     if device.type == "cpu":
         return FusedOnCPU(mask)
+    # Flash attention on GPUs has neither float32 nor masks.
     return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) and mask is None else Unfused(mask=mask)
 
 
@@ -196,6 +201,7 @@ def finite(lse: Tensor) -> Tensor:
 
 def merge_(out: Tensor, lse: Tensor, new: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over two sets of keys into ``out`` and ``lse``, in place; an empty set has ``lse`` -inf."""
+    # Without an exponential of an unscaled score, which would overflow.
     total = torch.logaddexp(lse, part_lse)
     base = finite(total)
     out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(new.to(out.dtype), (part_lse - base).exp_().unsqueeze(-1))

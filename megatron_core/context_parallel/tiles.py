@@ -58,17 +58,18 @@ class _PositionRange:
 
     start: int
     stop: int
-    at: int
+    offset: int
 
     def cut(self, start: int, stop: int) -> _PositionRange:
         """The intersection with a range of positions."""
-        start, stop = max(start, self.start), min(stop, self.stop)
-        return _PositionRange(start, stop, self.at + start - self.start)
+        start = max(start, self.start)
+        stop = min(stop, self.stop)
+        return _PositionRange(start, stop, self.offset + start - self.start)
 
     @property
     def local(self) -> Range:
         """The range of local indices."""
-        return self.at, self.at + self.stop - self.start
+        return self.offset, self.offset + self.stop - self.start
 
 
 @lru_cache(maxsize=1024)
@@ -83,6 +84,7 @@ def tiles(
     document in common, so that any lengths give rectangles and triangles.
     """
     rectangles: list[Tile] = []
+    # Without documents the tiles are the same for all sequences, and one call computes the batch.
     for row, lengths in enumerate(documents or [(max(stop for _, stop in (*queries, *keys)),)]):
         start = 0
         for length in lengths:
@@ -106,6 +108,7 @@ def _pieces(runs: tuple[Range, ...], span: Range) -> list[_PositionRange]:
 
 
 def _of_document(queries: list[_PositionRange], keys: list[_PositionRange], window: int | None) -> Iterator[Tile]:
+    # One call instead of three: two triangles and the rectangle between them.
     if queries and queries == keys and window is None:  # one triangle: local indices are in the order of positions
         local = queries[0].local[0], queries[-1].local[1]
         yield Tile(None, local, local, (0, _size(local)))
@@ -118,6 +121,7 @@ def _of_document(queries: list[_PositionRange], keys: list[_PositionRange], wind
 def _of_pieces(query: _PositionRange, key: _PositionRange, window: int | None) -> Iterator[Tile]:
     if window is not None:
         yield from _with_window(query, key, window)
+    # Keys after the queries have no tile: causal attention skips half of the work.
     elif key.stop <= query.start:
         yield Tile(None, query.local, key.local)
     elif (query.start, query.stop) == (key.start, key.stop):
@@ -141,6 +145,7 @@ def _joined(rectangles: list[Tile]) -> Iterator[Tile]:
     previous: Tile | None = None
     for tile in rectangles:
         if previous is not None and previous.band is None and tile.band is None and previous.row == tile.row:
+            # Fewer and larger products: a zig-zag has two runs, which are often adjacent locally.
             if previous.keys == tile.keys and previous.queries[1] == tile.queries[0]:
                 previous = replace(previous, queries=(previous.queries[0], tile.queries[1]))
                 continue

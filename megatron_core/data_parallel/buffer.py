@@ -56,8 +56,10 @@ class Bucket:
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.kind = kind
-        self.stage, self.unit = stage, unit
-        self.dp_group, self.instances = dp_group, instances
+        self.stage = stage
+        self.unit = unit
+        self.dp_group = dp_group
+        self.instances = instances
         self.is_sharded = settings.zero_stage > 0
         first = self.parameters[0]
         device = memory.device or first.device
@@ -78,7 +80,8 @@ class Bucket:
         self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)
-        self.offsets, self.end = layout.offsets, layout.end
+        self.offsets = layout.offsets
+        self.end = layout.end
         self.used = layout.used
         for (name, parameter), offset in zip(named, self.offsets, strict=True):
             span = slice(offset, offset + parameter.numel())
@@ -252,7 +255,8 @@ class Bucket:
                 self.sum_shard.add_(total)
             elif total.data_ptr() != self.sum_shard.data_ptr():
                 self.sum_shard.copy_(total)
-            self._wire, self._partial = None, None
+            self._wire = None
+            self._partial = None
             self._has_sum = True
             if self.splits_grads:
                 release(self.grads)

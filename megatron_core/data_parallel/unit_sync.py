@@ -47,7 +47,8 @@ class UnitSync:
         has_rest: bool = False,
     ) -> None:
         """``has_rest``: unit 0 consists of all parameters outside ``modules``, and is reduced after each backward."""
-        self.settings, self._start_reduce = settings, reduce
+        self.settings = settings
+        self._start_reduce = reduce
         self._announce = announce
         outer_buckets = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
         self._rest = Unit(0, outer_buckets, outer_buckets) if has_rest else None
@@ -210,8 +211,10 @@ class UnitSync:
                 "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
                 "zero3_keep_after_forward=True, or zero_stage=2"
             )
-        before, around_before = self._backward, self._around_backward
-        self._backward, self._around_backward = unit, around
+        before = self._backward
+        around_before = self._around_backward
+        self._backward = unit
+        self._around_backward = around
         if before is unit and around == around_before:
             return
         # The recomputed forward of the previous unit is over; it may have ended inside of a module.
@@ -233,7 +236,8 @@ class UnitSync:
         self._open(unit)
         for left in units_left:
             self._reduce(left)
-        self._next_sums, self._has_announced_sums = [], False
+        self._next_sums = []
+        self._has_announced_sums = False
 
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
@@ -304,7 +308,8 @@ class UnitSync:
         """Gather the weights of the active units, with overlap start those of the next unit, and free the others."""
         if not self._splits_weights:
             return
-        now, overlaps = self._active(), self.settings.overlap_param_gather
+        now = self._active()
+        overlaps = self.settings.overlap_param_gather
         following = self._ahead(1) if overlaps else []
         if not self.settings.keep_after_forward:
             self._release_all_but(now + following)
@@ -323,7 +328,8 @@ class UnitSync:
         reader = "a forward" if self._backward is None else "a backward"
         announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "", self._next_sums)
         if self._next_sums:
-            self._announced, self._has_announced_sums = announced, True
+            self._announced = announced
+            self._has_announced_sums = True
         for bucket in missing:
             bucket.start_gather()
             bucket.gathering = Arrival(bucket.gathering, before=announced.wait)

@@ -35,10 +35,11 @@ class MergedReader:
                 f"{stored.folder} has adapters of weights that were drawn by the seed; only adapters of a model in "
                 "--load-hf or --pretrained-checkpoint can be merged"
             )
-        self._stored, self._base = stored, base
+        self._stored = stored
+        self._base = base
         self.state = stored.state
         model = meta_model(config, self.state["vocab_size"])
-        self._linears = {n: own for n, own in linears_of(model.decoder.layers) if own.adapter is not None}
+        self._linears = {n: linear for n, linear in linears_of(model.decoder.layers) if linear.adapter is not None}
 
     def __enter__(self) -> MergedReader:
         return self
@@ -66,7 +67,8 @@ class MergedReader:
     def _merged(self, layer: str) -> Tensor:
         """The merged weight of a layer."""
         linear = deepcopy(self._linears[layer]).to_empty(device="cpu")
-        adapter, weight = linear.adapter, linear.weight
+        adapter = linear.adapter
+        weight = linear.weight
         assert adapter is not None and weight is not None
         self._base.fill(parameter_pieces([(f"{layer}.weight", weight)]))
         self._stored.fill(parameter_pieces((f"{layer}.adapter.{n}", p) for n, p in adapter.named_parameters()))
@@ -91,10 +93,10 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
 
 
 def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         wide = torch.promote_types(reader.dtype_of(f"model.{name}"), torch.float32)
-        found[name] = torch.empty(shape, dtype=wide)
+        tensors[name] = torch.empty(shape, dtype=wide)
         box = Box((0,) * len(shape), shape)
-        reader.fill([TensorBox(f"model.{name}", shape, box, found[name], owned=True)])
-    return found
+        reader.fill([TensorBox(f"model.{name}", shape, box, tensors[name], owned=True)])
+    return tensors

@@ -37,7 +37,7 @@ from megatron_core.hub.hugging_face import (
     write_hugging_face,
 )
 from megatron_core.hub.megatron_lm import MegatronReader
-from megatron_core.hub.megatron_lm.arguments import Progress
+from megatron_core.hub.megatron_lm.arguments import MegatronProgress
 from megatron_core.hub.megatron_lm.format import state_at
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
@@ -73,8 +73,8 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
-        others = [*vocabulary_files(source), *companion_files(source)]
-        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), others)
+        companions = [*vocabulary_files(source), *companion_files(source)]
+        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), companions)
     return difference
 
 
@@ -130,22 +130,26 @@ def write_native(
     shapes: Mapping[str, tuple[int, ...]],
     save: Path,
     dtype: torch.dtype,
-    others: Sequence[Path] = (),
+    companions: Sequence[Path] = (),
     *,
     kinds: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: MegatronProgress | None = None,
 ) -> None:
     """Write the tensors of ``shapes`` and the ``kinds`` of their optimizer state into ``save``.
 
     ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
-    ``others``: files of a tokenizer not used by ``config``, stored for a later export.
+    ``companions``: files of a tokenizer not used by ``config``, stored for a later export.
     """
     state = state_at(progress, reader.state["vocab_size"], config.flat())
-    files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
+    files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in companions}
     entries = [(f"model.{name}", stored_dtype(name, dtype), shape) for name, shape in shapes.items()]
     trained = {name: shape for name, shape in shapes.items() if not name.endswith(FROZEN)}
-    entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in trained.items()]
-    tensors = (read_whole(reader, name, shape, kind) for name, kind, shape in entries)
+    entries += [
+        (f"optimizer.{state_kind}.{name}", torch.float32, shape)
+        for state_kind in kinds
+        for name, shape in trained.items()
+    ]
+    tensors = (read_whole(reader, name, shape, state_kind) for name, state_kind, shape in entries)
     save_tensors(save, state["iteration"], entries, tensors, state, extra_files=files)
 
 
@@ -169,19 +173,20 @@ def export_hugging_face(
     """
     with written_folder(folder, load) as incomplete:
         stored = _newest(load, step)
-        found = stored.folder
-        config = stored_config(found)
+        folder_of_checkpoint = stored.folder
+        config = stored_config(folder_of_checkpoint)
         architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
         with _opened(stored, config, average=average) as reader:
-            kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
+            stored_as = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
-            whole = config.with_section(TuningConfig())
-            shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
-            _note_mtp_layers(whole, shapes)
-            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
-            export_tokenizer(config, tokenizer_folder(found), incomplete)
-        verified = partial(_opened, CheckpointReader(found), config, average=average)
-        return compare_logits(verified, whole, incomplete, kept) if verify else 0.0
+            merged = config.with_section(TuningConfig())
+            shapes = global_shapes(merged, reader.state["vocab_size"])
+            keys = special_token_ids(config)
+            _note_mtp_layers(merged, shapes)
+            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=stored_as, extra_keys=keys)
+            export_tokenizer(config, tokenizer_folder(folder_of_checkpoint), incomplete)
+        verified = partial(_opened, CheckpointReader(folder_of_checkpoint), config, average=average)
+        return compare_logits(verified, merged, incomplete, stored_as) if verify else 0.0
 
 
 @contextmanager
@@ -223,8 +228,8 @@ CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "tokenizer.model": "Llam
 """Class in `transformers` that reads the file."""
 
 
-def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
-    """Copy the tokenizer's files in ``kept`` under their names in `transformers`.
+def export_tokenizer(config: RunConfig, source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files in ``source`` under their names in `transformers`.
 
     Without a tokenizer_config.json, `transformers` would ignore how tokenizer.json splits words.
     """
@@ -234,22 +239,22 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
         data.vocab_file: "vocab.json",
         data.merge_file: "merges.txt",
     }
-    found = (path for pattern in ("*", "*/*") for path in kept.glob(pattern))  # rglob does not enter linked folders
-    for path in sorted(path for path in found if path.is_file()):
+    paths = (path for pattern in ("*", "*/*") for path in source.glob(pattern))  # rglob does not enter linked folders
+    for path in sorted(path for path in paths if path.is_file()):
         target = folder / (names.get(str(path)) or stored_name(path))
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
     settings = folder / "tokenizer_config.json"
     tokenizer = tokenizer_of(data)
-    own = [name for name in CLASSES if (folder / name).is_file()]
-    if tokenizer is not None and own and not settings.is_file():
+    model_files = [name for name in CLASSES if (folder / name).is_file()]
+    if tokenizer is not None and model_files and not settings.is_file():
         ids = {name: getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
         texts = {name: tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
         tokens = {f"{name}_token": text for name, text in texts.items() if text}  # sentencepiece has none
-        settings.write_text(json.dumps({"tokenizer_class": CLASSES[own[0]]} | tokens, indent=2) + "\n")
+        settings.write_text(json.dumps({"tokenizer_class": CLASSES[model_files[0]]} | tokens, indent=2) + "\n")
 
 
-def special_tokens(config: RunConfig) -> dict[str, Any]:
+def special_token_ids(config: RunConfig) -> dict[str, Any]:
     """Ids of the special tokens in config.json: those of the imported model, else those of the tokenizer.
 
     A tokenizer with another id is noted. None without a tokenizer or without such a token.
@@ -259,12 +264,12 @@ def special_tokens(config: RunConfig) -> dict[str, Any]:
     if config.data.hf_token_ids is None:
         return of_tokenizer
     imported = read_token_ids(config.data.hf_token_ids)
-    for key, own in of_tokenizer.items():
+    for key, token_id in of_tokenizer.items():
         ids = imported.get(key)
-        if own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+        if token_id is not None and token_id not in (ids if isinstance(ids, list) else [ids]):
             note(
-                f"config.json has {key}={json.dumps(ids)} of the imported model, the tokenizer has {own}; if the model "
-                "was trained with another tokenizer than the imported one, edit config.json"
+                f"config.json has {key}={json.dumps(ids)} of the imported model, the tokenizer has {token_id}; if the "
+                "model was trained with another tokenizer than the imported one, edit config.json"
             )
     return imported
 
@@ -322,9 +327,9 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
     Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
     """
     parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
-    last = config.model.num_layers - 1
+    last_layer = config.model.num_layers - 1
     hidden: list[Tensor] = []
-    for layer in range(last + 1):
+    for layer in range(last_layer + 1):
         stage = GPTModel(
             config.model,
             reader.state["vocab_size"],
@@ -332,7 +337,7 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
             parallel=parallel,
             layers=[layer],
             pre_process=layer == 0,
-            post_process=layer == last,
+            post_process=layer == last_layer,
         ).eval()
         reader.fill(parameter_pieces(stage.named_global_parameters()))
         for name, parameter in stage.named_parameters():
@@ -358,10 +363,10 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
     # Not scaled_dot_product_attention, with which some of its models ignore settings.
     try:
         # Some multimodal models have no class for text alone; their class for images computes text, too.
-        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        has_text_class = type(found) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = transformers.AutoModelForCausalLM if has_text_class else transformers.AutoModelForImageTextToText
-        model = kind.from_pretrained(
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        has_text_class = type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = transformers.AutoModelForCausalLM if has_text_class else transformers.AutoModelForImageTextToText
+        model = model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
         return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]

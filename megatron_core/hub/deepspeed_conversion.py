@@ -41,86 +41,97 @@ def import_deepspeed(
     convert its state; None converts it if it can be read. Returns a description. Errors: ``CheckpointError``.
     """
     check_empty(save, source)
-    found = read_deepspeed_checkpoint(source, tag)
-    kinds = () if optimizer is False else _kinds(found, required=bool(optimizer))
-    name = _optimizer_of(found, kinds)
-    steps = found.counters["global_steps"]
-    each = found.counters["global_samples"] // steps if steps else 0
-    skipped = found.counters["skipped_steps"]
+    checkpoint = read_deepspeed_checkpoint(source, tag)
+    kinds = () if optimizer is False else _kinds(checkpoint, required=bool(optimizer))
+    name = _optimizer_of(checkpoint, kinds)
+    steps = checkpoint.counters["global_steps"]
+    samples_per_step = checkpoint.counters["global_samples"] // steps if steps else 0
+    skipped = checkpoint.counters["skipped_steps"]
     counters = TrainState(
-        steps, found.counters["global_samples"], skipped_iterations=skipped, skipped_samples=skipped * each
+        steps,
+        checkpoint.counters["global_samples"],
+        skipped_iterations=skipped,
+        skipped_samples=skipped * samples_per_step,
     )
     state = {
         **asdict(counters),
-        "client_state": _json(found.client_state),
-        "scheduler": _json(found.lr_scheduler) if kinds else {},
-        "param_groups": [_json(group) for group in found.param_groups] if kinds else [],
-        "optimizer_steps": found.optimizer_steps if kinds else 0,
-        "loss_scale": found.loss_scale if kinds else {},
+        "client_state": _json(checkpoint.client_state),
+        "scheduler": _json(checkpoint.lr_scheduler) if kinds else {},
+        "param_groups": [_json(group) for group in checkpoint.param_groups] if kinds else [],
+        "optimizer_steps": checkpoint.optimizer_steps if kinds else 0,
+        "loss_scale": checkpoint.loss_scale if kinds else {},
         "vocab_size": 0,
         "config": {"optimizer": name} if name else {},  # DeepSpeed stores no others that an engine compares
     }
-    entries = _entries(found, dtype or torch.float32, kinds)
-    save_tensors(save, steps, entries, _tensors(found, entries), state)
+    entries = _entries(checkpoint, dtype or torch.float32, kinds)
+    save_tensors(save, steps, entries, _tensors(checkpoint, entries), state)
     content = "weights and optimizer state" if kinds else "weights without optimizer state"
     return f"{content} of global step {steps}"
 
 
-def _kinds(found: DeepSpeedCheckpoint, *, required: bool) -> tuple[str, ...]:
+def _kinds(checkpoint: DeepSpeedCheckpoint, *, required: bool) -> tuple[str, ...]:
     """The kinds of optimizer state that all trained parameters have."""
     try:
-        kinds = tuple(sorted(kind for kind, states in found.states.items() if states.keys() == found.trained))
-        _ = found.optimizer_steps
+        kinds = tuple(
+            sorted(
+                state_kind for state_kind, states in checkpoint.states.items() if states.keys() == checkpoint.trained
+            )
+        )
+        _ = checkpoint.optimizer_steps
     except CheckpointError:
         if required:
             raise
         return ()
     if required and not kinds:
-        raise CheckpointError(f"{found.folder} has no optimizer state; convert the weights alone with --no-optimizer")
+        raise CheckpointError(
+            f"{checkpoint.folder} has no optimizer state; convert the weights alone with --no-optimizer"
+        )
     return kinds
 
 
-def _optimizer_of(found: DeepSpeedCheckpoint, kinds: tuple[str, ...]) -> str | None:
+def _optimizer_of(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...]) -> str | None:
     """The name of our optimizer that has such state; None for one of torch without a counterpart."""
-    settings = found.config.get("optimizer")
-    given = str(settings.get("type")) if isinstance(settings, Mapping) else ""
-    return "lamb" if "lamb" in given.lower() and kinds else OPTIMIZERS.get(kinds)
+    settings = checkpoint.config.get("optimizer")
+    type_name = str(settings.get("type")) if isinstance(settings, Mapping) else ""
+    return "lamb" if "lamb" in type_name.lower() and kinds else OPTIMIZERS.get(kinds)
 
 
-def _entries(found: DeepSpeedCheckpoint, dtype: torch.dtype, kinds: tuple[str, ...]) -> list[Entry]:
+def _entries(checkpoint: DeepSpeedCheckpoint, dtype: torch.dtype, kinds: tuple[str, ...]) -> list[Entry]:
     """Names, dtypes and shapes of the tensors to write; a tied parameter is written under its first name."""
-    used = {name: found.shared.get(name, name) for name in found.shapes}
-    layers = {name: other for other, name in reversed(found.shared.items()) if name.startswith("tied_modules.")}
-    names = {layers.get(name, name): shape for name, shape in found.shapes.items() if used[name] == name}
+    first_names = {name: checkpoint.shared.get(name, name) for name in checkpoint.shapes}
+    layers = {name: other for other, name in reversed(checkpoint.shared.items()) if name.startswith("tied_modules.")}
+    names = {layers.get(name, name): shape for name, shape in checkpoint.shapes.items() if first_names[name] == name}
     entries: list[Entry] = [(f"model.{name}", dtype, shape) for name, shape in names.items()]
-    for kind in kinds:
-        held = found.states[kind]
+    for state_kind in kinds:
+        states = checkpoint.states[state_kind]
         entries += [
-            (f"optimizer.{kind}.{name}", torch.float32, shape)
+            (f"optimizer.{state_kind}.{name}", torch.float32, shape)
             for name, shape in names.items()
-            if found.shared.get(name, name) in held
+            if checkpoint.shared.get(name, name) in states
         ]
-    return entries + [(f"buffers.{name}", buffer.dtype, tuple(buffer.shape)) for name, buffer in found.buffers.items()]
+    return entries + [
+        (f"buffers.{name}", buffer.dtype, tuple(buffer.shape)) for name, buffer in checkpoint.buffers.items()
+    ]
 
 
-def _tensors(found: DeepSpeedCheckpoint, entries: list[Entry]) -> Iterator[Tensor]:
+def _tensors(checkpoint: DeepSpeedCheckpoint, entries: list[Entry]) -> Iterator[Tensor]:
     for name, dtype, _ in entries:
-        kind, _, rest = name.partition(".")
-        if kind == "model":
-            yield found.weight(rest).to(dtype)
-        elif kind == "buffers":
-            yield found.buffers[rest]
+        section, _, path = name.partition(".")
+        if section == "model":
+            yield checkpoint.weight(path).to(dtype)
+        elif section == "buffers":
+            yield checkpoint.buffers[path]
         else:
-            state, _, parameter = rest.partition(".")
-            yield found.state(parameter, state)
+            state, _, parameter = path.partition(".")
+            yield checkpoint.state(parameter, state)
 
 
 def _json(value: Any) -> Any:
     """Plain values as JSON; tensors are left out."""
     if isinstance(value, Mapping):
-        return {str(name): _json(each) for name, each in value.items() if not isinstance(each, Tensor)}
+        return {str(name): _json(item) for name, item in value.items() if not isinstance(item, Tensor)}
     if isinstance(value, list | tuple):
-        return [_json(each) for each in value if not isinstance(each, Tensor)]
+        return [_json(item) for item in value if not isinstance(item, Tensor)]
     return value
 
 
@@ -144,27 +155,27 @@ def export_deepspeed(
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the model's config.json with --hf-config")
     settings = _settings(path)
-    found = read_deepspeed_checkpoint(source, tag)
+    checkpoint = read_deepspeed_checkpoint(source, tag)
     dtype = dtype or torch.float32
-    shapes = {name: shape for name, shape in found.shapes.items() if name not in found.shared}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in found.buffers.items()}
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.shared}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in checkpoint.buffers.items()}
     with written_folder(folder, source) as incomplete:
         if verify:
-            _check_model(path, settings, found, shapes)
-        write_weights(incomplete, (_group(found, name, shape, dtype) for name, shape in shapes.items()))
+            _check_model(path, settings, checkpoint, shapes)
+        write_weights(incomplete, (_group(checkpoint, name, shape, dtype) for name, shape in shapes.items()))
         named = settings | {"torch_dtype": str(dtype).removeprefix("torch.")}
         (incomplete / CONFIG).write_text(json.dumps(named, indent=2) + "\n")
         for other in (*vocabulary_files(path.parent), *companion_files(path.parent)):
             shutil.copyfile(other, incomplete / other.name)
-    return f"{len(shapes)} tensors of global step {found.counters['global_steps']}"
+    return f"{len(shapes)} tensors of global step {checkpoint.counters['global_steps']}"
 
 
-def _group(found: DeepSpeedCheckpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Group:
+def _group(checkpoint: DeepSpeedCheckpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Group:
     """A tensor for ``write_weights``; buffers keep their dtype."""
-    buffer = found.buffers.get(name)
+    buffer = checkpoint.buffers.get(name)
     if buffer is not None:
         return [(name, buffer.dtype, shape)], lambda: [buffer]
-    return [(name, dtype, shape)], lambda: [found.weight(name).to(dtype)]
+    return [(name, dtype, shape)], lambda: [checkpoint.weight(name).to(dtype)]
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _check_model(
-    path: Path, settings: Mapping[str, Any], found: DeepSpeedCheckpoint, shapes: Mapping[str, tuple[int, ...]]
+    path: Path, settings: Mapping[str, Any], checkpoint: DeepSpeedCheckpoint, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise ``CheckpointError`` unless the model of `transformers` has these tensors."""
     try:
@@ -181,15 +192,15 @@ def _check_model(
         raise CheckpointError("verifying needs transformers: pip install transformers; or use --no-verify") from None
     named = settings.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    kind = getattr(transformers, name, None) if name.isidentifier() else None
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    model_class = getattr(transformers, name, None) if name.isidentifier() else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise CheckpointError(
             f"{path} names the architecture {name[:60]!r}, which transformers {transformers.__version__} does not "
             "have; convert with --no-verify"
         )
     try:
         with torch.device("meta"):
-            model = kind(transformers.AutoConfig.from_pretrained(str(path), local_files_only=True))
+            model = model_class(transformers.AutoConfig.from_pretrained(str(path), local_files_only=True))
     except MemoryError:
         raise
     except Exception as error:  # transformers raises various types for invalid settings
@@ -202,6 +213,6 @@ def _check_model(
     other = [name for name, shape in shapes.items() if wanted.get(name) not in (None, shape)]
     unexpected = [name for name in shapes if name not in wanted]
     faults = {"missing": missing, "of another shape": other, "unexpected": unexpected}
-    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+    text = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
     if text:
-        raise CheckpointError(f"{found.folder} does not have the tensors of {name} in {path}: {text}")
+        raise CheckpointError(f"{checkpoint.folder} does not have the tensors of {name} in {path}: {text}")

@@ -66,28 +66,28 @@ def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
     settings = vars(model)
     plain = vars(ModelConfig())
-    found = [f"{name}={settings[name]}" for name in ABSENT if settings.get(name) != plain.get(name)]
+    differing = [f"{name}={settings[name]}" for name in ABSENT if settings.get(name) != plain.get(name)]
     has_sparse_attention = model.experimental_attention_variant == "dsa"
     if settings.get("dsa_indexer_warmup"):
-        found.append("dsa_indexer_warmup=True")
+        differing.append("dsa_indexer_warmup=True")
     if has_sparse_attention and not settings["dsa_indexer_loss_coeff"]:  # Adam decays indexers without a loss there
-        found.append(f"dsa_indexer_loss_coeff={settings['dsa_indexer_loss_coeff']}")
+        differing.append(f"dsa_indexer_loss_coeff={settings['dsa_indexer_loss_coeff']}")
     letters = _pattern_of(model)
     if has_sparse_attention and letters:
-        found.append(f"hybrid_layer_pattern={letters} with experimental_attention_variant=dsa")
+        differing.append(f"hybrid_layer_pattern={letters} with experimental_attention_variant=dsa")
     if model.position_embedding_type == "alibi":
-        found.append("position_embedding_type=alibi")
+        differing.append("position_embedding_type=alibi")
     if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
-        found.append(f"rope_scaling_type={model.rope_scaling_type}")
+        differing.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
-        found.append("moe_router_score_function=sparsemixer")
+        differing.append("moe_router_score_function=sparsemixer")
     pattern = settings.get("linear_attention_freq") or (1,)
     recurs_last = model.num_layers % max(pattern[0], 1) > 0 if len(pattern) == 1 else pattern[-1] == 1
     if model.added_layers and recurs_last:
-        found.append(f"mtp_num_layers={model.added_layers} with a recurrence in the last layer")
+        differing.append(f"mtp_num_layers={model.added_layers} with a recurrence in the last layer")
     fixed = FIXED_OF_MAMBA if set(LETTERS_OF_MAMBA) & set(letters) else {}
-    found += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
-    return found + unlike_delta_net(model)
+    differing += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
+    return differing + unlike_delta_net(model)
 
 
 def unlike_delta_net(model: ModelConfig) -> list[str]:
@@ -96,5 +96,7 @@ def unlike_delta_net(model: ModelConfig) -> list[str]:
     It takes activation and norm of the model for the gates and outputs of heads.
     """
     has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in _pattern_of(model)
-    found = [f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only]
-    return [f"{setting} with gated delta nets" for setting in found] if has_nets else []
+    differing = [
+        f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only
+    ]
+    return [f"{setting} with gated delta nets" for setting in differing] if has_nets else []

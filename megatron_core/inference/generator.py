@@ -130,7 +130,7 @@ class Generator:
             tp_group=ALONE,
             vocab_size=self.vocab_size,
             backend=model.kernel_backend,
-            parts=head_parts,
+            num_parts=head_parts,
         )
 
     @torch.inference_mode()

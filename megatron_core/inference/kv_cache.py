@@ -140,7 +140,8 @@ class KVCache:
 
     def _replace(self, room: int, sources: Tensor) -> None:
         """Allocate ``room`` blocks, and copy the blocks ``sources`` to the first ones, layer by layer."""
-        self.blocks, sources = room, sources.to(self._device)
+        self.blocks = room
+        sources = sources.to(self._device)
         for layer, old in self._layers.items():
             new = tuple(tensor.new_zeros(room, *tensor.shape[1:]) for tensor in old)
             for target, source in zip(new, old, strict=True):

@@ -33,13 +33,13 @@ def attend_heads(
     """Store the keys and values of a step's tokens ``[tokens, heads, d]``; return their attention."""
     keys, values = cache.write(layer.layer_number, key, value)
     step = cache.step
-    parts = []
+    outputs = []
     if step.cached:
-        parts.append(_function_of(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
+        outputs.append(_function_of(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
     if step.fresh:
         fresh = (tensor[step.cached :] for tensor in (query, key, value))
-        parts.append(_function_of(layer, attend_fresh)(*fresh, step, *sinks))
-    return torch.cat(parts)
+        outputs.append(_function_of(layer, attend_fresh)(*fresh, step, *sinks))
+    return torch.cat(outputs)
 
 
 def attend_latents(
@@ -53,13 +53,13 @@ def attend_latents(
     """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
     (memory,) = cache.write(layer.layer_number, torch.cat([latent, shared_key], dim=-1))
     step = cache.step
-    parts = []
+    outputs = []
     if step.cached:
-        parts.append(_attend_to_latents(layer, query[: step.cached, 0], memory, step))
+        outputs.append(_attend_to_latents(layer, query[: step.cached, 0], memory, step))
     if step.fresh:
         key, value = layer.key_and_value(latent[step.cached :], shared_key[step.cached :])
-        parts.append(_function_of(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
-    return torch.cat(parts)[:, None]
+        outputs.append(_function_of(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
+    return torch.cat(outputs)[:, None]
 
 
 def _attend_to_latents(layer: LatentAttention, query: Tensor, memory: Tensor, step: PagedStep) -> Tensor:
@@ -92,10 +92,10 @@ def attend_cached(
     singles = len(step.lengths)
     by_formula = core.by_formula or sinks is not None
     in_chunks = core.chunk is not None and step.longest > core.chunk
-    parts = []
+    outputs = []
     if singles and not (by_formula or in_chunks) and has_native_paged_attention(query, core.backend):
         out = native_paged_attention(query[:singles], keys, values, step.tables, step.lengths, window=core.window)
-        parts.append(out.flatten(1))
+        outputs.append(out.flatten(1))
     elif singles:
         key, value = (step.gathered(memory, step.tables, step.longest).transpose(1, 2) for memory in (keys, values))
         alone = query[:singles, :, None]
@@ -104,14 +104,14 @@ def attend_cached(
             out = core.by_reference(alone, key, value, SequenceContext(), hidden, sinks)
         else:
             out = fused_attention(alone, key, value, step.bias(core.window, query.dtype, core.chunk))
-        parts.append(out.flatten(1))
+        outputs.append(out.flatten(1))
     for chunk in step.chunks:
         queries = query[chunk.row : chunk.row + chunk.count].transpose(0, 1)[None]
         of_text = (step.gathered(memory, chunk.table, chunk.length) for memory in (keys, values))
         key, value = (tensor.transpose(0, 1)[None] for tensor in of_text)
         out = _in_chunks(core, queries, key, value, sinks)
-        parts.append(out[0].transpose(0, 1).flatten(1))
-    return torch.cat(parts)
+        outputs.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
 
 
 def attend_fresh(

@@ -64,11 +64,11 @@ class PagedStep:
             hidden = None
             limits = [limit for limit in (window, chunk) if limit is not None]
             if self.shortest < self.longest or any(limit < self.longest for limit in limits):
-                own = self.lengths[:, None, None, None]
+                position = self.lengths[:, None, None, None]
                 keys = torch.arange(self.longest, device=self.tables.device)
-                hidden = keys >= own
-                hidden = hidden if window is None else hidden | (keys < own - window)
-                hidden = hidden if chunk is None else hidden | (keys < (own - 1) // chunk * chunk)
+                hidden = keys >= position
+                hidden = hidden if window is None else hidden | (keys < position - window)
+                hidden = hidden if chunk is None else hidden | (keys < (position - 1) // chunk * chunk)
             self._hidden[window, chunk] = hidden
         return self._hidden[window, chunk]
 

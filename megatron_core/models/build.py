@@ -22,6 +22,7 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
     """The whole model of a run, on the meta device of one rank."""
+    # Shapes and names without memory: a planner describes models that no machine holds.
     parallel = ModelParallelConfig(perform_initialization=False, device="meta")
     groups = ParallelGroups.single()
     model = GPTModel(config.model, vocab_size, config.longest_text, parallel=parallel, groups=groups)
@@ -76,6 +77,7 @@ def build_stages(
     # This rank's stages.
     stages: dict[int, GPTModel] = {}
     for stage, rank in enumerate(stage_to_rank):
+        # Only this rank's stages are built, so that no rank needs memory for the whole model.
         if rank != groups.index("pp"):
             continue
         is_last = stage == len(stage_to_rank) - 1
@@ -94,6 +96,7 @@ def build_stages(
             layer_specs=layer_specs,
         )
         _change(config, stages[stage], groups, initialise=parallel.perform_initialization)
+    # Ranks with other flags or another code would otherwise train a model with a layer missing or twice.
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
 
@@ -108,6 +111,7 @@ def _change(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initi
 def arithmetic_of(config: RunConfig, context: Group, data_ranks: int) -> LayerArithmetic:
     """The products and sums of the layers; the ranks of ``context`` have parts of each sequence."""
     hooks = {feature.name: feature.arithmetic for feature in used_features(config) if feature.arithmetic is not None}
+    # Two orders of summation contradict one another.
     if len(hooks) > 1:
         raise ConfigError(f"only one feature can replace the arithmetic of layers, not {' and '.join(hooks)}; use one")
     arithmetic = PLAIN
@@ -125,7 +129,8 @@ def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parame
     return embedding.word_embeddings.weight
 
 
-EMBEDDING, OUTPUT = "the embedding", "the output layer"
+EMBEDDING = "the embedding"
+OUTPUT = "the output layer"
 
 
 def check_complete(

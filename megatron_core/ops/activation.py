@@ -18,37 +18,41 @@ NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4
 
 GATED = frozenset(reference.GATES)
 """Gated activations: f(gate) * value."""
-LEGAL = (*NUMBERS, *(kind for kind in (*reference.FUNCTIONS, *reference.GATES) if kind not in NUMBERS))
+LEGAL = (
+    *NUMBERS,
+    *(activation for activation in (*reference.FUNCTIONS, *reference.GATES) if activation not in NUMBERS),
+)
 
 
 def bias_activation(
     x: Tensor,
     bias: Tensor | None,
-    kind: Kind,
+    activation: Kind,
     *,
     limit: float | None = None,
     offset: float = 0.0,
     backend: Backend = "auto",
 ) -> Tensor:
     """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated: n = 2 m, the first half is
-    the gate and the second half the value, -> ``[..., m]``. Only ``x`` and ``bias`` are saved for backward.
+    the gate and the second half the value, -> ``[..., m]``.
 
-    gelu: x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); squared_relu (So et al. 2021); swiglu, geglu: silu or
-    gelu of the gate, times the value (Shazeer 2020); quick_geglu: x sigmoid(1.702 x) of the gate. ``limit`` bounds gate
-    and value, and ``offset`` is added to the value (``reference.gated``). relu, quick_geglu, ``limit`` and ``offset``
-    have no kernel on any backend: backward computes the reference again.
+    Only ``x`` and ``bias`` are saved for backward. ``limit`` bounds gate and value, and ``offset`` is added to the
+    value (``reference.gated``). ``reference.FUNCTIONS`` and ``GATES`` define the functions.
     """
-    if kind not in NUMBERS or limit is not None or offset:
-        _check("bias_activation", x, bias, kind)
+    # The bias is added here and not by the product before it: the sum would be one more tensor to write, read and save.
+    # relu, quick_geglu, ``limit`` and ``offset`` have no kernel on any backend; recomputing the reference keeps the
+    # promise that only the arguments are saved.
+    if activation not in NUMBERS or limit is not None or offset:
+        _check("bias_activation", x, bias, activation)
         again: Tensor = checkpoint(
-            reference.bias_activation, x, bias, kind, limit, offset, use_reentrant=False, preserve_rng_state=False
+            reference.bias_activation, x, bias, activation, limit, offset, use_reentrant=False, preserve_rng_state=False
         )
         return again
-    chosen = select_backend_for("activation", backend, x, x, kind)
+    chosen = select_backend_for("activation", backend, x, x, activation)
     if chosen != "native":
-        _check("bias_activation", x, bias, kind)
-        return python_backend(chosen).bias_activation(x, bias, kind)
-    return _bias_activation(x, bias, kind)
+        _check("bias_activation", x, bias, activation)
+        return python_backend(chosen).bias_activation(x, bias, activation)
+    return _bias_activation(x, bias, activation)
 
 
 def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
@@ -60,25 +64,28 @@ def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> T
 
 
 @operator("bias_activation")
-def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    _check("bias_activation", x, bias, kind)
-    y = _like_output(x, kind)
-    native.call("bias_activation", x, NUMBERS[kind], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y)
+def _bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    _check("bias_activation", x, bias, activation)
+    y = _like_output(x, activation)
+    native.call("bias_activation", x, NUMBERS[activation], count(x), y.shape[-1], *in_rows(x), _contiguous(bias), y)
     return y
 
 
 @operator("bias_activation_backward")
-def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias); dbias is empty if there is no bias."""
-    _check("bias_activation_backward", x, bias, kind)
-    columns = _columns(x, kind)
+    _check("bias_activation_backward", x, bias, activation)
+    columns = _columns(x, activation)
     check("bias_activation_backward", x[..., :columns], {"dy": dy})
-    dx, dbias = new_like(x), _like_bias(x, bias)
+    # An operator must return tensors of fixed number and type, so an absent gradient is an empty tensor.
+    dx = new_like(x)
+    dbias = _like_bias(x, bias)
+    # The gradient of the bias is a sum over rows, which the pass over ``dy`` computes anyway.
     partial = None if bias is None else partials(x, 1)
     native.call(
         "bias_activation_backward",
         x,
-        *(NUMBERS[kind], count(x), columns, *in_rows(dy), *in_rows(x)),
+        *(NUMBERS[activation], count(x), columns, *in_rows(dy), *in_rows(x)),
         *(_contiguous(bias), dx, None if bias is None else dbias, partial, 0 if partial is None else len(partial)),
     )
     return dx, dbias
@@ -95,28 +102,29 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None if bias is None else dbias, None
 
 
-_bias_activation.register_fake(lambda x, bias, kind: _like_output(x, kind))
-_bias_activation_backward.register_fake(lambda dy, x, bias, kind: (new_like(x), _like_bias(x, bias)))
+_bias_activation.register_fake(lambda x, bias, activation: _like_output(x, activation))
+_bias_activation_backward.register_fake(lambda dy, x, bias, activation: (new_like(x), _like_bias(x, bias)))
 _bias_activation.register_autograd(_backward, _save)
+# Second derivatives are left to the reference, whose backward autograd differentiates.
 _bias_activation_backward.register_no_autograd()
 
 
-def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
-    if kind not in LEGAL:
-        raise ConfigError(f"{op}: kind={kind!r}; legal: {', '.join(LEGAL)}")
+def _check(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
+    if activation not in LEGAL:
+        raise ConfigError(f"{op}: kind={activation!r}; legal: {', '.join(LEGAL)}")
     check(op, x, {}, **({} if bias is None else {"bias": bias}))
-    if kind in GATED and x.shape[-1] % 2:
+    if activation in GATED and x.shape[-1] % 2:
         raise ConfigError(
-            f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {kind} and must be even"
+            f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {activation} and must be even"
         )
 
 
-def _columns(x: Tensor, kind: str) -> int:
-    return x.shape[-1] // 2 if kind in GATED else x.shape[-1]
+def _columns(x: Tensor, activation: str) -> int:
+    return x.shape[-1] // 2 if activation in GATED else x.shape[-1]
 
 
-def _like_output(x: Tensor, kind: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _columns(x, kind)))
+def _like_output(x: Tensor, activation: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _columns(x, activation)))
 
 
 def _like_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ LANES = 8
 
 def has_native_attention(query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> bool:
     """Whether ``causal_attention`` has a kernel for these: float32 on a CPU, with equal lengths and widths."""
+    # The kernel is written for training, where queries and keys are the same tokens.
     same = query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1] == value.shape[-1]
     if not (query.is_cpu and query.dtype == torch.float32 and same and query.shape[-1] % LANES == 0 and len(query)):
         return False
@@ -35,10 +36,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @operator("causal_attention")
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """-> (output, maximum of the scores and 1 / sum of exponentials ``[b, heads, 2, s]``)."""
-    given = [_with_contiguous_channels(each) for each in (query, key, value)]
-    out, statistics = _like_output(query), _statistics_of(query)
-    numbers = _numbers(key, *given, out.view(query.shape))
-    native.call("causal_attention", query, *numbers, *given, _scale(query), out, statistics)
+    # Queries, keys and values are views of one projection: the kernel takes their strides, so that only channels must
+    # be contiguous.
+    inputs = [_with_contiguous_channels(tensor) for tensor in (query, key, value)]
+    out = _like_output(query)
+    statistics = _statistics_of(query)
+    numbers = _numbers(key, *inputs, out.view(query.shape))
+    native.call("causal_attention", query, *numbers, *inputs, _scale(query), out, statistics)
     return out, statistics
 
 
@@ -47,18 +51,20 @@ def _causal_attention_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, statistics: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> gradients of query, key and value, all contiguous."""
-    given = [_with_contiguous_channels(each) for each in (query, key, value, out.view(query.shape))]
-    given.append(_with_contiguous_channels(dout.view(query.shape)))
+    inputs = [_with_contiguous_channels(tensor) for tensor in (query, key, value, out.view(query.shape))]
+    inputs.append(_with_contiguous_channels(dout.view(query.shape)))
     gradients = _gradients(query, key, value)
-    numbers, scale = _numbers(key, *given, *gradients), _scale(query)
-    native.call("causal_attention_backward", query, *numbers, *given, statistics, scale, *gradients)
+    numbers = _numbers(key, *inputs, *gradients)
+    scale = _scale(query)
+    native.call("causal_attention_backward", query, *numbers, *inputs, statistics, scale, *gradients)
     return gradients
 
 
-def _numbers(key: Tensor, query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+def _numbers(key: Tensor, query: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Shape and strides as the kernel reads them: 64-bit integers in memory."""
     length, batch, heads, channels = query.shape
-    strides = [stride for each in (query, *others) for stride in each.stride()[:3]]
+    strides = [stride for tensor in (query, *tensors) for stride in tensor.stride()[:3]]
+    # In memory instead of 17 arguments: the numbers of tensors differ between forward and backward.
     shape = [batch, heads, key.shape[2], length, channels]
     return torch.tensor(shape, device="cpu"), torch.tensor(strides, device="cpu")
 
@@ -79,12 +85,13 @@ def _statistics_of(query: Tensor) -> Tensor:
     return query.new_empty((query.shape[1], query.shape[2], 2, query.shape[0]))
 
 
-def _gradients(*of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (each.new_empty(each.shape) for each in of)
+def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (tensor.new_empty(tensor.shape) for tensor in inputs)
     return query, key, value
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    # Otherwise autograd allocates zeros as the gradient of the statistics.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs, *output)
@@ -96,5 +103,5 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
 
 _causal_attention.register_fake(lambda query, *_: (_like_output(query), _statistics_of(query)))
 _causal_attention.register_autograd(_backward, _save)
-_causal_attention_backward.register_fake(lambda dout, *given: _gradients(*given[:3]))
+_causal_attention_backward.register_fake(lambda dout, *arguments: _gradients(*arguments[:3]))
 _causal_attention_backward.register_no_autograd()

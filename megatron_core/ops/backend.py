@@ -5,11 +5,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_core import ops
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
-from megatron_core.ops.libraries import LIBRARIES
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
+# Their adapters are imported on first use, as names of the lazy package, by the few runs that request one.
+LIBRARY_NAMES = ("apex", "transformer_engine")
 
 OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
 """The operations with a native kernel, in csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
@@ -21,6 +23,7 @@ def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.d
     ``auto`` selects the native kernel if available, because it is faster (benchmarks/bench_ops.py). A requested library
     is used for its operations, ``auto`` for the others. ConfigError if the requested backend is unavailable.
     """
+    # A request is for the operations that the library has; others run as with auto.
     if _library_has(op, requested, device_type, dtype):
         return requested
     if requested == "reference":
@@ -42,9 +45,9 @@ vars(select_backend)["_dynamo_marked_constant"] = True
 
 def _library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
     """Whether a library is requested and has ``op``; ConfigError if it is unavailable."""
-    library = LIBRARIES.get(requested)
-    if library is None or op not in library.modules:
+    if requested not in LIBRARY_NAMES or op not in ops.LIBRARIES[requested].modules:
         return False
+    library = ops.LIBRARIES[requested]
     reason = library.unavailable_reason(op, device_type, dtype)
     if reason is None:
         return True
@@ -55,6 +58,7 @@ def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -
     """ConfigError unless the requested backend can run all operations of a model in ``dtype`` and of its optimizer."""
     for op in OPS:
         select_backend(op, requested, device_type, dtype)
+    # The optimizer works on weights in float32 also if the model has 16 bits.
     select_backend("multi_tensor", requested, device_type, torch.promote_types(dtype, torch.float32))
 
 
@@ -62,14 +66,14 @@ def select_backend_for(op: str, requested: Backend, x: Tensor, *arguments: objec
     """Select the backend of one call of ``op`` on ``x`` as ``select_backend`` does; ``auto`` if that backend is a
     library that does not support a call with these ``arguments``."""
     chosen = select_backend(op, requested, x.device.type, x.dtype)
-    if chosen in ("native", "reference") or LIBRARIES[chosen].supports_call(op, *arguments):
+    if chosen not in LIBRARY_NAMES or ops.LIBRARIES[chosen].supports_call(op, *arguments):
         return chosen
     return select_backend(op, "auto", x.device.type, x.dtype)
 
 
 def python_backend(name: str) -> Any:
     """Return the object with the functions of a backend other than ``native``."""
-    return LIBRARIES.get(name, reference)
+    return ops.LIBRARIES[name] if name in LIBRARY_NAMES else reference
 
 
 def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
@@ -81,7 +85,8 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     for op in OPS:
         chosen = select_backend(op, requested, device_type, dtype)
         label = _label(chosen, device_type, dtype)
-        if chosen in LIBRARIES and op in LIBRARIES[chosen].PARTIAL_OPS:
+        # Whether a call is supported depends on its arguments, so both backends are named.
+        if chosen in LIBRARY_NAMES and op in ops.LIBRARIES[chosen].PARTIAL_OPS:
             chosen = select_backend(op, "auto", device_type, dtype)
             label = f"{label}, or for unsupported calls {_label(chosen, device_type, dtype)},"
         ops_by_backend.setdefault(label, []).append(op)

@@ -49,8 +49,10 @@ def cross_entropy_backward(
     the label smoothing, V the size of the whole vocabulary. With ``overwrite`` the gradient is written to ``logits``,
     which are returned.
     """
-    kept, spread = 1.0 - label_smoothing, label_smoothing / vocab_size
-    arguments = (dloss, logits, target, statistics, first, valid, kept, spread)
+    # Computed here in Python's double precision, not in each kernel.
+    target_share = 1.0 - label_smoothing
+    spread = label_smoothing / vocab_size
+    arguments = (dloss, logits, target, statistics, first, valid, target_share, spread)
     if select_backend("cross_entropy", backend, logits.device.type, logits.dtype) == "reference":
         _check(logits, target, valid)
         return reference.cross_entropy_backward(*arguments, overwrite)
@@ -63,47 +65,62 @@ def cross_entropy_backward(
 @operator("cross_entropy_parts")
 def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     _check(logits, target, valid)
-    parts = _new_parts(logits)
+    statistics = _new_parts(logits)
     native.call(
-        "cross_entropy_parts", logits, count(logits), valid, *in_rows(logits), target.contiguous(), first, parts
+        "cross_entropy_parts", logits, count(logits), valid, *in_rows(logits), target.contiguous(), first, statistics
     )
-    return parts
+    return statistics
 
 
 @operator("cross_entropy_backward")
 def _cross_entropy_backward(
-    dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, first: int, valid: int, kept: float, spread: float
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    first: int,
+    valid: int,
+    target_share: float,
+    spread: float,
 ) -> Tensor:
     dlogits = new_like(logits)
-    _write_gradient(dlogits, dloss, logits, target, stats, first, valid, kept, spread)
+    _write_gradient(dlogits, dloss, logits, target, stats, first, valid, target_share, spread)
     return dlogits
 
 
 @define("cross_entropy_backward_", mutates_args=("logits",))
 def _cross_entropy_backward_(
-    dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, first: int, valid: int, kept: float, spread: float
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    first: int,
+    valid: int,
+    target_share: float,
+    spread: float,
 ) -> None:
+    # The operator declares that it changes ``logits``, so autograd notices a later use of them.
     rows, _ = in_rows(logits)
     assert rows is not None, "None is for None alone"
-    _write_gradient(rows, dloss, logits, target, stats, first, valid, kept, spread)
+    _write_gradient(rows, dloss, logits, target, stats, first, valid, target_share, spread)
     if rows.data_ptr() != logits.data_ptr():  # rows are a copy, because the strides do not allow a view
         logits.copy_(rows.view(logits.shape))
 
 
-def _write_gradient(into: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, *numbers: Any) -> None:
-    first, valid, kept, spread = numbers
+def _write_gradient(rows: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, *numbers: Any) -> None:
+    first, valid, target_share, spread = numbers
     _check(logits, target, valid)
-    for name, given, shape in (("dloss", dloss, target.shape), ("statistics", stats, (2, *target.shape))):
-        if given.shape != shape or given.dtype != wide(logits.dtype):
+    for name, tensor, shape in (("dloss", dloss, target.shape), ("statistics", stats, (2, *target.shape))):
+        if tensor.shape != shape or tensor.dtype != wide(logits.dtype):
             raise ConfigError(
-                f"cross_entropy_backward: {name} is {given.dtype} {list(given.shape)}; for logits "
+                f"cross_entropy_backward: {name} is {tensor.dtype} {list(tensor.shape)}; for logits "
                 f"{logits.dtype} {list(logits.shape)} it must be {wide(logits.dtype)} {list(shape)}"
             )
     native.call(
         "cross_entropy_backward",
         logits,
         *(count(logits), logits.shape[-1], valid, *in_rows(logits), target.contiguous(), first),
-        *(stats.contiguous(), dloss.contiguous(), kept, spread, *in_rows(into)),
+        *(stats.contiguous(), dloss.contiguous(), target_share, spread, *in_rows(rows)),
     )
 
 

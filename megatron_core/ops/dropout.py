@@ -34,20 +34,23 @@ def bias_dropout_add(
     ``first_head``; ``bias`` is ``[h]`` or ``[t]``. ``sample_index`` ``[b]`` are the global indices of the sequences; it
     is optional if p is 0. ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows,
     ``key_positions`` ``[t]`` the positions of the keys of attention weights, in any order; None means 0, 1, 2, ....
-    All three are int64. A ``bias`` or ``residual`` of None is not added. ``megatron_core.ops.reference`` defines the
-    random bits and the rounding of p to a multiple of 2^-16; all backends use the same bits. For backward the CPU
-    kernel saves one bit per element, in rows padded to a multiple of 64 to 256 channels; the CUDA kernel saves nothing.
+    All three are int64.
     """
+    # All backends use the bits of ``reference.bits``, and round p to a multiple of 2^-16, so that a run may continue
+    # with another backend. For backward the CPU kernel saves one bit per element, because drawing again would take
+    # longer than reading it; a GPU has arithmetic to spare, and its kernel saves nothing.
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it must be >= 0 and < 1")
+    # An addition alone: torch's is as fast, and it needs no numbers of samples.
     if p == 0 and bias is None:
         return x if residual is None else residual + x
-    given = (x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)
+    arguments = (x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)
     if select_backend("dropout", backend, x.device.type, x.dtype) == "reference":
         _check(x, bias, residual, p, sample_index, position_ids, key_positions)
+        # One operator for the whole mask, which a graph stores as a node.
         draw = _keep if torch.compiler.is_compiling() else reference.keep
-        return reference.bias_dropout_add(*given, draw=draw)
-    return _bias_dropout_add(*given)[0]
+        return reference.bias_dropout_add(*arguments, draw=draw)
+    return _bias_dropout_add(*arguments)[0]
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *numbers: Tensor | None) -> None:
@@ -69,10 +72,10 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *n
         _check_numbers("key_positions", key_positions, x, x.shape[-1:])
 
 
-def _check_numbers(name: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
-    if given.shape != shape or given.dtype != torch.int64 or given.device != x.device:
+def _check_numbers(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype != torch.int64 or tensor.device != x.device:
         raise ConfigError(
-            f"dropout: {name} is {list(given.shape)} of {given.dtype} on {given.device}; "
+            f"dropout: {name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}; "
             f"for x {list(x.shape)} on {x.device} it must be {list(shape)} of torch.int64 there"
         )
 
@@ -105,8 +108,9 @@ def _bias_dropout_add(
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """-> (y, the mask's bits for backward, which may be empty)."""
-    kept, numbers = _room_for_kept(x, p), (sample_index, position_ids, key_positions)
-    return _run(x, bias, residual, p, key, numbers, first_head, kept, draws=True), kept
+    mask_bits = _room_for_kept(x, p)
+    numbers = (sample_index, position_ids, key_positions)
+    return _run(x, bias, residual, p, key, numbers, first_head, mask_bits, draws=True), mask_bits
 
 
 @operator("bias_dropout_add_backward")
@@ -118,13 +122,14 @@ def _bias_dropout_add_backward(
     position_ids: Tensor | None,
     key_positions: Tensor | None,
     first_head: int,
-    kept: Tensor,
+    mask_bits: Tensor,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (dx, dbias); dbias is empty unless ``sums``."""
-    total, numbers = _sums_of(dy, sums), (sample_index, position_ids, key_positions)
-    given = dy, None, None, p, key, numbers, first_head, kept
-    return _run(*given, draws=False, sums=total if sums else None), total
+    total = _sums_of(dy, sums)
+    numbers = (sample_index, position_ids, key_positions)
+    arguments = dy, None, None, p, key, numbers, first_head, mask_bits
+    return _run(*arguments, draws=False, sums=total if sums else None), total
 
 
 def _run(
@@ -135,15 +140,16 @@ def _run(
     key: int,
     numbers: tuple[Tensor | None, ...],
     first_head: int,
-    kept: Tensor,
+    mask_bits: Tensor,
     *,
     draws: bool,
     sums: Tensor | None = None,
 ) -> Tensor:
     """-> y; the sum of its rows is written to ``sums``."""
     _check(x, bias, residual, p, *numbers)
-    y, partial = new_like(x), None if sums is None else partials(x, 1)
-    samples, positions, keys = (None if p == 0 or given is None else given.contiguous() for given in numbers)
+    y = new_like(x)
+    partial = None if sums is None else partials(x, 1)
+    samples, positions, keys = (None if p == 0 or tensor is None else tensor.contiguous() for tensor in numbers)
     positions_stride = 0 if positions is None or positions.dim() == 1 else positions.shape[1]
     native.call(
         "dropout",
@@ -151,7 +157,7 @@ def _run(
         *(*_of_rows(x.shape, 1), x.shape[-1], *_by_rows(x)),
         *(None if bias is None else bias.contiguous(), *_by_rows(residual)),
         *(dropout_threshold(p), dropout_scale(p), key, samples, positions, positions_stride, keys, first_head),
-        *((kept, draws) if len(kept) else (None, False)),
+        *((mask_bits, draws) if len(mask_bits) else (None, False)),
         *(*_by_rows(y), sums, partial, 0 if partial is None else len(partial)),
     )
     return y
@@ -165,16 +171,17 @@ def _by_rows(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
     return x, *_of_rows(x.stride(), 0)
 
 
-def _of_rows(of: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
+def _of_rows(extents: tuple[int, ...], no_head: int) -> tuple[int, int, int]:
     """Sizes or strides of position, sample and head, from those of ``[s, b, h]`` or ``[b, heads, s, t]``."""
-    if len(of) == 3:
-        return of[0], of[1], no_head
-    sample, head, position, _ = of
+    if len(extents) == 3:
+        return extents[0], extents[1], no_head
+    sample, head, position, _ = extents
     return position, sample, head
 
 
 def _room_for_kept(x: Tensor, p: float) -> Tensor:
     """Allocate one bit per element if the library saves the mask, with rows padded as in csrc/common/dropout.h."""
+    # The library says whether it stores the mask, because CPU and CUDA kernels differ.
     padding = native.library(x.device.type, x.dtype).megatron_dropout_kept() if dropout_threshold(p) else 0
     row = -(-x.shape[-1] // padding) * padding // 8 if padding else 0
     return x.new_empty(math.prod(x.shape[:-1]) * row, dtype=torch.uint8)
@@ -191,12 +198,15 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     of_x, of_bias, of_residual = ctx.needs_input_grad[:3]
-    dx, dbias = None, None
+    dx = None
+    dbias = None
+    # Without dropout both gradients are those of an addition, and no kernel is needed.
     if ctx.p == 0:
-        dx, dbias = dy, dy.flatten(0, -2).sum(0) if of_bias else None
+        dx = dy
+        dbias = dy.flatten(0, -2).sum(0) if of_bias else None
     elif of_x or of_bias:
-        *numbers, kept = ctx.saved_tensors
-        dx, sums = _bias_dropout_add_backward(dy, ctx.p, ctx.key, *numbers, ctx.first_head, kept, of_bias)
+        *numbers, mask_bits = ctx.saved_tensors
+        dx, sums = _bias_dropout_add_backward(dy, ctx.p, ctx.key, *numbers, ctx.first_head, mask_bits, of_bias)
         dbias = sums if of_bias else None
     return dx, dbias, dy if of_residual else None, *[None] * 6
 
@@ -207,5 +217,5 @@ torch.library.register_fake(
 )
 _bias_dropout_add.register_fake(lambda x, bias, residual, p, *_: (new_like(x), _room_for_kept(x, p)))
 _bias_dropout_add.register_autograd(_backward, _save)
-_bias_dropout_add_backward.register_fake(lambda dy, *given: (new_like(dy), _sums_of(dy, given[-1])))
+_bias_dropout_add_backward.register_fake(lambda dy, *arguments: (new_like(dy), _sums_of(dy, arguments[-1])))
 _bias_dropout_add_backward.register_no_autograd()

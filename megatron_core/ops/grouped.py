@@ -1,17 +1,15 @@
 """Products of groups of rows with a matrix per group: the linear layers of the experts of a rank.
 
 Rows are ordered by group; ``counts`` are the numbers of rows of the groups, integers >= 0. Each function has one loop
-over groups, which is its definition and runs where no product of torch computes all groups at once:
-
-| product | all groups at once |
-|---|---|
-| outputs, input gradients | ``torch.nn.functional.grouped_mm`` |
-| weight gradients in the dtype of the factors | the same, on GPUs; on a CPU it is a loop, too |
-| weight gradients added to a wider ``main_grad`` | one batched product over padded groups, on GPUs |
-
-torch's grouped product returns the dtype of its factors (torch 2.13), so its weight gradients would be rounded to 16
-bits before the addition. The batched product adds in the dtype of ``main_grad``.
+over groups, which is its definition and runs where no product of torch computes all groups at once.
 """
+
+# Which product computes all groups at once depends on the result:
+# - outputs and input gradients: ``torch.nn.functional.grouped_mm``;
+# - weight gradients in the dtype of the factors: the same, on GPUs; on a CPU it is a loop, too;
+# - weight gradients added to a wider ``main_grad``: one batched product over padded groups, on GPUs. torch's grouped
+#   product returns the dtype of its factors (torch 2.13), so its weight gradients would be rounded to 16 bits before
+#   the addition. The batched product adds in the dtype of ``main_grad``.
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -45,8 +43,9 @@ def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def _on(device: torch.device, numbers: Iterable[int], dtype: torch.dtype) -> Tensor:
     """Numbers of the host on a device; a copy to a GPU does not block the host."""
-    found = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return found.to(device, non_blocking=True)
+    # Pinned memory: a copy from pageable memory waits for all work of the GPU.
+    on_host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -57,6 +56,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     if is_grouped(x, weight.shape[1:]):
         assert _grouped_mm is not None
         return _grouped_mm(x.contiguous(), weight, offs=ends_of(counts, x.device))
+    # Each product writes its rows of the result, so that no concatenation copies them.
     y = x.new_empty(x.shape[0], weight.shape[2])
     for run, matrix in zip(runs(counts), weight, strict=True):
         torch.mm(x[run], matrix, out=y[run])
@@ -84,8 +84,8 @@ def grouped_weight_grad(grad_y: Tensor, x: Tensor, counts: Sequence[int]) -> Ten
                 total[group].zero_()  # torch does not document a group without rows
         return total
     total = x.new_empty(len(counts), grad_y.shape[1], x.shape[1])
-    for run, own in zip(runs(counts), total, strict=True):
-        torch.mm(grad_y[run].t(), x[run], out=own)
+    for run, gradient in zip(runs(counts), total, strict=True):
+        torch.mm(grad_y[run].t(), x[run], out=gradient)
     return total
 
 
@@ -98,9 +98,9 @@ def accumulate_grouped_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor
         groups = _padded(grad_y, counts), _padded(x, counts)
         torch.baddbmm(main_grad, groups[0].mT, groups[1], out_dtype=main_grad.dtype, out=main_grad)
         return
-    for run, own in zip(runs(counts), main_grad, strict=True):
+    for run, gradient in zip(runs(counts), main_grad, strict=True):
         if run.start < run.stop:
-            accumulate_weight_grad_(own, grad_y[run], x[run])
+            accumulate_weight_grad_(gradient, grad_y[run], x[run])
 
 
 def is_batched(main_grad: Tensor, x: Tensor, counts: Sequence[int]) -> bool:
@@ -114,12 +114,14 @@ def is_batched(main_grad: Tensor, x: Tensor, counts: Sequence[int]) -> bool:
 
 def _padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
     """``rows`` ``[R, n]`` as ``[E, longest, n]``, filled with zeros."""
+    # Groups of equal sizes, as with a capacity, need no copy.
     longest = max(counts)
     if min(counts) == longest:
         return rows.unflatten(0, (len(counts), longest))
     row = torch.arange(len(rows), device=rows.device)
     group = torch.searchsorted(ends_of(counts, rows.device).long(), row, right=True)
+    # Padding moves the rows of each group by one distance, so the targets need one addition.
     shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
-    place = row + _on(rows.device, shifts, torch.int64)[group]
-    padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy_(0, place, rows)
+    target = row + _on(rows.device, shifts, torch.int64)[group]
+    padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy_(0, target, rows)
     return padded.unflatten(0, (len(counts), longest))

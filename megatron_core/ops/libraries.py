@@ -1,14 +1,15 @@
 """NVIDIA's apex and Transformer Engine as optional backends on GPUs; imported only if requested.
 
 apex (https://github.com/NVIDIA/apex) must be built from source with its CUDA extensions; the package ``apex`` on PyPI
-is a different project. For Transformer Engine 2.3 or newer this file calls functions of the compiled module whose
-signatures are the same in versions 2.4, 2.8 and 2.20.
-
-The functions on lists of tensors take the chunk size, an int32 flag that is set if a number is not finite, and the
-lists: ``multi_tensor_l2norm(chunk, flag, [xs], per_tensor) -> (norm, norms)``; ``multi_tensor_scale(chunk, flag, [xs,
-ys], factor)``, which writes y = factor * x in the dtype of the ys; ``multi_tensor_adam(chunk, flag, [grads, weights,
-exp_avgs, exp_avg_sqs], lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)``.
+is a different project. Transformer Engine must be 2.3 or newer.
 """
+
+# Of Transformer Engine this file calls functions of the compiled module, whose signatures are the same in versions 2.4,
+# 2.8 and 2.20; the Python layers above them change with each release.
+# The functions on lists of tensors take the chunk size, an int32 flag that is set if a number is not finite, and the
+# lists: ``multi_tensor_l2norm(chunk, flag, [xs], per_tensor) -> (norm, norms)``; ``multi_tensor_scale(chunk, flag, [xs,
+# ys], factor)``, which writes y = factor * x in the dtype of the ys; ``multi_tensor_adam(chunk, flag, [grads, weights,
+# exp_avgs, exp_avg_sqs], lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)``.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -23,7 +24,8 @@ from torch.autograd.function import once_differentiable
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 2048 * 32
 """Chunk size of the functions on lists, as in both libraries' own callers."""
-DECOUPLED, CORRECTED = 1, 1
+DECOUPLED = 1
+CORRECTED = 1
 """Values of ``mode`` and ``bias_correction`` of ``multi_tensor_adam`` for AdamW."""
 ENGINE = "transformer_engine_torch"
 
@@ -98,7 +100,8 @@ class Library:
     ) -> None:
         """AdamW (Loshchilov and Hutter 2019, algorithm 2). A factor other than 1 needs a separate pass; so do 16-bit
         gradients and copies unless ``adam_casts``."""
-        module, narrow = import_module(self.lists), grads[0].dtype != weights[0].dtype
+        module = import_module(self.lists)
+        narrow = grads[0].dtype != weights[0].dtype
         if factor != 1.0 or (narrow and not self.adam_casts):
             scaled = [torch.empty_like(weight) for weight in weights] if narrow else grads
             apply(module.multi_tensor_scale, grads, scaled, numbers=(factor,))
@@ -114,14 +117,16 @@ class Library:
 class Apex(Library):
     """apex, built with its CUDA extensions."""
 
-    title, install = "apex", "build apex with its CUDA extensions from https://github.com/NVIDIA/apex"
+    title = "apex"
+    install = "build apex with its CUDA extensions from https://github.com/NVIDIA/apex"
     modules: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "layer_norm": ("apex", "fused_layer_norm_cuda"),
         "multi_tensor": ("apex", "amp_C"),
         "rms_norm": ("apex", "fused_layer_norm_cuda"),
     }
     PARTIAL_OPS = frozenset({"multi_tensor"})
-    lists, adam_casts = "amp_C", False
+    lists = "amp_C"
+    adam_casts = False
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """y = x / sqrt(mean(x^2) + epsilon) * weight over the last dim."""
@@ -137,12 +142,16 @@ class Apex(Library):
 class TransformerEngine(Library):
     """Transformer Engine, 2.3 or newer."""
 
-    title, install = "Transformer Engine", 'pip install "transformer-engine[pytorch]>=2.3"'
+    title = "Transformer Engine"
+    install = 'pip install "transformer-engine[pytorch]>=2.3"'
     modules: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
         ("activation", "layer_norm", "multi_tensor", "rms_norm"), (ENGINE,)
     )
     PARTIAL_OPS = frozenset({"activation", "multi_tensor"})
-    lists, adam_casts, max_tensors = ENGINE, True, 1024  # max_tensors as in its own optimizer
+    # max_tensors as in its own optimizer
+    lists = ENGINE
+    adam_casts = True
+    max_tensors = 1024
     activations: ClassVar[Mapping[str, str]] = {
         "gelu_tanh": "gelu",
         "geglu_tanh": "geglu",
@@ -151,8 +160,8 @@ class TransformerEngine(Library):
     }
     """Names of the activations in Transformer Engine, whose gelu is the tanh form. The gate is the first half."""
 
-    def _supports_activation(self, x: Tensor, kind: str) -> bool:
-        return kind in self.activations and x.numel() > 0
+    def _supports_activation(self, x: Tensor, activation: str) -> bool:
+        return activation in self.activations and x.numel() > 0
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """y = x / sqrt(mean(x^2) + epsilon) * weight over the last dim, by ``rmsnorm_fwd(x, weight, epsilon, out,
@@ -178,10 +187,11 @@ class TransformerEngine(Library):
 
         return _Call.apply(run, run_backward, x.reshape(-1, x.shape[-1]), *parameters).view(x.shape)
 
-    def bias_activation(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    def bias_activation(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         """y = f(x + bias), the sum in the precision of ``x``, by functions such as ``gelu(x, quantizer)`` and
         ``dgelu(dy, x, quantizer)`` on rows ``[rows, n]``."""
-        engine, name = import_module(ENGINE), self.activations[kind]
+        engine = import_module(ENGINE)
+        name = self.activations[activation]
 
         def run(rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             rows = rows.contiguous()

@@ -29,7 +29,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Store ``linear(x, weight, bias)`` in the contiguous ``out``."""
-    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    # ``out=`` of torch takes matrices; both views are free.
+    rows = x.reshape(-1, x.shape[-1])
+    flat = out.view(-1, out.shape[-1])
     if _is_onednn_faster(x, weight):
         out.copy_(linear(x, weight, bias))  # it has no argument for the output
     elif bias is None:
@@ -44,8 +46,10 @@ def input_grad(grad_y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_onednn_faster(x: Tensor, weight: Tensor) -> bool:
+    # The cheapest test first: this runs before every product.
     if x.numel() * weight.shape[0] < MIN_MULTIPLICATIONS or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu):
         return False
+    # The operator has no autograd rule, and a graph must not depend on this choice.
     if _onednn_linear is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()

@@ -28,6 +28,7 @@ def squared_norm(tensors: Sequence[Tensor], *, backend: Backend = "auto") -> Ten
     order of the sum depends only on the sizes, so that the result is bitwise equal for any number of threads. An empty
     list gives 0 on torch's default device.
     """
+    # A rank may own no parameter of a group, and still takes part in the sum over ranks.
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     _check("squared_norm", tensors=tensors)
@@ -70,9 +71,10 @@ def adamw_(
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 
     ``weights`` and the moments are float32 and ``grads`` float32 or 16 bits; or all are float64. ``copies``, if given,
-    have 16 bits and are set to the rounded new weights. One pass moves at most 30 bytes per parameter: gradient 4,
-    moments 16, weight 8, copy 2. The values of ``grads`` afterwards are undefined: the reference may have scaled them.
+    have 16 bits and are set to the rounded new weights. The values of ``grads`` afterwards are undefined.
     """
+    # One pass moves at most 30 bytes per parameter: gradient 4, moments 16, weight 8, copy 2. The step is bound by
+    # memory, so clipping (``factor``) and the copies of the weights are parts of it instead of passes of their own.
     # Check the lists.
     lists = {"grads": grads, "weights": weights, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "copies": copies}
     _check("adamw_", **lists)
@@ -99,10 +101,13 @@ def adamw_(
 
 @define("squared_norm")
 def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    device, kept = tensors[0].device, [tensor for tensor in tensors if tensor.numel()]
-    partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in kept), dtype=torch.float64, device=device)
+    device = tensors[0].device
+    # Shards of small parameters are often empty; an address of no memory must not reach a kernel.
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    # One sum for each chunk, added in the order of chunks: the number of threads cannot change the order.
+    partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in nonempty), dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
-    table = _table(kept)
+    table = _table(nonempty)
     native.call("squared_norm", tensors[0], len(table), table, CHUNK, partial, len(partial), total)
     return total
 
@@ -139,6 +144,7 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
 
+# Without this rule autograd would silently treat the result as a constant.
 def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
     raise NotImplementedError("squared_norm has no backward; detach its tensors, or take backend='reference'")
 
@@ -146,13 +152,14 @@ def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
 torch.library.register_autograd("megatron_core::squared_norm", _refuse, setup_context=_refuse)
 
 
-def _table(first: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Tensor:
+def _table(first_list: Sequence[Tensor], *further_lists: Sequence[Tensor] | None) -> Tensor:
     """The table of csrc/common/multi_tensor.h for corresponding lists: sizes and addresses (0 for None)."""
     rows = [
-        [tensor.numel(), *(0 if of is None else of[i].data_ptr() for of in (first, *others))]
-        for i, tensor in enumerate(first)
+        [tensor.numel(), *(0 if tensors is None else tensors[i].data_ptr() for tensors in (first_list, *further_lists))]
+        for i, tensor in enumerate(first_list)
         if tensor.numel()
     ]
+    # On the host: CUDA launches get 64 rows at a time by value, so that no copy to the device is needed.
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
@@ -162,15 +169,18 @@ def _select_backend(tensors: Sequence[Tensor], backend: Backend) -> str:
 
 def _check(op: str, **lists: Sequence[Tensor]) -> None:
     """Check that all tensors are contiguous and on one device, and that each list has one dtype."""
-    found = [(name, i, tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
-    for name, i, tensor in found:
-        first, at = lists[name][0], f"{op}: {name}[{i}]"
+    tensors_in_order = [(name, i, tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
+    for name, i, tensor in tensors_in_order:
+        first = lists[name][0]
+        entry = f"{op}: {name}[{i}]"
         if not tensor.is_contiguous():
-            raise ConfigError(f"{at} has strides {tensor.stride()}; it must be contiguous")
+            raise ConfigError(f"{entry} has strides {tensor.stride()}; it must be contiguous")
         if tensor.dtype != first.dtype:
-            raise ConfigError(f"{at} is {tensor.dtype} and {name}[0] {first.dtype}; both must have the same dtype")
-        if tensor.device != found[0][2].device:
-            raise ConfigError(f"{at} is on {tensor.device}; all must be on {found[0][2].device}, like the first")
+            raise ConfigError(f"{entry} is {tensor.dtype} and {name}[0] {first.dtype}; both must have the same dtype")
+        if tensor.device != tensors_in_order[0][2].device:
+            raise ConfigError(
+                f"{entry} is on {tensor.device}; all must be on {tensors_in_order[0][2].device}, like the first"
+            )
 
 
 def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
@@ -180,7 +190,8 @@ def _check_adamw(lists: dict[str, Sequence[Tensor]]) -> None:
         if [tensor.numel() for tensor in tensors] != sizes and (tensors or name != "copies"):
             raise ConfigError(f"adamw_: {name} have {[t.numel() for t in tensors]} elements and weights {sizes}")
     dtypes = {name: tensors[0].dtype for name, tensors in lists.items() if tensors}
-    weight, half = dtypes.get("weights"), (torch.bfloat16, torch.float16)
+    weight = dtypes.get("weights")
+    half = (torch.bfloat16, torch.float16)
     legal = {"weights": (torch.float32, torch.float64), "exp_avgs": (weight,), "exp_avg_sqs": (weight,)}
     exact = weight == torch.float64
     legal |= {"grads": (weight,) if exact else (weight, *half), "copies": () if exact else half}

@@ -33,6 +33,7 @@ def library_path(device_type: str, dtype: torch.dtype) -> Path:
     float64: these libraries have no float64, which is meant for verification, not for speed."""
     if device_type != "cpu":
         return FOLDER / f"libmegatron_{device_type}.so"
+    # torch's own choice, which also follows ATEN_CPU_CAPABILITY.
     levels = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ()) if dtype != torch.float64 else ()
     paths = [FOLDER / f"libmegatron_cpu_{level}.so" for level in (*levels, "default")]
     return next((path for path in paths if path.exists()), paths[-1])
@@ -49,6 +50,7 @@ def library(device_type: str, dtype: torch.dtype) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be loaded: {error}; run pip install . (or -e .) again") from None
+    # A library of another version would read arguments at wrong places instead of failing.
     version = loaded.megatron_interface() if hasattr(loaded, "megatron_interface") else 0
     if version != INTERFACE:
         raise ConfigError(
@@ -75,6 +77,7 @@ def unavailable_reason(op: str, device_type: str, dtype: torch.dtype) -> str | N
 
 def _gpu_obstacle(dtype: torch.dtype) -> str | None:
     """Why the current GPU cannot run the library's kernels; None if it can."""
+    # The kernels use bfloat16 arithmetic, which begins with this generation.
     if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0, for which it is built"
     entry = library("cuda", dtype).megatron_obstacle
@@ -100,7 +103,8 @@ def fixed_kernel(dtype: torch.dtype) -> str:
     """The kernel of matrix products in a fixed order for tensors on the CPU in float32 or bfloat16: ``vectors``,
     ``avx512`` or ``amx`` (csrc/common/fixed_products.h)."""
     entry = library("cpu", dtype).megatron_fixed_kernel
-    entry.argtypes, entry.restype = (ctypes.c_int64,), ctypes.c_char_p
+    entry.argtypes = (ctypes.c_int64,)
+    entry.restype = ctypes.c_char_p
     return entry(DTYPES[dtype]).decode()
 
 
@@ -109,13 +113,18 @@ def call(function: str, of: Tensor, *values: Value) -> None:
 
     The function's first argument is the dtype, ``values`` are the others; all tensors must be on the same device.
     """
-    device, values = of.device, (of.dtype, *values)
+    device = of.device
+    values = (of.dtype, *values)
     plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
+    # ctypes converts by the prototype: a Python float must arrive as a double and an int as an int64, on every
+    # platform.
     entry = _entry(library(device.type, of.dtype), function, tuple(map(type, values)))
     if device.type == "cuda":
+        # A launch goes to the current device of the thread, which need not be that of the tensors.
         with torch.cuda.device(device):
             error = entry(*plain, 1, torch.cuda.current_stream(device).cuda_stream)
     else:
+        # C++ exceptions must not pass through ctypes, so a function returns its message.
         error = entry(*plain, torch.get_num_threads(), None)
     if error is not None:
         raise RuntimeError(f"{function} on {device}: {error.decode()}")
@@ -124,6 +133,8 @@ def call(function: str, of: Tensor, *values: Value) -> None:
 @cache
 def _entry(library: ctypes.CDLL, function: str, types: tuple[type, ...]) -> Callable[..., bytes | None]:
     """The C function with a separate prototype for each tuple of argument types."""
+    # Cached, because building a prototype takes longer than a small kernel. A separate one for each tuple of types,
+    # because ``argtypes`` of a shared function would change for all callers.
     prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *map(_kind, types), ctypes.c_int64, ctypes.c_void_p)
     return prototype((f"megatron_{function}", library))
 

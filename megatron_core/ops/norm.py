@@ -44,7 +44,9 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tupl
 
 def _forward(name: str, x: Tensor, epsilon: float, **parameters: Tensor) -> tuple[Tensor, Tensor]:
     check(name, x, {}, **parameters)
-    y, statistics = new_like(x), _new_statistics(x, len(parameters))
+    # Statistics in float32 or wider: backward needs 1 / sqrt(variance), whose rounding to 16 bits would be visible.
+    y = new_like(x)
+    statistics = _new_statistics(x, len(parameters))
     contiguous = (parameter.contiguous() for parameter in parameters.values())
     native.call(name, x, count(x), x.shape[-1], *in_rows(x), *contiguous, epsilon, y, statistics)
     return y, statistics

@@ -25,14 +25,16 @@ class Operator:
 
     def __init__(self, implementation: Callable, name: str) -> None:
         self._signature = inspect.signature(implementation, eval_str=True)
-        if any(each.default is not each.empty for each in self._signature.parameters.values()):
+        # Checked when the module is imported, not when a call first fails.
+        if any(parameter.default is not parameter.empty for parameter in self._signature.parameters.values()):
             raise TypeError(f"operator {name} has default values, which autograd functions do not fill in")
-        self._name, self._differentiable = f"megatron_core::{name}", True
+        self._name = f"megatron_core::{name}"
+        self._differentiable = True
         self._implementation = implementation
         self._operator = define(name)(implementation)
         kinds = enumerate(parameter.annotation for parameter in self._signature.parameters.values())
         # Convert numbers as the dispatcher does: C functions pass int64 and double in different registers.
-        self._numbers = [(at, NUMBERS[kind]) for at, kind in kinds if kind in NUMBERS]
+        self._numbers = [(index_, NUMBERS[annotation]) for index_, annotation in kinds if annotation in NUMBERS]
 
     def register_fake(self, fake: Callable) -> None:
         """Register ``fake``, which allocates the outputs for the same arguments without computing them."""
@@ -46,9 +48,9 @@ class Operator:
             return self._operator(*arguments)
 
         def forward_of_memory(ctx: Any, *arguments: Any) -> Any:
-            given = self._converted(arguments)
-            output = self._implementation(*given)
-            setup_context(ctx, given, output)
+            converted = self._converted(arguments)
+            output = self._implementation(*converted)
+            setup_context(ctx, converted, output)
             return output
 
         vars(forward)["__signature__"] = self._signature  # torch looks it up in every call
@@ -79,19 +81,21 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._operator(*arguments)
+        # No graph is recorded, so not even an autograd.Function is needed.
         if torch.is_inference_mode_enabled():
             return self._implementation(*self._converted(arguments))
+        # A backward operator in a plain backward pass: nothing would be recorded.
         direct = not (self._differentiable or torch.is_grad_enabled())
         if _are_plain(arguments):
             return self._implementation(*self._converted(arguments)) if direct else self._plain.apply(*arguments)
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
 
     def _converted(self, arguments: Sequence[Any]) -> list[Any]:
-        given = list(arguments)
-        for at, convert in self._numbers:
-            if at < len(given) and given[at] is not None:
-                given[at] = convert(given[at])
-        return given
+        converted = list(arguments)
+        for index_, convert in self._numbers:
+            if index_ < len(converted) and converted[index_] is not None:
+                converted[index_] = convert(converted[index_])
+        return converted
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
@@ -99,9 +103,9 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()  # such as a default device
     if modes or torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
         return False
-    for each in arguments:
-        if isinstance(each, Tensor) and (
-            torch._C._dispatch_keys(each) != _plain_keys(each.device.type) or each.is_meta
+    for argument in arguments:
+        if isinstance(argument, Tensor) and (
+            torch._C._dispatch_keys(argument) != _plain_keys(argument.device.type) or argument.is_meta
         ):
             return False
     return True
@@ -125,13 +129,16 @@ def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], 
     """
 
     def decorate(implementation: Callable) -> Any:
-        full, names = f"megatron_core::{name}", list(inspect.signature(implementation).parameters)
+        full = f"megatron_core::{name}"
+        names = list(inspect.signature(implementation).parameters)
         changed = [names.index(argument) for argument in mutates_args]
 
         def run(*arguments: Any) -> Any:
             result = implementation(*arguments)
-            for at in changed:
-                torch.autograd.graph.increment_version(arguments[at])
+            for index_ in changed:
+                # torch.library does this only for functions registered by custom_op; without it autograd would not
+                # notice the change.
+                torch.autograd.graph.increment_version(arguments[index_])
             return result
 
         torch.library.define(full, torch.library.infer_schema(implementation, mutates_args=mutates_args))

@@ -27,6 +27,8 @@ def native_paged_attention(
     """
     query = query.contiguous()
     rows, heads, channels = query.shape
+    # Only the query is made contiguous: it is one token of each text; keys and values are read where the cache has
+    # them.
     out = query.new_empty(rows, heads, values.shape[-1])
     native.call(
         "paged_attention",

@@ -2,17 +2,6 @@
 
 These functions run if no native kernel is available, with PyTorch's own backward; they call PyTorch's function if there
 is one. Shapes are those of ``megatron_core.ops``.
-
-The dropout mask is a function of an element's global position. An element has a sample (the global index of its
-sequence, below 2^48), a position in the whole sequence, a head (0 except in attention weights), and a channel (the last
-dim; in attention weights the position of the key). The four 32-bit words
-
-    philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
-
-contain 16 bits for each of eight adjacent channels, the lower half of a word first; the key is derived from the seed
-and the module's name. An element is dropped if its bits are below 2^16 p, rounded to an integer; the other elements are
-divided by their exact share. The mask therefore does not depend on the layout or on a generator. The native kernels use
-the same bits (csrc/common/dropout.h); 32 bits per element would double their computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +27,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def bias_activation(
-    x: Tensor, bias: Tensor | None, kind: str, limit: float | None = None, offset: float = 0.0
+    x: Tensor, bias: Tensor | None, activation: str, limit: float | None = None, offset: float = 0.0
 ) -> Tensor:
     """y = f(x + bias), the sum in the precision of ``x``; a gated f halves the last dim. ``limit`` and ``offset`` of a
     gated f: as in ``gated``."""
     total = x if bias is None else x + bias
-    return gated(GATES[kind], total, limit, offset) if kind in GATES else FUNCTIONS[kind](total)
+    return gated(GATES[activation], total, limit, offset) if activation in GATES else FUNCTIONS[activation](total)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -51,7 +40,8 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
+XIELU_BETA = 0.5
+XIELU_EPSILON = -1e-6
 """Slope of xIELU at 0, and the largest input of its exponential."""
 
 
@@ -62,7 +52,8 @@ def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> T
     c (exp(x) - 1 - x) + b x.
     """
     total = x if bias is None else x + bias
-    positive, negative = functional.softplus(alpha_p), XIELU_BETA + functional.softplus(alpha_n)
+    positive = functional.softplus(alpha_p)
+    negative = XIELU_BETA + functional.softplus(alpha_n)
     below = negative * (torch.expm1(total.clamp(max=XIELU_EPSILON)) - total)
     return torch.where(total > 0, positive * total * total, below) + XIELU_BETA * total
 
@@ -74,7 +65,8 @@ def gated(function: Callable[[Tensor], Tensor], x: Tensor, limit: float | None =
     """
     gate, value = x.chunk(2, dim=-1)
     if limit is not None:
-        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        value = value.clamp(-limit, limit)
     return function(gate) * (value + offset if offset else value)
 
 
@@ -106,7 +98,9 @@ def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal:
 
     ``scores`` ``[..., queries, keys]``; ``mask`` broadcasts to it, True = masked.
     """
-    hidden, (queries, keys) = mask, scores.shape[-2:]
+    # Without any hidden key no mask is built.
+    hidden = mask
+    (queries, keys) = scores.shape[-2:]
     if causal or window is not None:
         hidden = _outside(queries, keys, window, scores.device)
         hidden = hidden if mask is None else hidden | mask
@@ -121,18 +115,20 @@ def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal:
 def _outside(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """``[queries, keys]``, True if the key is after the query or before its window; the last query and the last key
     have the same position."""
-    own = keys - queries
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(own)
-    return ~(seen if window is None else seen.triu(own - window + 1))
+    last_diagonal = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last_diagonal)
+    return ~(seen if window is None else seen.triu(last_diagonal - window + 1))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin), computed in the tables' precision and cast to the
     dtype of ``x``; shapes as in ``ops.rope`` (Su et al. 2021, section 3.4.2)."""
     for _ in range(x.dim() - cos.dim()):
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        cos = cos.unsqueeze(-2)
+        sin = sin.unsqueeze(-2)
     rotated = 2 * cos.shape[-1]
-    turned, passed = x[..., :rotated], x[..., rotated:]
+    turned = x[..., :rotated]
+    passed = x[..., rotated:]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     pairs = a * cos - b * sin, b * cos + a * sin
     turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
@@ -143,11 +139,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int) -> Tensor:
     """``[4, ...]``: m = max(z), sum(exp(z - m)), the target's z (0 if the target is in another part), sum(z); z are the
     first ``valid`` columns of ``logits`` ``[..., v]``, the logits of tokens ``first``, ``first`` + 1, ...."""
+    # A copy, because the exponentials are computed in place.
     z = logits.to(wide(logits.dtype), copy=True)
     z[..., valid:] = -torch.inf
     maximum = z.amax(-1)
-    here, label = _label(target, first, valid)
-    z_target = z.gather(-1, label).squeeze(-1).masked_fill(~here, 0.0)
+    is_local, label = _label(target, first, valid)
+    z_target = z.gather(-1, label).squeeze(-1).masked_fill(~is_local, 0.0)
     z_sum = z[..., :valid].sum(-1)
     z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(-1)  # inf - inf would be NaN
     return torch.stack([maximum, z.exp_().sum(-1), z_target, z_sum])
@@ -160,7 +157,7 @@ def cross_entropy_backward(
     statistics: Tensor,
     first: int,
     valid: int,
-    kept: float,
+    target_share: float,
     spread: float,
     overwrite: bool,
 ) -> Tensor:
@@ -168,18 +165,21 @@ def cross_entropy_backward(
     over the whole vocabulary. With ``overwrite`` the result is written to ``logits``."""
     maximum, exp_sum = statistics.unsqueeze(-1)
     dloss = dloss.unsqueeze(-1)
+    # In 16 bits p - 1 at the target would lose its digits, so the gradient is computed in a wide copy even if it is
+    # written back.
     grad = logits if overwrite and logits.dtype == wide(logits.dtype) else logits.to(wide(logits.dtype), copy=True)
+    # In place: each temporary would be a tensor of the size of the logits.
     grad.sub_(maximum).exp_().mul_(dloss / exp_sum).sub_(spread * dloss)
-    here, label = _label(target, first, valid)
-    grad.scatter_add_(-1, label, -kept * dloss * here.unsqueeze(-1))
+    is_local, label = _label(target, first, valid)
+    grad.scatter_add_(-1, label, -target_share * dloss * is_local.unsqueeze(-1))
     grad[..., valid:] = 0.0
     return logits.copy_(grad) if overwrite else grad.to(logits.dtype)
 
 
 def _label(target: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
     """Whether each target is a valid column of this part, and its column ``[..., 1]`` (0 if it is not)."""
-    here = (target >= first) & (target < first + valid)
-    return here, (target - first).masked_fill(~here, 0).unsqueeze(-1)
+    is_local = (target >= first) & (target < first + valid)
+    return is_local, (target - first).masked_fill(~is_local, 0).unsqueeze(-1)
 
 
 BLOCK = 512
@@ -193,15 +193,15 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     On a CPU PyTorch's float32 norm of a whole tensor has an error of 3e-3 at 40 M elements and 1e-2 at 100 M; this
     function has an error of 2e-10 (16 bits: 2e-8) in the same time. PyTorch's norm in float64 takes ten times as long.
     """
-    blocks = [part for x in tensors for part in _blocks(x.view(-1))]
+    blocks = [block for x in tensors for block in _blocks(x.view(-1))]
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype)).double() for rows in blocks]
     return torch.cat(norms).square().sum()
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Views of ``x`` ``[n]``: ``[blocks, BLOCK]``, and the remainder ``[1, rest]``."""
-    whole = x.numel() // BLOCK * BLOCK
-    return x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)
+    covered = x.numel() // BLOCK * BLOCK
+    return x[:covered].view(-1, BLOCK), x[covered:].view(1, -1)
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -222,6 +222,7 @@ def adamw_(
     **rates: Any,
 ) -> None:
     """Scale the gradients, run torch.optim.AdamW's fused step with its arguments ``rates``, and write the copies."""
+    # torch's fused step requires gradients and weights of one dtype.
     grads = [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
     if factor != 1.0:
         scale_(grads, factor)
@@ -232,6 +233,14 @@ def adamw_(
         copy.copy_(weight)
 
 
+# The dropout mask is a function of an element's global position. An element has a sample (the global index of its
+# sequence, below 2^48), a position in the whole sequence, a head (0 except in attention weights), and a channel (the
+# last dim; in attention weights the position of the key). The four 32-bit words
+#     philox(counter = (channel / 8, position, sample mod 2^32, sample / 2^32 + 2^16 head), key)
+# contain 16 bits for each of eight adjacent channels, the lower half of a word first; the key is derived from the seed
+# and the module's name. An element is dropped if its bits are below 2^16 p, rounded to an integer; the other elements
+# are divided by their exact share. The mask therefore depends neither on the layout nor on a generator. The native
+# kernels use the same bits (csrc/common/dropout.h); 32 bits per element would double their computation.
 LOW = 2**32 - 1
 """The lower 32 bits."""
 
@@ -249,13 +258,17 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     low, high = key & LOW, key >> 32
     for _ in range(_ROUNDS):
         (a_high, a_low), (c_high, c_low) = (_product(x, m) for x, m in zip((a, c), _MULTIPLIERS, strict=True))
-        a, b, c, d = c_high ^ b ^ low, c_low, a_high ^ d ^ high, a_low
+        a = c_high ^ b ^ low
+        b = c_low
+        c = a_high ^ d ^ high
+        d = a_low
         low, high = ((k + step) & LOW for k, step in zip((low, high), _KEY_STEPS, strict=True))
     return a, b, c, d
 
 
 def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower 32 bits of x m; both are correct even if the int64 product is negative."""
+    # The low 64 bits of a product do not depend on signs; the masks remove the copies of the sign bit.
     product = x * m
     return (product >> 32) & LOW, product & LOW
 
@@ -290,17 +303,24 @@ def bits(
     first_head: int = 0,
 ) -> Tensor:
     """The 16 random bits of each element, int64; shapes as in ``ops.bias_dropout_add``."""
-    device, weights = sample_index.device, len(shape) == 4
-    length, channels = shape[2 if weights else 0], shape[-1]
+    device = sample_index.device
+    weights = len(shape) == 4
+    length = shape[2 if weights else 0]
+    channels = shape[-1]
     position = torch.arange(length, device=device) if position_ids is None else position_ids
-    position, sample = torch.atleast_2d(position)[..., None], sample_index[:, None, None]  # [b or 1, s, 1], [b, 1, 1]
+    # [b or 1, s, 1], [b, 1, 1]
+    position = torch.atleast_2d(position)[..., None]
+    sample = sample_index[:, None, None]
     head: Tensor | int = 0
     if weights:
         head = torch.arange(first_head, first_head + shape[1], device=device)[:, None, None] << 16
-        position, sample = position[:, None], sample[:, None]
+        position = position[:, None]
+        sample = sample[:, None]
     else:
-        position, sample = position.transpose(0, 1), sample.transpose(0, 1)
+        position = position.transpose(0, 1)
+        sample = sample.transpose(0, 1)
     block = torch.arange(-(-channels // 8), device=device) if key_positions is None else key_positions >> 3
+    # Block, position and sample broadcast, so the mask of a layer takes one evaluation for 8 elements.
     words = philox((block, position, sample & LOW, (sample >> 32) + head), key)
     halves = torch.stack([half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)], -1)
     if key_positions is None:
@@ -328,6 +348,6 @@ def bias_dropout_add(
     x = x if bias is None else x + bias
     if dropout_threshold(p):
         assert sample_index is not None, "masks are functions of the samples' numbers"
-        kept = draw(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
-        x = torch.where(kept, x * dropout_scale(p), 0)
+        mask = draw(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
+        x = torch.where(mask, x * dropout_scale(p), 0)
     return x if residual is None else residual + x

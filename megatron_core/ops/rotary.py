@@ -15,15 +15,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
     """Pairs (a, b) of channels -> (a cos - b sin, b cos + a sin); column i of the tables is the angle of pair i.
 
     ``x`` is ``[s, b, ..., d]``, where ``...`` are zero, one or two dims of heads; ``cos`` and ``sin`` are
-    ``[s, b, r/2]``, with b = 1 if all sequences have the same positions, or ``[s, r/2]`` for ``x`` ``[s, ..., d]``. The
-    first r channels are rotated, the others are copied. Pair i are channels i and i + r/2, or with ``interleaved`` 2i
-    and 2i + 1.
-
-    The tables are float32 (float64 for float64) for every dtype of ``x``: bfloat16 tables would have errors of up to
-    0.004 in the angles and would change the lengths of pairs. The tables are small compared to ``x``, because all heads
-    use the same row. They get no gradient. ``x`` may have any strides and is not copied.
-    Source: Su et al. 2021, section 3.4.2.
+    ``[s, b or 1, r/2]``, or ``[s, r/2]`` for ``x`` ``[s, ..., d]``. The first r channels are rotated. Pair i are
+    channels i and i + r/2, or with ``interleaved`` 2i and 2i + 1. The tables are float32 (float64 for float64), without
+    a gradient. Source: Su et al. 2021, section 3.4.2.
     """
+    # bfloat16 tables would have errors of up to 0.004 in the angles and would change the lengths of pairs; wide ones
+    # are small compared to ``x``, because all heads use the same row. ``x`` may have any strides: it is usually a view
+    # of a fused projection, and a copy would double the traffic of this operation.
     chosen = select_backend("rope", backend, x.device.type, x.dtype)
     if chosen != "native":
         _check(x, cos, sin)
@@ -33,13 +31,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     positions = cos.dim() - 1
-    given = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
+    shapes = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
     if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
-        raise ConfigError(f"rope: {given}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
-    fits = all(own in (1, extent) for own, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
+        raise ConfigError(f"rope: {shapes}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
+    fits = all(size in (1, extent) for size, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
     if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
         raise ConfigError(
-            f"rope: {given}; the tables must have the same shape, the first dims of x (or 1), and one column per "
+            f"rope: {shapes}; the tables must have the same shape, the first dims of x (or 1), and one column per "
             "rotated pair of channels"
         )
     for name, table in (("cos", cos), ("sin", sin)):
@@ -53,9 +51,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 @operator("rope")
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     _check(x, cos, sin)
+    # The kernel takes up to two dims of heads with strides of their own: query heads of a fused projection are grouped.
     y = new_like(x)
     heads = _five_dims(x, cos.dim() - 1)
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     native.call(
         "rope",
         x,

@@ -18,8 +18,8 @@ def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tens
             if tensor.shape != shape:
                 wanted = f"for x {list(x.shape)} it must be {list(shape)}"
                 raise ConfigError(f"{op}: {name} is {list(tensor.shape)}; {wanted}")
-            there, here = (f"{t.dtype} on {t.device}" for t in (tensor, x))
-            raise ConfigError(f"{op}: {name} is {there} and x {here}; both must be the same")
+            of_tensor, of_x = (f"{t.dtype} on {t.device}" for t in (tensor, x))
+            raise ConfigError(f"{op}: {name} is {of_tensor} and x {of_x}; both must be the same")
 
 
 def count(x: Tensor) -> int:
@@ -32,6 +32,7 @@ def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     else a copy; (None, 0) for None."""
     if x is None:
         return None, 0
+    # Without a reshape, the most frequent case costs one test.
     if x.is_contiguous():
         return x, x.shape[-1]
     rows = contiguous_last_dim(x.reshape(-1, x.shape[-1]))
@@ -62,8 +63,10 @@ def partials(x: Tensor, sums: int) -> Tensor:
     their blocks are smaller.
     """
     rows, columns = count(x), x.shape[-1]
-    wanted, limit = rows // 32, 32
+    wanted = rows // 32
+    limit = 32
     if x.device.type == "cuda":
         blocks = max(2, min(8, 16384 // columns))
-        wanted, limit = rows, blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
+        wanted = rows
+        limit = blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
     return x.new_empty((max(1, min(wanted, limit)), sums, columns), dtype=wide(x.dtype))

@@ -24,13 +24,13 @@ def attention_softmax(
 ) -> Tensor:
     """p = exp(scale * scores) / sum of the same over the visible keys of a query; 0 for the other keys.
 
-    ``scores`` ``[queries, keys]``, ``[h, queries, keys]`` or ``[b, h, queries, keys]``. ``mask`` is bool, True for a
-    masked key, and broadcasts to the scores, as ``[b, 1, queries, keys]`` or ``[b, 1, 1, keys]``. With ``causal`` keys
-    after the query's own key are hidden; the own key of the last query is the last key for any number of queries and
-    keys. With ``window`` a query sees that many keys: its own and the preceding ones. A row without visible keys is all
-    zero, and so is its gradient. Keys after a query or before its window are not read.
-    Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
+    ``scores`` ``[queries, keys]``, with up to two dims before these. ``mask`` is bool, True for a masked key, and
+    broadcasts. With ``causal`` keys after the query's own key are hidden; the own key of the last query is the last
+    key. With ``window`` w a query sees w keys, its own and the preceding ones. A row without visible keys is all
+    zero. Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
+    # The kernels do not read hidden keys, half of the scores of a causal layer; a mask of them would have to be built
+    # and read.
     chosen = select_backend("softmax", backend, scores.device.type, scores.dtype)
     if chosen != "native":
         _check(scores, mask, window)
@@ -42,8 +42,10 @@ def attention_softmax(
 def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
     _check(scores, mask, window)
     if mask is not None:
+        # Expanded dims have stride 0, so that a mask for all heads is never copied.
         mask = contiguous_last_dim(mask.expand(*mask.shape[:-1], scores.shape[-1])).expand(scores.shape)
-    scores, probs = contiguous_last_dim(scores), new_like(scores)
+    scores = contiguous_last_dim(scores)
+    probs = new_like(scores)
     native.call(
         "attention_softmax",
         scores,
@@ -57,8 +59,11 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
 def _attention_softmax_backward(
     dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    dprobs, probs, dscores = contiguous_last_dim(dprobs), probs.contiguous(), new_like(probs)
-    shape, seen = _four(probs.shape, 1), _visible_keys(probs, causal, window)
+    dprobs = contiguous_last_dim(dprobs)
+    probs = probs.contiguous()
+    dscores = new_like(probs)
+    shape = _four(probs.shape, 1)
+    seen = _visible_keys(probs, causal, window)
     native.call(
         "attention_softmax_backward", probs, *shape, dprobs, *_strides(dprobs), probs, float(scale), seen, dscores
     )

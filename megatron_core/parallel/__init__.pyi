@@ -1,3 +1,4 @@
+from .device_draws import fill_normal as fill_normal
 from .grid import Grid as Grid
 from .groups import Group as Group
 from .groups import LocalGroup as LocalGroup

@@ -46,6 +46,8 @@ class Box:
 
     def flat_ranges(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Ranges of flat indices that this box covers in a row-major tensor of ``shape``, in ascending order."""
+        # Trailing dims that the box covers whole are contiguous in memory: they join one range, so that a split along
+        # dim 0 gives a single read instead of one per row.
         inner = len(shape)
         while inner and self.start[inner - 1] == 0 and self.stop[inner - 1] == shape[inner - 1]:
             inner -= 1
@@ -70,12 +72,15 @@ class Box:
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Split the flat range ``start ... stop - 1`` of a row-major tensor into boxes; yields each with its first flat
     index."""
+    # A scalar has one element and an empty box, whose index works as that of a vector.
     if len(shape) <= 1:
         yield Box((start,)[: len(shape)], (stop,)[: len(shape)]), start
         return
     row = prod(shape[1:])
     while start < stop:
         first, within = divmod(start, row)
+        # Whole rows are one box. Only the ends of a flat range, such as a ZeRO shard, fall within a row and recurse; so
+        # a range has at most 2 boxes for each dim, however long it is.
         if within == 0 and stop - start >= row:
             rows = (stop - start) // row
             yield Box((first,) + (0,) * (len(shape) - 1), (first + rows, *shape[1:])), start

@@ -19,7 +19,6 @@ from megatron_core.parallel.compiled import CollectiveOperator, group_named
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
 from megatron_core.parallel.handles import All, Done, Handle, SummedAfter
-from megatron_core.parallel.interleave import hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.watched import watched_move, watched_sum
 
@@ -39,8 +38,10 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
     """Sum ``x`` (or take its maximum) over the group in place; with ``async_op``, wait on the handle before use."""
     if group.size() == 1:
         return Done()
+    # Recorded before the call: if it hangs, the watchdog must name it.
     RECORDER.note("all-reduce", process_group(group), x)
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    # A ring sums in one pass around and distributes the result in another.
     sent = 2 * _share(group) * x.nbytes
     call = partial(dist.all_reduce, x, op=op, group=group, async_op=async_op)
     watched = watched_sum(call, "all-reduce", group, x, x, maximum=maximum)
@@ -53,7 +54,9 @@ def broadcast_(x: Tensor, source: int, group: Group) -> None:
         return
     members = process_group(group)
     RECORDER.note("broadcast", members, x)
-    root, call = dist.get_group_rank(members, source), partial(dist.broadcast, x, src=source, group=members)
+    # torch's broadcast has the source's global rank, and the observer the index in the group.
+    root = dist.get_group_rank(members, source)
+    call = partial(dist.broadcast, x, src=source, group=members)
     sent = lambda: ([x] if group.rank() == root else [None]) * group.size()  # noqa: E731
     watched = watched_move(call, "broadcast", group, x, sent, lambda: _only(root, x, group))
     METER.run("broadcast", group, x.nbytes, watched)
@@ -64,7 +67,8 @@ def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: boo
     if group.size() == 1:
         return Done()
     RECORDER.note("all-gather", process_group(group), shard)
-    call, size = partial(_all_gather, full, shard, group=group, async_op=async_op), group.size()
+    call = partial(_all_gather, full, shard, group=group, async_op=async_op)
+    size = group.size()
     watched = watched_move(call, "all-gather", group, shard, lambda: [shard] * size, lambda: full.view(-1).chunk(size))
     return METER.run("all_gather", group, _share(group) * full.nbytes, watched) or Done()
 
@@ -84,6 +88,8 @@ def reduce_scatter_wide_(shard: Tensor, full: Tensor, group: Group) -> SummedAft
 
     The messages are sent by an all-to-all of the same size; the sum is computed in ``wait``.
     """
+    # An all-to-all moves the unrounded 16-bit terms, and each rank adds its own in float32. A ring of additions in
+    # bfloat16 would round once for each rank.
     ones = [1] * group.size()
     received, handle = start_all_to_all_rows(full.view(group.size(), -1), ones, ones, group)
     return SummedAfter(handle, received, shard)
@@ -106,11 +112,15 @@ def start_all_to_all_rows(
     """Start ``all_to_all_rows``; the result is valid after the handle's ``wait``."""
     if group.size() == 1:
         return x, Done()
-    x, received = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
+    # Autograd gives expanded and transposed gradients, whose memory no backend can send.
+    x = x.contiguous()
+    received = x.new_empty((sum(receive), *x.shape[1:]))
     RECORDER.note("all-to-all", process_group(group), x[:0])  # the number of rows differs between ranks
-    members, sent = process_group(group), x.nbytes * (1.0 - send[group.rank()] / max(sum(send), 1))
+    members = process_group(group)
+    sent = x.nbytes * (1.0 - send[group.rank()] / max(sum(send), 1))
 
     def call() -> All:
+        # ``All`` keeps ``x``, which may be a temporary copy, alive until the message has left.
         return All([dist.all_to_all_single(received, x, list(receive), list(send), members, async_op=True)], x)
 
     watched = watched_move(
@@ -142,7 +152,10 @@ def start_ring_shift(x: Tensor, group: Group, *, step: int = 1, out: Tensor | No
     the rank ``step`` places before, is valid after ``wait``."""
     if group.size() == 1:
         return x, Done()
-    x, arriving, ring = x.contiguous(), torch.empty_like(x) if out is None else out, process_group(group)
+    x = x.contiguous()
+    arriving = torch.empty_like(x) if out is None else out
+    ring = process_group(group)
+    # Both directions are one batch: with separate calls, a ring whose ranks all send first would deadlock under NCCL.
     to, source = ((group.rank() + places) % group.size() for places in (step, -step))
     after, before = (dist.get_global_rank(ring, rank) for rank in (to, source))
     RECORDER.note("ring shift", ring, x)
@@ -173,6 +186,8 @@ def _identity(x: Tensor, group: Group) -> Tensor:
 def _sum(x: Tensor, group: Group) -> Tensor:
     if group.size() == 1:
         return x.view_as(x)
+    # The sum is in place, and callers may still read ``x``: the input of ``reduce_from_region`` may be saved for
+    # backward.
     x = x.clone(memory_format=torch.contiguous_format)
     all_reduce_(x, group)
     return x
@@ -194,6 +209,7 @@ def _split_first(x: Tensor, group: Group) -> Tensor:
     if group.size() == 1:
         return x
     length = _part(x.shape[0], group)
+    # A copy: a view would keep the memory of the whole sequence alive as long as one rank's part.
     return x.narrow(0, group.rank() * length, length).contiguous()
 
 
@@ -208,6 +224,7 @@ def _part(extent: int, group: Group) -> int:
     return extent // group.size()
 
 
+# Collectives concatenate flat memory in rank order, which is dim 0; another dim has to come first.
 def _on_last(op: Collective) -> Collective:
     """Apply a collective of dim 0 along the last dim."""
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
@@ -222,7 +239,8 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
     RECORDER.note("all-to-all", process_group(group), x)
-    call, size = partial(dist.all_to_all_single, result, x, group=process_group(group)), group.size()
+    call = partial(dist.all_to_all_single, result, x, group=process_group(group))
+    size = group.size()
     chunks = [flat.view(-1).chunk for flat in (x, result)]
     watched = watched_move(call, "all-to-all", group, x, lambda: chunks[0](size), lambda: chunks[1](size))
     METER.run("all_to_all", group, _share(group) * x.nbytes, watched)
@@ -243,6 +261,7 @@ class _Pair(torch.autograd.Function):
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 
+# Names instead of functions, because a graph of torch.compile stores them as constants of the operator.
 COLLECTIVES: dict[str, Collective] = {
     "all_to_all": _all_to_all,
     "gather_first": _gather_first,
@@ -270,6 +289,7 @@ def paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
     """Apply the collective ``name``; if gradients are enabled, autograd records ``adjoint`` as its backward."""
     if torch.compiler.is_compiling():
         return x if group.size() == 1 else _operator(x, process_group(group), name, adjoint)
+    # Evaluation and generation call this for every layer and need no node of a graph.
     if not torch.is_grad_enabled():
         return COLLECTIVES[name](x, group)
     result: Tensor = _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
@@ -325,76 +345,3 @@ def exchange_parts(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
     return paired(x, group, "reduce_scatter_first", "gather_first")
-
-
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """``all_to_all_rows``; backward returns each row's gradient to the rank that sent the row."""
-    (received,) = RowExchange([x], send, receive, group).wait()
-    return received
-
-
-class RowExchange:
-    """``exchange_rows`` of several tensors in two halves, so that computation between them overlaps with it.
-
-    In forward and in backward it switches to the other function of ``interleave`` between the halves.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
-        """Start sending ``tensors``, each with the same number of rows."""
-        self._there = (send, receive)
-        self._back = (receive, send)
-        self._group = group
-        self._handles: list[Handle] = []
-        self._results: list[Tensor] = []
-        self._arriving: tuple[Tensor, ...] = _BeginRows.apply(self, *tensors)
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Return the received rows of each tensor."""
-        # autograd refers to this object: no cycle of references
-        arriving = self._arriving
-        self._arriving = ()
-        return _FinishRows.apply(self, *arriving)
-
-    def begin(self, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-        """Start sending values, or with ``back`` their gradients; the returned tensors are valid after ``finish``."""
-        for x in tensors:
-            result, handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
-            self._results.append(result)
-            self._handles.append(handle)
-        return self._results
-
-    def finish(self) -> list[Tensor]:
-        """Wait for the rows and return them."""
-        if self._group.size() > 1:
-            hand_over()
-        for handle in self._handles:
-            handle.wait()
-        results = self._results
-        self._handles = []
-        self._results = []
-        return results
-
-
-class _BeginRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, *tensors):
-        ctx.exchange = exchange
-        arriving = exchange.begin(tensors)
-        return tuple(there.view_as(there) if there is x else there for there, x in zip(arriving, tensors, strict=True))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, *ctx.exchange.finish()  # ``grads`` are only placeholders with the shapes that autograd expects
-
-
-class _FinishRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, *arriving):
-        ctx.exchange = exchange
-        exchange.finish()
-        return tuple(rows.view_as(rows) for rows in arriving)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.exchange.begin(grads, back=True)
-        return None, *grads

@@ -39,6 +39,7 @@ class CollectiveOperator:
     def __init__(self, run: Callable[[Tensor, str, str, str, int], Tensor]) -> None:
         full = "megatron_core::collective"
         torch.library.define(full, "(Tensor x, str group, str name, str adjoint, int ranks) -> Tensor")
+        # One implementation for all devices: the collective itself dispatches by device.
         torch.library.impl(full, "CompositeExplicitAutograd", run)
         torch.library.register_fake(full, _fake)
         torch.library.register_autograd(full, self._backward, setup_context=_save)
@@ -51,6 +52,7 @@ class CollectiveOperator:
 
     def _backward(self, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, name, adjoint, ranks = ctx.of
+        # The identity is no operator call: the output of an operator must not be its input, so it would be a copy.
         dx = dy if adjoint == "identity" else self._operator(dy, group, adjoint, name, ranks)
         return dx, None, None, None, None
 
@@ -103,6 +105,7 @@ def compile_forward(
     if fullgraph:
         _check_release()
     config: Any = torch._dynamo.config
+    # Otherwise each layer's numbers are constants, and every layer compiles a graph of its own.
     config.allow_unspec_int_on_nn_module = True  # numbers that differ between layers, as the key of dropout
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
 
@@ -116,6 +119,8 @@ def compile_forward(
 
     compiled = cast(Any, module)
     compiled.forward = DerivedForward(module.forward, make)
+    # Hooks inside of a graph would be traced once and then not run: data parallelism attaches its hooks around such
+    # modules.
     compiled.has_graphs = True
 
 

@@ -36,6 +36,7 @@ def make_groups(
 
 def grid_of(config: ParallelConfig, world_size: int, rank: int = 0, outer_groups: int = 1) -> Grid:
     """The grid of a configured layout; with several outer groups, that of the group of ``rank``."""
+    # Outer groups are neighbours, so that their inner communication, which is in every step, stays on near ranks.
     size = world_size // outer_groups
     grid = Grid.fit(
         size,

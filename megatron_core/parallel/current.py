@@ -23,6 +23,7 @@ def current() -> ParallelGroups:
     """The layout of this rank; a single rank without torch.distributed. ``LayoutError`` if none is set yet."""
     groups = _current()
     if groups is None:
+        # A silent default would be wrong: every rank of a job would compute as if it were alone.
         if dist.is_initialized():
             raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
         return ParallelGroups.single()

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.initialization import PER_COUNTER
 
 COUNTERS = 2**20
 """Philox counters drawn at a time, so that temporaries take some hundred MB."""
-PER_COUNTER = 8
-"""Elements of a counter."""
 _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 """Constants of Philox 4x64 (Salmon et al. 2011, section 3.3)."""
@@ -26,9 +25,11 @@ _LOW = 2**32 - 1
 
 def fill_normal(flat: Tensor, box: Box, shape: tuple[int, ...], seed: int, std: float) -> None:
     """Fill ``flat`` ``[n]`` with the elements of the part ``box`` of a tensor of ``shape``, in row-major order."""
-    first, width = (box.start or (0,))[-1], (box.shape or (1,))[-1]
+    first = (box.start or (0,))[-1]
+    width = (box.shape or (1,))[-1]
     extent = (shape or (1,))[-1]
     # With these sizes each group of elements from a multiple of 8 on has one counter.
+    # Otherwise rows begin within a counter, and each element draws its own.
     step = 1 if (first | width | extent) % PER_COUNTER else PER_COUNTER
     for start in range(0, len(flat), COUNTERS * step):
         chunk = flat[start : start + COUNTERS * step]
@@ -45,7 +46,8 @@ def fill_normal(flat: Tensor, box: Box, shape: tuple[int, ...], seed: int, std: 
 
 def _flat_indices(box: Box, shape: Sequence[int], local: Tensor) -> Tensor:
     """The flat indices in a tensor of ``shape`` of the elements ``local`` of its part ``box``."""
-    indices, stride = torch.zeros_like(local), 1
+    indices = torch.zeros_like(local)
+    stride = 1
     for size, start, extent in reversed(list(zip(box.shape, box.start, shape, strict=True))):
         indices += (local % size + start) * stride
         local = torch.div(local, size, rounding_mode="floor")
@@ -56,7 +58,10 @@ def _flat_indices(box: Box, shape: Sequence[int], local: Tensor) -> Tensor:
 def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
     """The four 64-bit words of each counter, as numpy's ``Philox(key)``, which begins with the next counter."""
     zero = torch.zeros_like(counter)
-    a, b, c, d = counter + 1, zero, zero, zero
+    a = counter + 1
+    b = zero
+    c = zero
+    d = zero
     keys = [key, 0]
     for _ in range(10):
         (high_a, low_a) = _product(a, _MULTIPLIERS[0])
@@ -71,8 +76,10 @@ def _philox(counter: Tensor, key: int) -> tuple[Tensor, ...]:
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower 64 bits of the unsigned product."""
-    upper, lower = _upper(x), x & _LOW
-    high, low = factor >> 32, factor & _LOW
+    upper = _upper(x)
+    lower = x & _LOW
+    high = factor >> 32
+    low = factor & _LOW
     across = lower * high
     other = upper * low
     carried = _upper(lower * low) + (across & _LOW) + (other & _LOW)
@@ -95,6 +102,7 @@ def _normal_pairs(words: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(u)
     s = (mantissa - 1.0) / (mantissa + 1.0)
     log = exponent.float() * 0.6931471805599453
+    # The same series, in the same order, as the numpy version: a reordered sum would round differently.
     log = log + 2.0 * s * _polynomial(s * s, (1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1))
     radius = (log * -2.0).clamp_min(0.0).double().sqrt().float()  # libraries round single-precision roots differently
     turns = words & _LOW

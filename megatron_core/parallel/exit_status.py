@@ -12,6 +12,7 @@ from megatron_core.locations import path_of
 
 FAILED = 1
 """Exit status: a restart would fail again (wrong settings or data, the same failure twice at one step)."""
+# Distinct from 1, so that a launcher or scheduler can decide whether starting again makes sense.
 RESTART = 75
 """Exit status: another rank is lost or hangs; a restart from the last checkpoint may help (EX_TEMPFAIL)."""
 
@@ -35,12 +36,14 @@ def explained(error: Exception) -> tuple[int, str] | None:
         )
     if isinstance(error, LostRankError):
         return RESTART, text
+    # Errors of connections are also ``OSError``s, but they mean a lost peer, which is handled below.
     if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError | TimeoutError):
         where = str(error.filename or "a file or the standard output")
         way_out = "" if path_of(where) is None else "; choose another path, or free space there"
         return FAILED, f"{where[:200]} cannot be used: {error.strerror}{way_out}"
     if not isinstance(error, RuntimeError) or not _is_lost_peer(error):
         return None
+    # NCCL appends a C++ backtrace to its first line.
     first = text.splitlines()[0][:300] if text else type(error).__name__
     if re.search("[Tt]imed ?out", text):
         return RESTART, (
@@ -50,6 +53,7 @@ def explained(error: Exception) -> tuple[int, str] | None:
     return RESTART, f"another rank has left this job ({first}); the reason is in its message, or it was killed"
 
 
+# torch has its own class only for GPUs; on a CPU it raises RuntimeError, so the texts of allocators are compared.
 _OUT_OF_MEMORY = re.compile(
     "[Uu]nable to allocate|not enough memory|[Oo]ut of memory|[Cc]annot allocate memory|std::bad_alloc"
     "|Storage size calculation overflowed|Overflow when unpacking long"
@@ -68,5 +72,6 @@ def allocation_that_failed(error: Exception) -> int | None:
 
 def _is_lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another process has ended."""
+    # gloo raises plain RuntimeErrors, which only their text distinguishes from faults of a program.
     signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in signs)

@@ -49,6 +49,8 @@ class FlightRecorder:
     """Counts the calls of each channel and keeps the latest ones."""
 
     def __init__(self) -> None:
+        # Bounded and of plain tuples, because each collective of every run adds one, and only the report of a hang
+        # reads them.
         self._calls: deque[tuple[str, int, str, tuple[int, ...], Any, float]] = deque(maxlen=KEPT)
         self._captured: list[Note] | None = None
         self._counts: dict[str, int] = defaultdict(int)
@@ -62,6 +64,8 @@ class FlightRecorder:
 
     def note(self, what: str, group: dist.ProcessGroup, x: Tensor) -> None:
         """Record a collective over ``group``."""
+        # Ranks of one group list the same members, so the list is a name that all of them agree on; groups' own names
+        # differ.
         if group not in self._channels:
             ranks = tuple(dist.get_process_group_ranks(group))
             self._channels[group] = str(list(ranks))
@@ -97,6 +101,8 @@ class FlightRecorder:
 
     def _count(self, channel: str, what: str, shape: tuple[int, ...], dtype: Any) -> None:
         self._counts[channel] += 1
+        # A monotonic clock: it is only compared with times of this host, and changes of the system's clock would break
+        # the order.
         self._calls.append((channel, self._counts[channel], what, shape, dtype, time.monotonic()))
 
     def content(self) -> dict[str, Any]:
@@ -129,6 +135,7 @@ def _difference(
         for call in (Call.of(stored) for stored in content["calls"] if stored["channel"] == channel):
             calls[call.number][rank] = call
     counts = {rank: content["counts"].get(channel, 0) for rank, content in members.items()}
+    # A rank that is behind is as much a difference as another kind of call: the others wait for it.
     for number, calls_by_rank in sorted(calls.items()):
         kinds: dict[str, list[int]] = defaultdict(list)
         for rank, call in calls_by_rank.items():

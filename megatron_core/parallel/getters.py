@@ -23,6 +23,7 @@ def group_getter(axes: str, ranks: str) -> Callable[..., Group | None]:
     return group
 
 
+# One factory, because Megatron's getters of different groups differ only in the axes.
 def getters(axes: str, ranks: str) -> tuple[Callable[..., Any], ...]:
     """Make Megatron's functions for the group over ``axes``: get the group, its size and this rank's index; set size
     and index without creating groups (None restores those of the group)."""

@@ -58,12 +58,14 @@ class Grid:
         self._check_order()
 
     def _check_order(self) -> None:
-        axes, legal = self.order.split("-"), DEFAULT_ORDER.split("-")
+        axes = self.order.split("-")
+        legal = DEFAULT_ORDER.split("-")
         for axis in axes:
             if axis not in legal:
                 raise LayoutError(f"rank_order={self.order!r} names the axis {axis!r}; legal: {', '.join(legal)}")
         if len(set(axes)) != len(axes):
             raise LayoutError(f"rank_order={self.order!r} names an axis twice; name each of {DEFAULT_ORDER} once")
+        # An axis without a place in the order would have no stride, and several ranks the same coordinates.
         for view in _VIEWS:
             for name, axis in view.items():
                 if self.size(axis) > 1 and name not in axes:
@@ -114,6 +116,8 @@ class Grid:
 
     def _strides_of(self, view: dict[str, str]) -> dict[str, int]:
         """Rank distance between neighbours on each axis of a view."""
+        # Axes missing from ``order`` have size 1, so any stride is right; pp must exist for the comparison of both
+        # views.
         strides = {"pp": 1}
         stride = 1
         for name in self.order.split("-"):
@@ -130,6 +134,7 @@ class Grid:
         """Index of ``rank`` on every axis of both views."""
         if not 0 <= rank - self.rank_offset < self.world_size:
             raise LayoutError(f"rank {rank} is outside the grid of {self.world_size} ranks from {self.rank_offset}")
+        # A rank is a number in mixed radix; its digits are the coordinates.
         return {axis: (rank - self.rank_offset) // self._strides[axis] % self.size(axis) for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
@@ -158,6 +163,7 @@ class Grid:
         names = axes.split("-")
         coordinates = self.coordinates(rank)
         self._view_of(names)
+        # Every process computes this for each of its groups, so the cost must not grow with the number of ranks.
         first = rank - sum(coordinates[axis] * self._strides[axis] for axis in names)
         return [first + offset for offset in self._offsets(names)]
 
@@ -181,5 +187,6 @@ class Grid:
 def _groups(grid: Grid, axes: str) -> tuple[tuple[int, ...], ...]:
     """Each rank of a simulated world reads all groups."""
     names = axes.split("-")
-    other_axes, offsets = [axis for axis in grid._view_of(names) if axis not in names], grid._offsets(names)
+    other_axes = [axis for axis in grid._view_of(names) if axis not in names]
+    offsets = grid._offsets(names)
     return tuple(tuple(grid.rank_offset + first + offset for offset in offsets) for first in grid._offsets(other_axes))

@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import WORLD, Grid
+from megatron_core.parallel.time_limit import group_limit
 
 # All combinations of axes over which this framework runs collectives or Megatron Core has a getter.
 COMBINATIONS = (
     *("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-dp", "tp-cp", "tp-dp-cp", WORLD),
     *("etp", "ep", "edp", "etp-ep", "etp-ep-pp"),
 )
+# The name is here and not with the backend, because the core tests for it without importing the satellite.
 SHARED_MEMORY = "shm"
 """Name of torch.distributed's backend between CPU ranks of one machine."""
 
@@ -94,16 +96,21 @@ class ParallelGroups:
         a2a_size: int = 1,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        self.grid, self.rank = grid, rank
+        self.grid = grid
+        self.rank = rank
         self.coordinates = grid.coordinates(rank)
         size = grid.world_size
         self._grids = (
             [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
-        self._timeout, self._instances = timeout, instances
+        self._instances = instances
+        backend = dist.get_backend() if dist.is_initialized() else ""
+        self._timeout = timedelta(seconds=group_limit(backend, timeout.total_seconds()))
         # Combinations of axes with the same ranks share one communicator.
+        # NCCL allocates buffers for each communicator.
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
+        # Negative indices count from the last rank, as those of ``ends``.
         pipeline = range(len(self.ranks("pp")))
         self.ends = tuple(sorted({pipeline[end] for end in ends}))
         """Pipeline ranks of the first and the last stage."""
@@ -117,11 +124,13 @@ class ParallelGroups:
         self.pipeline_connected = False
         """Whether a message has passed over every pipeline link, see ``pipeline_parallel.p2p``."""
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
+        # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
-        self.outer, self.outer_reports = self._outer_group(), self._outer_group()
+        self.outer = self._outer_group()
+        self.outer_reports = self._outer_group()
 
     @classmethod
     def single(cls) -> ParallelGroups:
@@ -151,8 +160,11 @@ class ParallelGroups:
 
         All ranks of the job call it together.
         """
+        # A communicator of its own: control messages must not wait for, or be mistaken for, collectives of the
+        # training.
         self._made.clear()
         size = len(self.ranks("dp-cp")) // self._instances
+        # NCCL has no CPU tensors, and a kernel for a few bytes would wait behind the computation in its stream.
         on_gpus = self._is_distributed and dist.get_backend() == "nccl"
         group = self._own_group("dp-cp", partial(_neighbours, size=size), backend="gloo" if on_gpus else None)
         assert group is not None, "every rank belongs to one group of neighbours"
@@ -242,7 +254,9 @@ class ParallelGroups:
         With torch.distributed all groups of the world are created, because every process must take part in each
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
-        mine, distributed = None, self._is_distributed
+        mine = None
+        distributed = self._is_distributed
+        # All processes create all groups in the same order, as torch requires, and keep only their own.
         everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
         for ranks in everyone or [tuple(self.ranks(axes))]:
             for members in divide(ranks):
@@ -259,7 +273,9 @@ class ParallelGroups:
 
     def _outer_group(self) -> Group:
         """This rank's group over the outer groups, with a communicator of its own."""
-        number, size = len(self._grids), self.grid.world_size
+        number = len(self._grids)
+        size = self.grid.world_size
+        # A plan of one rank of a larger job has sizes and indices without communicators.
         if number == 1 or not self._is_distributed:
             return LocalGroup(number, self.grid.rank_offset // size if number > 1 else 0)
         groups = [

@@ -43,8 +43,10 @@ class SummedAfter:
     def wait(self) -> None:
         """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
         self._arriving.wait()
+        # At least float32, also if message and shard have 16 bits: the purpose of this handle.
         wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
         terms = self._received.view(-1, self._shard.numel())
+        # Without a temporary of the shard's size if the sum can be written in place.
         if self._shard.dtype == wide:
             torch.sum(terms, 0, dtype=wide, out=self._shard)
         else:

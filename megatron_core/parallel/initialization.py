@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_core import parallel
 from megatron_core.parallel.boxes import Box
-from megatron_core.parallel.device_draws import PER_COUNTER, fill_normal
 from megatron_core.parallel.sharding import spec_of
 
 InitMethod = Callable[[Tensor], object]
 CONSTANTS = (nn.init.zeros_, nn.init.ones_)
+PER_COUNTER = 8
+"""Elements of a Philox counter."""
 CHUNK = 2**16
 """Elements drawn at a time, so that temporaries fit in a cache."""
 ON_GPU = 2**20
@@ -34,6 +36,8 @@ class Normal:
 
     def draw(self, seed: int, runs: list[tuple[int, int]]) -> np.ndarray:
         """Draw the elements ``start ... stop - 1`` of each run as one float32 array."""
+        # One pass over all runs: short rows, as of a weight split along its columns, would otherwise cost a few numpy
+        # calls each.
         words = list(_words(seed, runs))
         values = _normal_pairs(np.concatenate(words)).reshape(-1)
         firsts = np.cumsum([0, *(2 * len(run_words) for run_words in words[:-1])])
@@ -52,6 +56,8 @@ def initialise(parameter: nn.Parameter, init_method: InitMethod) -> None:
     same tensor.
     """
     spec = spec_of(parameter)
+    # The random generator is consumed by the whole tensor in every layout, so that ranks with different parts stay in
+    # step and the parts fit together.
     drawn = torch.empty(spec.global_shape, dtype=torch.float32)
     init_method(drawn)
     spec.localise(drawn.to(parameter.dtype), parameter.data)
@@ -66,10 +72,12 @@ def initialise_by_name(parameter: nn.Parameter, init_method: InitMethod, seed: i
     """
     spec = spec_of(parameter)
     if not isinstance(init_method, Normal) and init_method not in CONSTANTS:
+        # A user's method may draw any amount; fork_rng keeps it from changing the numbers that the program draws later.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(name_seed(seed, name))  # of the CPU only
             initialise(parameter, init_method)
         return
+    # Padding has no box and must be zero: it takes part in matrix products.
     parameter.data.zero_()
     for piece in spec.parts:
         target = parameter.data[piece.local.index]
@@ -86,15 +94,19 @@ def draw_by_name(name: str, parameter: Any, seed: int) -> None:
 
 def name_seed(seed: int, name: str) -> int:
     """Derive a 63-bit seed from a seed and a name."""
+    # A cryptographic hash, because Python's ``hash`` of a text differs between processes. 63 bits, because generators
+    # of torch and kernels take signed 64-bit seeds.
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal, seed: int) -> None:
     """Fill ``target``, the part ``box`` of a tensor of ``shape``, one chunk at a time."""
+    # A part of a dim before the last has gaps in memory; numpy's draws are contiguous.
     contiguous = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    flat, offset = contiguous.view(-1), 0
+    flat = contiguous.view(-1)
+    offset = 0
     if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
-        fill_normal(flat, box, shape, seed, init_method.std)
+        parallel.fill_normal(flat, box, shape, seed, init_method.std)
         if contiguous is not target:
             target.copy_(contiguous)
         return
@@ -109,12 +121,13 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
 @cache
 def draws_alike(device: torch.device) -> bool:
     """Whether ``device_draws`` has the bits of ``Normal.draw`` on a device; warns if not."""
+    # A box from 0 whose rows are multiples of a counter, and one with odd bounds: both branches of ``fill_normal``.
     normal = Normal(0.02)
     shape = (257, 4096)
     seed = name_seed(0, "check")
     for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
         there = torch.empty(box.numel, device=device)
-        fill_normal(there, box, shape, seed, normal.std)
+        parallel.fill_normal(there, box, shape, seed, normal.std)
         if not np.array_equal(there.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
             warnings.warn(f"{device} rounds differently from a CPU: initial weights are drawn on the CPU", stacklevel=2)
             return False
@@ -129,10 +142,12 @@ def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         while start < stop:
             end = min(stop, start + CHUNK - size)
             chunk.append((start, end))
-            size, start = size + end - start, end
+            size = size + end - start
+            start = end
             if size == CHUNK:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
     if chunk:
         yield chunk
 
@@ -145,7 +160,9 @@ def _words(seed: int, runs: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     generator = np.random.Philox(key=seed)
     state = generator.state
     for start, stop in runs:
-        first, end = start // PER_COUNTER, -(-stop // PER_COUNTER)
+        first = start // PER_COUNTER
+        end = -(-stop // PER_COUNTER)
+        # Setting the counter is a jump: elements far into a tensor cost nothing for those before them.
         state["state"]["counter"][0] = first
         generator.state = state
         yield generator.random_raw(4 * (end - first))
@@ -158,14 +175,16 @@ def _normal_pairs(words: np.ndarray) -> np.ndarray:
     and sine use only operations that IEEE 754 rounds alike on every machine (relative error 1e-6): libraries differ in
     the last bit, but replicas of a weight on different processors must not.
     """
-    upper, lower = (words >> np.uint64(32)).astype(np.float32), words.astype(np.uint32)
+    upper = (words >> np.uint64(32)).astype(np.float32)
+    lower = words.astype(np.uint32)
     u = (upper + np.float32(0.5)) * np.float32(2.0**-32)
     mantissa, exponent = np.frexp(u)
     s = (mantissa - 1) / (mantissa + 1)  # log m = 2 artanh((m - 1) / (m + 1)), here with |s| <= 1/3
     log = exponent.astype(np.float32) * np.float32(0.6931471805599453) + 2 * s * _polynomial(
         s * s, (1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1)
     )
-    radius, quarter = np.sqrt(np.maximum(-2 * log, np.float32(0))), np.uint32(2**30)
+    radius = np.sqrt(np.maximum(-2 * log, np.float32(0)))
+    quarter = np.uint32(2**30)
     return np.stack([radius * _cosine(lower), radius * _cosine(lower - quarter)], axis=1)
 
 

@@ -44,8 +44,10 @@ class _Pair:
     def hand_over(self) -> None:
         """Switch to the other function until it switches back or ends."""
         turn = self._turn
+        # Nobody is left to hand over to; this function finishes alone.
         if self._ended[1 - turn]:
             return
+        # The meter has one phase for both functions, so each restores its own after it was away.
         charged = METER.charged
         self._give(1 - turn)
         self._take(turn)
@@ -59,6 +61,7 @@ class _Pair:
             result = function()
         except _AbandonedError:
             pass
+        # Also KeyboardInterrupt: a thread that dies without giving its turn back would block the other one forever.
         except BaseException as error:  # raised again by ``Interleaver.run``, in the caller's thread
             with self._changed:
                 self.error = self.error or error
@@ -115,6 +118,8 @@ class Interleaver:
                 return pair.run(1, second)
 
         _RUNNING().append(pair)
+        # The context of the calling thread holds the rank's state, such as its meter; a pool's thread does not inherit
+        # it.
         other = self._pool.submit(in_this_rank(on_thread))
         try:
             mine: Any = pair.run(0, first)
@@ -130,4 +135,5 @@ class Interleaver:
         """The device and the stream of the calling thread; a new thread has the defaults."""
         if self._device.type != "cuda":
             return nullcontext()
+        # Work of both functions in one stream is ordered as the host calls it, so no events are needed between them.
         return torch.cuda.stream(torch.cuda.current_stream(self._device))

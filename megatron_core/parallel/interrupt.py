@@ -7,6 +7,7 @@ class InterruptedWait(dist.DistBackendError):
     """A wait for other ranks was ended because the job has failed elsewhere."""
 
 
+# Of the process and not of a rank: a failure elsewhere ends all waits of this process.
 _reason = [""]
 
 

@@ -24,7 +24,7 @@ from megatron_core.errors import LayoutError, RestartNeeded, visible
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.groups import SHARED_MEMORY
-from megatron_core.parallel.time_limit import within
+from megatron_core.parallel.time_limit import group_limit, set_nccl_limits, watchdog_limit, within
 from megatron_core.parallel.transports import transport
 from megatron_core.parallel.watchdog import Watchdog
 from megatron_core.parallel.world import STORE_SECONDS, World
@@ -50,13 +50,18 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
                 "GPUs with CUDA_VISIBLE_DEVICES='' to run on the CPU"
             )
         torch.cuda.set_device(world.device)
+    # One process needs neither a store nor a port, and runs on machines where none can be opened.
     if world.size + world.spares == 1:
         return
     timeout = timedelta(minutes=timeout_minutes)
+    # The store first: its errors name the address, and the watchdog, spare ranks and error messages need it even if
+    # torch.distributed does not start.
     world.store = connect(world, timeout)
     if world.size > 1 and not world.is_spare:
         join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
-    world.watchdog = Watchdog(world.store, world.rank, world.size, timeout.total_seconds(), RESTART)
+    joined = dist.get_backend() if dist.is_initialized() else "gloo"
+    patience = watchdog_limit(joined, timeout.total_seconds())
+    world.watchdog = Watchdog(world.store, world.rank, world.size, patience, RESTART)
 
 
 def connect(world: World, timeout: timedelta) -> dist.Store:
@@ -71,6 +76,7 @@ def connect(world: World, timeout: timedelta) -> dist.Store:
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return _select_attempt(store, world, timeout.total_seconds())
+    # An impossible address or port raises ValueError or OSError instead of torch's error.
     except (dist.DistError, ValueError, OSError) as error:
         first = str(error).splitlines()[0][:300]
         taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
@@ -116,6 +122,7 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         announced = store.get("attempt").decode()
+        # The name of an earlier attempt gets an answer, too, which nobody reads.
         if announced != name:
             name = announced
             store.set(f"{name}/{world.rank}", word)
@@ -132,6 +139,8 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
+    # The launcher may have died before the request was made; then the kernel never sends the signal, and the parent is
+    # already another process.
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != launcher or (launcher == 1 and not _first_process_is_python()):
@@ -146,8 +155,11 @@ def _first_process_is_python() -> bool:
         return False
 
 
-def join(backend: str, device_type: str, **settings: Any) -> None:
-    """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included."""
+def join(backend: str, device_type: str, *, timeout: timedelta, **settings: Any) -> None:
+    """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included.
+
+    ``timeout``: --distributed-timeout-minutes.
+    """
     shared_memory = transport(SHARED_MEMORY)
     if shared_memory is not None:
         shared_memory.register()
@@ -161,7 +173,11 @@ def join(backend: str, device_type: str, **settings: Any) -> None:
         chosen = "nccl" if device_type == "cuda" else for_cpu
     if chosen == SHARED_MEMORY and device_type == "cuda":
         raise LayoutError("distributed_backend='shm' runs on CPU ranks only; use auto or nccl")
-    dist.init_process_group(chosen, **settings)
+    limit = group_limit(chosen, timeout.total_seconds())
+    if chosen == "nccl":
+        set_nccl_limits(limit)
+    dist.init_process_group(chosen, timeout=timedelta(seconds=limit), **settings)
+    # Only now: whether the ranks share a machine is known when they have joined.
     reason = None if shared_memory is None or backend != SHARED_MEMORY else shared_memory.unavailable_reason()
     if reason is not None:
         raise LayoutError(f"distributed_backend='shm': {reason}; use gloo, or auto, which then falls back to gloo")
@@ -190,6 +206,7 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
                 world.watchdog.leave(f"{type(error).__name__}: {error}")
             raise
         status, message = explanation
+        # A RestartNeeded was raised on all ranks for the same reason.
         is_news = not isinstance(error, RestartNeeded)  # other ranks do not know the error
         if status == RESTART and is_news and world is not None and world.watchdog is not None:
             _report_to_torchrun(world.watchdog.report(message, error))  # already printed
@@ -204,6 +221,7 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
     With several ranks, skip C++ destructors: a thread of gloo or of the watchdog may still be running, and the
     destructors would abort a job that has completed.
     """
+    # Texts of data and of other hosts may contain control characters, which could change what a terminal shows.
     message = visible(message)
     if message:
         _print_once(message, world, waits=status != INTERRUPTED)
@@ -213,6 +231,7 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
         if not dist.is_initialized():
             sys.exit(status)
         atexit._run_exitfuncs()  # megatron_core.initialize has joined the ranks; its metrics are closed at exit
+    # After a failure other ranks may be gone, and destroying a group would wait for them.
     if status == 0 and dist.is_initialized():
         dist.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):
@@ -237,6 +256,7 @@ def _print_once(message: str, world: World | None, *, waits: bool = True) -> Non
             time.sleep(REPORT_SECONDS if world.local_rank == 0 else 2 * REPORT_SECONDS)
     elif world is not None and world.store is not None:
         store = world.store
+        # By content: ranks that fail for the same reason print it once, and another reason is printed as well.
         key = "error/" + hashlib.sha256(message.encode()).hexdigest()
         # If the store does not answer, printing twice is better than never.
         first = within(STORE_SECONDS, lambda: store.add(key, 1) == 1, otherwise=True)

@@ -23,7 +23,8 @@ import torch
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
-PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
+PROCESS_BEGAN = time.time()
+_BEGAN = time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 COMPRESSED = "compressed gradients"
@@ -64,8 +65,10 @@ class StepTimes:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         for name, more in other.traffic.items():
             total = self.traffic.setdefault(name, Traffic())
-            total.calls, total.bytes = total.calls + more.calls, total.bytes + more.bytes
-            total.exposed, total.in_flight = total.exposed + more.exposed, total.in_flight + more.in_flight
+            total.calls = total.calls + more.calls
+            total.bytes = total.bytes + more.bytes
+            total.exposed = total.exposed + more.exposed
+            total.in_flight = total.in_flight + more.in_flight
 
 
 @dataclass
@@ -100,7 +103,8 @@ class Waited:
     """The handle of a collective; charges the duration of ``wait`` to it."""
 
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
-        self._meter, self._work = meter, work
+        self._meter = meter
+        self._work = work
         self._transfer = transfer
 
     @property
@@ -110,6 +114,7 @@ class Waited:
 
     def wait(self, instead: Callable[[], object] | None = None) -> None:
         """Wait for the collective, by calling ``instead`` if it is given."""
+        # Charged to the collective only here: while it overlaps with computation this rank does not lose time to it.
         before = self._meter.charged
         self._meter.switch(self._transfer.name, before[1])
         began = self._meter.last_mark
@@ -126,6 +131,8 @@ class Meter:
         self.on = False
         self.charged: tuple[str, Any] = (OTHER, None)
         """The phase to which time is charged now, and its detail."""
+        # One list of times for all phases, so that intervals have neither gaps nor overlaps, and on a GPU each change
+        # of phase costs one event and no synchronization.
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
@@ -133,7 +140,8 @@ class Meter:
         self._names: Mapping[Any, str] = {}
         self._label: str | None = None
         self._captured: list[tuple[str, float]] | None = None
-        self._device, self.keep_spans = torch.device("cpu"), False
+        self._device = torch.device("cpu")
+        self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
         self.spans: list[Span] = []
         self.flights: list[Span] = []
@@ -141,7 +149,8 @@ class Meter:
 
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
         """Start charging; collectives are named after the axes of ``groups``."""
-        self._names, self._device = _names_of(groups), device
+        self._names = _names_of(groups)
+        self._device = device
         self.on = True
         self.charged = (OTHER, None)
         self._transfers.clear()
@@ -173,8 +182,10 @@ class Meter:
     @contextmanager
     def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
         """Charge the enclosed code to ``name``; with ``inclusive``, including its collectives and inner phases."""
-        before, was_on = self.charged, self.on
+        before = self.charged
+        was_on = self.on
         self.switch(name, before[1])
+        # Switched off, inner phases leave no times, and their time stays with the outer phase.
         self.on = was_on and not inclusive
         try:
             yield
@@ -199,7 +210,8 @@ class Meter:
         Nothing is charged meanwhile: events on the stream would be part of the graph.
         """
         was_on = self.on
-        self.on, self._captured = False, []
+        self.on = False
+        self._captured = []
         try:
             yield self._captured
         finally:
@@ -216,6 +228,7 @@ class Meter:
             self._captured.append((name, sent))
         if not self.on:
             return call()
+        # ``began`` is the index of the time that the next switch records.
         transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1], label=self._label)
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)
@@ -226,6 +239,7 @@ class Meter:
         finally:
             self.switch(*before)
         transfer.waits.append((transfer.began, self.last_mark))
+        # A synchronous collective: its time was exposed and is complete.
         if work is None:
             transfer.ended = self.last_mark
             return None
@@ -247,20 +261,23 @@ class Meter:
 
     def take(self) -> StepTimes:
         """Return the times since ``start`` or the last ``take``; on a GPU this synchronizes."""
+        # The end of this interval is the beginning of the next, so that no time is lost between two steps.
         self._marks.append((self.charged[0], self._now(), None))
         moments = self._seconds()
-        found = StepTimes(seconds=moments[-1])
+        times = StepTimes(seconds=moments[-1])
         for transfer in self._transfers:
+            # A transfer may be in flight over several intervals, such as weights that are gathered for the next step.
             transfer.flown += moments[-1 if transfer.ended is None else transfer.ended] - moments[transfer.began]
             if transfer.ended is not None:
-                traffic = found.traffic.setdefault(transfer.name, Traffic())
-                traffic.calls, traffic.bytes = traffic.calls + 1, traffic.bytes + transfer.bytes
+                traffic = times.traffic.setdefault(transfer.name, Traffic())
+                traffic.calls = traffic.calls + 1
+                traffic.bytes = traffic.bytes + transfer.bytes
                 traffic.in_flight += transfer.flown
         for (phase, _, _), start, end in zip(self._marks, moments, moments[1:], strict=False):
             if phase in self._kinds:
-                found.traffic.setdefault(phase, Traffic()).exposed += end - start
+                times.traffic.setdefault(phase, Traffic()).exposed += end - start
             else:
-                found.phases[phase] = found.phases.get(phase, 0.0) + end - start
+                times.phases[phase] = times.phases.get(phase, 0.0) + end - start
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
             self.spans = [Span(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
@@ -271,7 +288,7 @@ class Meter:
         for transfer in self._transfers:
             transfer.began = 0
             transfer.waits.clear()
-        return found
+        return times
 
     def flights_since(self, mark: int) -> list[Span]:
         """Return the transfers that ended after the recorded time ``mark``, in seconds after it.
@@ -280,8 +297,9 @@ class Meter:
         """
         self.mark()
         moments = self._seconds()
-        found = (flight for flight in self._flights(moments) if flight.end > moments[mark])
-        return [replace(each, start=each.start - moments[mark], end=each.end - moments[mark]) for each in found]
+        later_flights = (flight for flight in self._flights(moments) if flight.end > moments[mark])
+        began = moments[mark]
+        return [replace(flight, start=flight.start - began, end=flight.end - began) for flight in later_flights]
 
     def _flights(self, moments: list[float]) -> list[Span]:
         """The transfers that have ended."""
@@ -300,6 +318,8 @@ class Meter:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The host runs ahead of the GPU, so its clock would measure launches; events are read only when the times are
+        # needed.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -309,6 +329,7 @@ class Meter:
         first = self._marks[0][1]
         if self._device.type != "cuda":
             return [mark - first for _, mark, _ in self._marks]
+        # Events of one stream are complete in order, so waiting for the last is enough.
         self._marks[-1][1].synchronize()
         return [first.elapsed_time(mark) / 1000.0 for _, mark, _ in self._marks]
 

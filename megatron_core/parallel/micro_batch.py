@@ -29,6 +29,8 @@ def zigzag(length: int, rank: int, size: int) -> tuple[Range, ...]:
             f"a sequence of {length} tokens cannot be cut into 2 x {size} chunks for context_parallel_size={size}; "
             f"use a multiple of {2 * size}"
         )
+    # A rank with the first part alone would have little work under a causal mask, and one with the last part nearly
+    # twice the mean; an early and a late chunk together have the same number of pairs on each rank.
     return tuple((i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
 
 
@@ -52,6 +54,7 @@ class SequenceSplit:
     @classmethod
     def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> SequenceSplit:
         """The split of a layout."""
+        # From the axes and not from ranks of groups, so that a plan without communicators has the same split.
         return cls(groups.index("tp"), groups.size("tp"), sequence_parallel, groups.index("cp"), groups.size("cp"))
 
     @property
@@ -66,6 +69,7 @@ class SequenceSplit:
 
     def local(self, sequences: Tensor) -> Tensor:
         """The local part of ``[b, s, ...]``."""
+        # The usual case must not copy the batch.
         if self.cp_size == 1:
             return sequences
         runs = zigzag(sequences.shape[1], self.cp_rank, self.cp_size)
@@ -97,13 +101,16 @@ class LaterTokens:
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
         """Build from whole sequences, because targets may be tokens of other ranks."""
-        labels, masks = batch["labels"], batch["loss_mask"]
+        labels = batch["labels"]
+        masks = batch["loss_mask"]
+        # Without document lengths all tokens belong to document 0.
         documents = torch.zeros_like(labels)
         if (lengths := batch.get("document_lengths")) is not None:
             numbers = torch.arange(lengths.shape[1])
             documents = torch.stack([numbers.repeat_interleave(row) for row in lengths])
         by_name: tuple[list[Tensor], list[Tensor]] = ([], [])
         for ahead in range(1, depths + 1):
+            # 1 is added so that the fill value 0 beyond the end equals no document.
             same = _ahead(documents + 1, ahead) == documents + 1
             for shifted, sequences in zip(by_name, (_ahead(labels, ahead), _ahead(masks, ahead) * same), strict=True):
                 shifted.append(split.local(sequences).to(device, non_blocking=True))
@@ -169,6 +176,7 @@ class MicroBatch(SequenceDetails):
             positions=split.positions(length, device),
             sample_index=batch["sample_index"].to(device, non_blocking=True),
             residual_length=split.residual_length(entries["tokens"].shape[1]),
+            # Rows are padded with 0 by the loader, because a batch is a tensor.
             document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
             later=LaterTokens.of(batch, later, split, device) if later else None,
             source=None if source is None else source.to(device, non_blocking=True),

@@ -10,6 +10,8 @@ from torch import Tensor
 
 def turn_on() -> None:
     """Turn poisoning on for the whole process; operations without a deterministic form warn and run anyway."""
+    # torch fills new memory only in this mode; a warning instead of an error, because the aim is poison and not
+    # determinism.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 

@@ -12,6 +12,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# A process with one rank needs no context: all of its threads share these values.
 _OF_THE_PROCESS: dict[Any, Any] = {}
 _values: ContextVar[dict[Any, Any]] = ContextVar("values of the rank")
 
@@ -25,6 +26,7 @@ class RankLocal(Generic[T]):
     def __call__(self) -> T:
         """This rank's value."""
         values = _values.get(_OF_THE_PROCESS)
+        # An exception and not a test, because the value exists in almost every call, and each collective makes some.
         try:
             return values[self]
         except KeyError:
@@ -39,6 +41,7 @@ class Forwarding:
     """An object whose attributes are those of this rank's value of a ``RankLocal``."""
 
     def __init__(self, value: RankLocal[Any]) -> None:
+        # The class forwards ordinary attributes to the rank's value, so its own one has to bypass that.
         object.__setattr__(self, "_value", value)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,6 +22,7 @@ DATA_AXES = ("dp", "cp")
 
 
 @dataclass(frozen=True)
+# Ranges and not a number of equal parts: fused matrices, padding and shared key-value heads are all lists of ranges.
 class Split:
     """How dimension ``dim`` is split over the ranks of ``axis``.
 
@@ -110,6 +111,7 @@ class ShardSpec:
                     f"dim {split.dim} is split over {len(split.ranges)} ranks of the axis {split.axis!r}, and this "
                     f"rank has the indices {known}; give its index on {split.axis!r}, from 0 to {len(split.ranges) - 1}"
                 )
+            # Padding is at the end of a dim; the intersection of two splits has no end of its own.
             if split.local_extent and sum(other.dim == split.dim for other in self.splits) > 1:
                 raise LayoutError(f"dim {split.dim} is split twice, so it cannot be padded; split it once")
 
@@ -128,6 +130,7 @@ class ShardSpec:
         """Shape of this rank's tensor, padding included."""
         shape = []
         for dim, runs in enumerate(self._runs):
+            # Checked above: only one split of a dim has padding.
             padded = max((split.local_extent for split in self.splits if split.dim == dim), default=0)
             shape.append(padded or sum(stop - start for start, stop in (run.local for run in runs)))
         return tuple(shape)
@@ -135,6 +138,7 @@ class ShardSpec:
     @cached_property
     def parts(self) -> tuple[LocalPart, ...]:
         """The boxes that this rank holds: its whole tensor without the padding."""
+        # One owner for each element, so that norms count it once and a checkpoint stores it once.
         owns_copies = not self.is_copy and all(
             index == 0 for axis, index in self.indices if axis not in self.split_axes
         )
@@ -152,6 +156,7 @@ class ShardSpec:
         Every element of the global tensor is owned by exactly one model-parallel rank.
         """
         ranges: list[Range] = []
+        # Merged, because buckets and norms loop over ranges: a split along dim 0 is one range instead of one per row.
         for start, stop in sorted(
             r for piece in self.parts if piece.owned for r in piece.local.flat_ranges(self.local_shape)
         ):
@@ -176,6 +181,7 @@ class ShardSpec:
 
     def localise(self, full: Tensor, local: Tensor) -> None:
         """Copy this rank's part of the global tensor ``full`` into ``local``; padding becomes zero."""
+        # The padding.
         local.zero_()
         for piece in self.parts:
             local[piece.local.index] = full[piece.whole.index].to(local)
@@ -183,14 +189,17 @@ class ShardSpec:
     def element_numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Global flat indices of the elements ``start ... stop - 1`` of this rank's flattened tensor, int64; undefined
         for padding."""
+        # Digits of the local flat index, from the last dim on; each becomes a global index by a table of its dim.
         left = torch.arange(start, stop, device=device)
-        numbers, stride = torch.zeros_like(left), 1
+        numbers = torch.zeros_like(left)
+        stride = 1
         for dim in reversed(range(len(self.global_shape))):
             indices = torch.zeros(self.local_shape[dim], dtype=torch.int64)
             for run in self._runs[dim]:
                 indices[slice(*run.local)] = torch.arange(*run.whole)
             numbers += indices.to(device)[left % len(indices)] * stride
-            left, stride = left // len(indices), stride * self.global_shape[dim]
+            left = left // len(indices)
+            stride = stride * self.global_shape[dim]
         return numbers
 
     @cached_property
@@ -204,6 +213,7 @@ class ShardSpec:
     def _runs_of(self, dim: int, extent: int) -> Iterator[_Run]:
         runs: list[tuple[Range, bool, tuple[str, ...]]] = [((0, extent), True, ())]
         for split in (split for split in self.splits if split.dim == dim):
+            # A range that a lower index holds, too, belongs to that index.
             lower = split.ranges[: dict(self.indices)[split.axis]]
             runs = [
                 (both, owned and not any(piece in ranges for ranges in lower), shared + _sharing_axes(split, piece))
@@ -222,7 +232,8 @@ def _sharing_axes(split: Split, piece: Range) -> tuple[str, ...]:
 
 
 def _common(a: Range, b: Range) -> Range | None:
-    start, stop = max(a[0], b[0]), min(a[1], b[1])
+    start = max(a[0], b[0])
+    stop = min(a[1], b[1])
     return (start, stop) if start < stop else None
 
 
@@ -236,6 +247,7 @@ def split(
 ) -> ShardSpec:
     """Equal contiguous parts along ``dim``; with ``padded``, equal parts of that larger size."""
     extent = shape[dim]
+    # Bounds are cut at ``extent``: with padding the last ranks may hold fewer rows, or none.
     length = (padded or extent) // size
     bounds = [(min(i * length, extent), min((i + 1) * length, extent)) for i in range(size)]
     ranges = tuple(((start, stop),) if start < stop else () for start, stop in bounds)
@@ -251,6 +263,7 @@ def split_fused(
         tuple((start + i * (n // size), start + (i + 1) * (n // size)) for start, n in zip(starts, pieces, strict=True))
         for i in range(size)
     )
+    # Optimizers of matrices treat each of the matrices separately; vectors, such as biases, have no rows.
     fused = Fused(pieces) if len(pieces) > 1 and dim == len(shape) - 2 else None
     return ShardSpec(tuple(shape), (Split(dim, axis, ranges),), ((axis, index),), fused=fused)
 
@@ -267,11 +280,16 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
     fused = Fused((queries, *([gates] if gates else []), head_size, head_size), head_size)
     if groups >= size:
         return replace(split(shape, 0, index, size), fused=fused)
-    sharers, group_rows = size // groups, queries + 2 * head_size
-    own_query, ranges = heads // size * head_size, []
+    # Each rank needs the whole key and value head of its query heads, so the ranks of a group hold copies, and
+    # ``Split`` sums the gradients of shared ranges.
+    sharers = size // groups
+    group_rows = queries + 2 * head_size
+    own_query = heads // size * head_size
+    ranges = []
     for i in range(size):
         base = i // sharers * group_rows
-        query, key = base + i % sharers * own_query, base + group_rows - 2 * head_size
+        query = base + i % sharers * own_query
+        key = base + group_rows - 2 * head_size
         ranges.append(((query, query + own_query), (key, key + 2 * head_size)))
     return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),), fused=fused)
 
@@ -284,6 +302,7 @@ def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> 
     return ShardSpec(
         specs[0].global_shape,
         tuple(split for spec in specs for split in spec.splits),
+        # A dict, because several specs may give the index of the same axis.
         tuple(dict(index for spec in specs for index in spec.indices).items()),
         tuple(dict.fromkeys(axis for spec in specs for axis in spec.partial_axes)),
         replica_axes,
@@ -294,12 +313,14 @@ def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> 
 def spec_of(parameter: nn.Parameter) -> ShardSpec:
     """The ``ShardSpec`` of a parameter; a parameter without one is replicated."""
     spec = getattr(parameter, "shard_spec", None)
+    # Parameters of a user's own layers, which know nothing of shards.
     return spec if spec is not None else replicated(tuple(parameter.shape))
 
 
 def allocate(spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """An uninitialized parameter with its ``ShardSpec``; padding is set to zero, because nothing fills it later."""
     elements = sum(piece.local.numel for piece in spec.parts)
+    # No fill of memory that initialization or a checkpoint overwrites.
     make = torch.empty if elements == prod(spec.local_shape) else torch.zeros
     parameter = nn.Parameter(make(spec.local_shape, dtype=dtype, device=device))
     parameter.shard_spec = spec

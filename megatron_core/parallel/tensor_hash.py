@@ -42,6 +42,7 @@ def box_sum(values: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
 
     Sums of disjoint boxes, added modulo 2^64, give the sum of all of them.
     """
+    # Bits and not values, so that NaN has one hash and no rounding can take part.
     words = values.detach().reshape(-1, box.shape[-1] if shape else 1).contiguous()
     per_element = max(words.element_size() // 4, 1)
     words = words.view(_WORDS[words.element_size()])
@@ -49,6 +50,7 @@ def box_sum(values: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
     columns = _factors(first, first + words.shape[1], _COLUMN_SEED, words.device)
     rows = _row_factors(Box(box.start[:-1], box.stop[:-1]), shape[:-1], words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
+    # In chunks: int64 copies of all words would take 2 to 8 times the memory of the tensor.
     height = max(CHUNK // max(words.shape[1], 1), 1)
     for chunk, factors in zip(words.split(height), rows.split(height), strict=True):
         total += _rows_sum(chunk, columns).mul_(factors).sum()
@@ -86,6 +88,7 @@ def _table(seed: int, device: torch.device) -> Tensor:
 def _mixed(index: Tensor, seed: int) -> Tensor:
     """The finalizer of splitmix64 (Steele, Lea and Flood 2014), made odd; int64 wraps modulo 2^64."""
     x = (index * _GOLDEN).add_(seed)
+    # Neighbouring indices must not have similar factors: exchanged rows would otherwise have similar sums.
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = x.bitwise_xor_(_shifted(x, shift)).mul_(factor)
     return x.bitwise_xor_(_shifted(x, 31)).bitwise_or_(1)
@@ -127,7 +130,9 @@ def bit_hash(x: Tensor) -> Tensor:
 
 def hash_on_device(data: Tensor) -> Tensor:
     """The hash of bytes ``[n]`` without a copy to the host; its values differ from those on a CPU."""
+    # Rows of 4,096 bytes, so that the factors of columns come from the cached table.
     full_rows = data.numel() // _ROW * _ROW
+    # The length takes part: zeros at the end would not change the sum.
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     for chunk, width in ((data[:full_rows], _ROW), (data[full_rows:], data.numel() - full_rows)):
         if width:

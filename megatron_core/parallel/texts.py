@@ -20,11 +20,13 @@ def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
     """
     if group.size() == 1:
         return [text]
+    # Two collectives of tensors instead of ``all_gather_object``, which would unpickle bytes of other ranks.
     data = _encoded(text, device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     all_gather_flat_(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
     sizes = lengths.tolist()
     longest = max(sizes)
+    # All ranks know the lengths, so they leave together.
     if longest == 0:
         return [""] * group.size()
     mine = torch.zeros(longest, dtype=torch.uint8, device=device)
@@ -45,7 +47,9 @@ def raising_on_all_ranks(device: torch.device) -> Iterator[None]:
     except Exception as error:
         failure = error
         message = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+    # Also without an error of this rank: the others wait in this collective.
     by_rank = gather_from_all_ranks(message, device)
+    # The rank with the error keeps its traceback.
     if failure is not None:
         raise failure
     rank = next((rank for rank, text in enumerate(by_rank) if text), None)
@@ -71,6 +75,7 @@ class StringBroadcast:
         """Return the first rank's ``text`` on every rank; that of the others is ignored. Every rank calls this."""
         if self._group.size() == 1:
             return text
+        # Messages instead of a broadcast, so that the source need not wait: it is ahead of ranks that still compute.
         group = process_group(self._group)
         if not self.is_source:
             size = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -123,6 +128,7 @@ def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
+# A copy, because the memory of Python's bytes is read-only and torch would warn.
 def _encoded(text: str, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(device)
 

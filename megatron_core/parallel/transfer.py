@@ -58,6 +58,7 @@ class Lane:
         """``device``: the device of the copies; the CPU for files."""
         self._name = name
         self._device = device
+        # A stream for each lane: copies to and from a GPU use separate engines and can run at the same time.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._executor = ThreadPoolExecutor(1, name.replace(" ", "-")) if self._stream is None else None
 
@@ -79,6 +80,7 @@ class Lane:
         if self._stream is None:
             assert self._executor is not None
             return Threaded(self._executor.submit(_without_gradients, call))
+        # The source must be complete, and no kernel may still read the target.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             call()
@@ -87,6 +89,7 @@ class Lane:
 
 def lane(name: Direction, device: torch.device | None = None) -> Lane:
     """Return this process's lane of a direction; without ``device`` it is one for files."""
+    # The process is a part of the key: after a fork a child needs a thread of its own.
     return _lane(name, device or torch.device("cpu"), os.getpid())
 
 

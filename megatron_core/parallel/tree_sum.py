@@ -16,6 +16,8 @@ def tree_sum(terms: Sequence[Tensor], add: Add = torch.add) -> Tensor:
     groups in the same way; each addition rounds to the dtype of the parts. ``Tensor.add_`` overwrites the parts."""
     values = list(terms)
     while len(values) > 1:
+        # A rank that owns a subtree computes the same partial sums as a larger group of ranks does, which a sum from
+        # left to right would not.
         width = smallest_factor(len(values))
         values = [reduce(add, values[first : first + width]) for first in range(0, len(values), width)]
     return values[0]

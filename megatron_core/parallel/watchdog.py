@@ -32,14 +32,11 @@ EARLY = 1.0
 """Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
 ANSWERS = 3.0
 """Seconds that ranks have to answer; more than ``EARLY``."""
-SLACK = 1.25
-"""Number of time limits without progress after which a rank is reported even if no collective has failed. The error of
-a collective comes earlier and is more specific."""
 LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
 
 
 class Watchdog:
-    """One rank's monitoring thread; ``limit`` is the time limit of collectives in seconds."""
+    """One rank's monitoring thread; a rank without progress for ``limit`` seconds is reported."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, limit: float, status: int) -> None:
         # A separate connection, if torch supports it, because calls on a shared one may block.
@@ -53,6 +50,7 @@ class Watchdog:
         self._iteration = 0
         self._beat = 0.0
         self._answered = self._leaving = False
+        # The thread whose stack is reported: it calls the collectives.
         self._main = threading.main_thread().ident
         self._host = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -69,6 +67,7 @@ class Watchdog:
     def leave(self, reason: str) -> None:
         """This rank ends; with a ``reason`` the other ranks end too, without waiting for it."""
         self._leaving = True
+        # Once: a rank that is already a part of a report must not start another.
         if reason and not self._answered:
             self._answered = True
             content = json.dumps({"left": reason.splitlines()[0][:200]})
@@ -78,6 +77,7 @@ class Watchdog:
                 self._store.set("reason", f"rank {self._rank} has ended: {reason.splitlines()[0][:200]}")
                 return True
 
+            # The store may be on a host that is gone.
             within(ANSWERS, tell, otherwise=False)
 
     def report(self, reason: str, error: BaseException | None = None) -> str:
@@ -86,6 +86,7 @@ class Watchdog:
 
         ``error``: its traceback replaces the current location of this rank.
         """
+        # This thread reports, so the polling thread must neither answer for this rank nor end it before it has printed.
         self._answered = self._leaving = True
         answer = self._place()
         if error is not None:
@@ -94,6 +95,7 @@ class Watchdog:
         is_first: list[bool] = []  # stays empty while the store does not answer
 
         def ask() -> None:
+            # An atomic counter decides which of several failing ranks prints the report.
             is_first.append(self._store.add("first", 1) == 1)
             self._store.set(f"answer/{self._rank}", json.dumps(answer))
             if is_first[0]:
@@ -106,6 +108,7 @@ class Watchdog:
                 time.sleep(0.05)
 
         asking = start_thread(ask)
+        # The reason is printed early, because a scheduler may end the job before all answers have arrived.
         asking.join(EARLY)
         if is_first == [False]:
             asking.join(ANSWERS)
@@ -130,10 +133,12 @@ class Watchdog:
                 is_requested = self._store.check(["reason"])
             except (RuntimeError, OSError):
                 return  # the store is gone: collectives will fail on their own
+            # Another rank has failed: collectives with it would wait for the whole time limit.
             if is_requested:
                 self._answer_and_exit()
+            # A collective is progress, too: a long evaluation has many of them without a new step.
             idle = time.monotonic() - max(self._beat, RECORDER.last)
-            if self._beat and idle > SLACK * self._limit:
+            if self._beat and idle > self._limit:
                 self.report(f"rank {self._rank} has made no progress for {idle:.0f} s")
                 os._exit(self._status)
 
@@ -142,6 +147,8 @@ class Watchdog:
         if not self._answered:
             self._answered = True
             self._store.set(f"answer/{self._rank}", json.dumps(self._place()))
+        # The main thread may be saving or printing its own error, and the first rank needs the time to read the
+        # answers.
         time.sleep(ANSWERS + POLL)
         os._exit(self._status)
 

@@ -73,6 +73,7 @@ class World:
         size = read_integer("WORLD_SIZE", 1, least=1)
         rank = read_integer("RANK", 0)
         local_rank = read_integer("LOCAL_RANK", 0)
+        # With RANK missing, every process would take itself for rank 0 and write the same files.
         if size > 1 and "RANK" not in os.environ:
             raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {WAY_OUT}")
         if rank >= size:
@@ -81,7 +82,8 @@ class World:
 
     def use(self, size: int) -> None:
         """Use the first ``size`` ranks and make the others spare."""
-        self.size, self.spares = size, self.size + self.spares - size
+        self.spares += self.size - size
+        self.size = size
 
     def launcher_rank(self, rank: int) -> int:
         """The launcher's rank of a rank of the process groups."""
@@ -105,6 +107,7 @@ class World:
         Errors: ``RestartNeeded`` if the store is gone. If other ranks fail, the watchdog ends this process.
         """
         while True:
+            # Polls, because a blocking wait of the store has a time limit, and training may take months.
             time.sleep(1.0)
             try:
                 if self.store is None:

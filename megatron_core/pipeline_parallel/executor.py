@@ -69,10 +69,14 @@ class Executor:
         self.p2p = p2p
         self.message = message
         self.forward = forward
-        self.overlap = overlap
         self.listener = listener
-        # With overlap any lookahead is safe; 1 overlaps a message with an action.
-        self._receive_lookahead = 1 if overlap else plan.receive_lookahead
+        # In the first step on a GPU no receive is posted ahead: loading a kernel or allocating memory may wait for the
+        # whole device. If two neighbours do so, each waits for a message that the other sends after its own wait.
+        is_first_on_gpu = message.device.type == "cuda" and not p2p.has_run
+        self.overlap = overlap or is_first_on_gpu
+        # If sends are not waited for, any lookahead is safe; 1 overlaps a message with an action.
+        lookahead = 1 if overlap else plan.receive_lookahead
+        self._receive_lookahead = 0 if is_first_on_gpu else lookahead
         if message.posts_late and not overlap:
             raise LayoutError(
                 "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
@@ -115,6 +119,7 @@ class Executor:
                         self._send_output(action, output)
                 self._release_sends(wait=not self.overlap)
             self._release_sends(wait=True)
+        self.p2p.has_run |= self._keep_graph
         return results
 
     @contextmanager

@@ -56,6 +56,8 @@ class PipelineP2P:
         self._ranks = groups.ranks("pp")
         self._up = groups.group("pp")
         self._down = groups.reverse_pp
+        self.has_run = False
+        """Whether a plan with backward has run."""
 
     def send(self, tensor: Tensor, receiver: int) -> MessageHandle:
         """Start a send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is complete."""

@@ -29,18 +29,22 @@ class LayerClock:
     """Times of the layers of a configuration on a machine with ``world_size`` ranks."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, world_size: int, vocab_size: int) -> None:
-        self.config, self.hardware = config, hardware
+        self.config = config
+        self.hardware = hardware
         self.vocab_size = vocab_size
-        parallel, model = config.parallel, config.model
+        parallel = config.parallel
+        model = config.model
         self.rings = Rings(hardware, parallel, world_size)
         self.rate = hardware.flops(config.training.compute_dtype)
         self.fast_rate = hardware.product_flops.get("float8", self.rate)  # without float8 products are emulated
-        self.eight_bit, self.bytes = False, number_size(config.training.compute_dtype)
+        self.eight_bit = False
+        self.bytes = number_size(config.training.compute_dtype)
         self.stream_bytes = number_size(config.residual_dtype)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
-        self.attention_kind, self.heads = attention_of(model), model.num_attention_heads / self.tp
+        self.attention_kind = attention_of(model)
+        self.heads = model.num_attention_heads / self.tp
         query, value = self.attention_kind.query_head_size, self.attention_kind.value_head_size
         self.queries, self.outputs = self.heads * query, self.heads * value
 
@@ -50,11 +54,11 @@ class LayerClock:
         """Seconds of ``count`` products of ``[m, k]`` and ``[k, n]``."""
         if min(m, k, n) <= 0:
             return 0.0
-        edge, size = self.hardware.product_edge, self.bytes
+        edge = self.hardware.product_edge
         flops = 2 * m * k * n * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
         arithmetic = flops / (self.fast_rate if self.eight_bit else self.rate)
-        result = size if result_bytes is None else result_bytes
-        moved = (1 if self.eight_bit else size) * (m * k + k * n) + result * m * n
+        result = self.bytes if result_bytes is None else result_bytes
+        moved = (1 if self.eight_bit else self.bytes) * (m * k + k * n) + result * m * n
         return count * max(arithmetic, moved / self.hardware.memory_bandwidth)
 
     def elements(self, size: float) -> float:
@@ -91,7 +95,8 @@ class LayerClock:
         n = self.bytes
         scale = n * (self.config.training.section(FP8Config).fp8_recipe in ("tensorwise", "rowwise"))
         first, again = self.elements(scale + n + 1), self.elements(n + 1)
-        both, weight = self.elements(scale + n + 2), inputs * outputs
+        both = self.elements(scale + n + 2)
+        weight = inputs * outputs
         return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
     def pair(
@@ -105,19 +110,16 @@ class LayerClock:
         reductions of both; only gathers of the input are left.
         """
         first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
-        ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
+        ring = self.rings.ring("tp")
+        size = self.bytes * self.tokens * self.config.model.hidden_size
         gather = ring.gather(size)
+        passes = [
+            {"products": sum(seconds), "launches": self.launches(2)} for seconds in zip(first, second, strict=True)
+        ]
         if joined:
             inputs_of_part = gather if self.parts > 1 else 0.0
-            return Passes(
-                {"products": first[0] + second[0], "launches": self.launches(2), "tp": inputs_of_part},
-                {
-                    "products": first[1] + second[1],
-                    "launches": self.launches(2),
-                    "tp": self.exposed(inputs_of_part, first[1]),
-                },
-                {"products": first[2] + second[2], "launches": self.launches(2)},
-            )
+            backward = self.exposed(inputs_of_part, first[1])
+            return Passes(passes[0] | {"tp": inputs_of_part}, passes[1] | {"tp": backward}, passes[2])
         backward = 0.0
         if self.parts > 1:
             backward = gather + self.exposed(gather, first[1])  # gathers of the output's gradient and of the input
@@ -126,21 +128,18 @@ class LayerClock:
             reducing = 2 * gather
         hidden = reducing - self.exposed(reducing, first[2]) if self.config.parallel.tp_comm_overlap else 0.0
         backward += reducing - hidden
-        return Passes(
-            {"products": first[0] + second[0], "launches": self.launches(2), "tp": 2 * gather},
-            {"products": first[1] + second[1], "launches": self.launches(2), "tp": backward},
-            {"products": first[2] + second[2], "launches": self.launches(2)},
-            hidden,
-        )
+        return Passes(passes[0] | {"tp": 2 * gather}, passes[1] | {"tp": backward}, passes[2], hidden)
 
     # --- parts of a layer
 
     def core_attention(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of scores, softmax and weighted values."""
         # Communication of context parallelism.
-        config, model = self.config, self.config.model
-        length, batch = config.data.seq_length, config.training.micro_batch_size
-        sent, ring = layer_traffic(config, layer), self.rings.ring("cp")
+        config = self.config
+        length = config.data.seq_length
+        batch = config.training.micro_batch_size
+        sent = layer_traffic(config, layer)
+        ring = self.rings.ring("cp")
         comm = [
             sent_bytes / ring.bandwidth + ring.steps * ring.latency if self.cp > 1 else 0.0
             for sent_bytes in (sent.forward, sent.backward)
@@ -155,20 +154,18 @@ class LayerClock:
             kinds = [{"attention": times[0]}, {"attention": times[1]}]
             kernels = (1.0, 3.0)
         else:
-            count, queries = batch * self.heads, length / self.cp
+            count = batch * self.heads
+            queries = length / self.cp
             scores = self.product(queries, self.attention_kind.query_head_size, length, count=count)
             values = self.product(queries, length, self.attention_kind.value_head_size, count=count)
-            drops = model.attention_dropout > 0
+            drops = config.model.attention_dropout > 0
             # Blocks of queries leave out the keys after them; tiles of context parallelism do not.
-            share = computed_weights(model, length) / length**2 if queries == length else 1.0
-            scores, values = share * scores, share * values
-            size = share * count * queries * length
+            share = computed_weights(config.model, length) / length**2 if queries == length else 1.0
+            products = share * scores + share * values
+            size = share * count * queries * length * self.bytes
             kinds = [
-                {"attention": scores + values, "elements": self.elements(size * self.bytes * (4 if drops else 2))},
-                {
-                    "attention": 2 * (scores + values),
-                    "elements": self.elements(size * self.bytes * (5 if drops else 3)),
-                },
+                {"attention": products, "elements": self.elements(size * (4 if drops else 2))},
+                {"attention": 2 * products, "elements": self.elements(size * (5 if drops else 3))},
             ]
             kernels = (5.0, 8.0)
         if self.cp > 1:  # partial outputs and gradients of queries are accumulated in float32, block by block
@@ -198,7 +195,8 @@ class LayerClock:
 
     def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
-        model, passes = self.config.model, []
+        model = self.config.model
+        passes = []
         if model.has_attention(layer) and model.attention_name == "sparse_latent":
             passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
         elif model.has_attention(layer):
@@ -210,7 +208,8 @@ class LayerClock:
 
     def between(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""
-        model, n = self.config.model, self.bytes
+        model = self.config.model
+        n = self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         added = model.has_mixer(layer) + model.has_mlp(layer)
         norms = added * (2 if model.norm_placement == "sandwich" else 1)
@@ -232,10 +231,8 @@ class LayerClock:
         """Forward and backward of the activation function of an MLP."""
         reads = (3, 5) if self.config.model.gated_linear_unit else (2, 3)
         forward, backward = (self.elements(self.bytes * rows * width * count) for count in reads)
-        return (
-            {"elements": forward, "launches": self.launches(1)},
-            {"elements": backward, "launches": self.launches(1)},
-        )
+        launches = self.launches(1)
+        return {"elements": forward, "launches": launches}, {"elements": backward, "launches": launches}
 
     def mlp(self, width: float, *, joined: bool = False) -> Passes:
         """A dense MLP of ``width`` over all tensor-parallel ranks; ``joined`` as in ``pair``."""
@@ -247,8 +244,10 @@ class LayerClock:
 
     def replaced(self) -> Passes:
         """A linear layer in place of attention or MLP; tensor-parallel ranks gather its outputs or exchange them."""
-        hidden, ring = self.config.model.hidden_size, self.rings.ring("tp")
-        linear, size = self.linear(self.tokens, hidden, hidden / self.tp), self.bytes * self.tokens * hidden
+        hidden = self.config.model.hidden_size
+        ring = self.rings.ring("tp")
+        linear = self.linear(self.tokens, hidden, hidden / self.tp)
+        size = self.bytes * self.tokens * hidden
         gathering = ring.gather(size)
         moved = ring.all_to_all(size / self.tp) if self.parts > 1 else 0.0
         products = [{"products": seconds, "launches": self.launches(1)} for seconds in linear]
@@ -256,9 +255,11 @@ class LayerClock:
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
-        model, parallel = self.config.model, self.config.parallel
+        model = self.config.model
+        parallel = self.config.parallel
         hidden, outer = model.hidden_size, model.expert_hidden_size
-        etp, local_tokens = parallel.expert_tensor_size, self.tokens / self.tp
+        etp = parallel.expert_tensor_size
+        local_tokens = self.tokens / self.tp
         rows = local_tokens * model.moe_router_topk * etp
         local = (model.num_experts or 1) / parallel.expert_model_parallel_size
         inner = model.expert_ffn_size / etp
@@ -267,7 +268,8 @@ class LayerClock:
         second = self.linear(rows / local, inner, outer, local)
         # Of every token: the products of the router, and of latents, which have the same sizes both ways.
         router = self.linear(local_tokens, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
-        moved, reducing = self.exchange(), 0.0
+        moved = self.exchange()
+        reducing = 0.0
         if self.tp > 1 and self.parts == 1:
             reducing = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
         forward, backward = self.activation(rows, inner)
@@ -288,7 +290,8 @@ class LayerClock:
 
     def exchange(self) -> float:
         """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
-        model, parallel = self.config.model, self.config.parallel
+        model = self.config.model
+        parallel = self.config.parallel
         row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
         if model.moe_token_dispatcher_type == "alltoall":
@@ -319,8 +322,8 @@ class LayerClock:
         """A layer without recomputation or with selective recomputation."""
         model = self.config.model
         self.eight_bit = number in self.config.training.section(FP8Config).fp8_layers(model.num_layers)
-        (forward, backward) = self.mixing(number)
-        (before, behind) = self.between(number)
+        forward, backward = self.mixing(number)
+        before, behind = self.between(number)
         attention = self.attention(number)
         mlp = self.experts() if model.has_experts(number) else Passes({}, {}, {})
         if model.has_dense_mlp(number):
@@ -343,7 +346,8 @@ class LayerClock:
         model = self.config.model
         size = self.bytes * self.tokens * model.hidden_size
         joined = self.linear(self.tokens, 2 * model.hidden_size, model.hidden_size / self.tp)
-        gather, norms = 2 * self.rings.ring("tp").gather(size), self.elements(10 * size / self.parts)
+        gather = 2 * self.rings.ring("tp").gather(size)
+        norms = self.elements(10 * size / self.parts)
         projection = Passes(
             {"products": joined[0], "elements": norms, "tp": gather},
             {"products": joined[1], "elements": 1.5 * norms, "tp": gather},
@@ -366,7 +370,8 @@ class LayerClock:
 
     def embedding(self) -> Passes:
         """The embedding, its reduction over tensor-parallel ranks, positions and dropout."""
-        size, ring = self.bytes * self.tokens * self.config.model.hidden_size, self.rings.ring("tp")
+        size = self.bytes * self.tokens * self.config.model.hidden_size
+        ring = self.rings.ring("tp")
         comm = ring.gather(size) if self.parts > 1 else ring.reduce(size)
         return Passes(
             {"elements": self.elements(4 * size), "launches": self.launches(4), "tp": comm},
@@ -376,25 +381,20 @@ class LayerClock:
 
     def head(self) -> Passes:
         """The last norm, the output layer and the loss."""
-        model, n = self.config.model, self.bytes
+        model = self.config.model
+        n = self.bytes
         columns = padded_vocabulary(self.config, self.vocab_size) / self.tp
         products = self.linear(self.tokens, model.hidden_size, columns)
         again = products[0] if model.fuses_output_layer_with_loss else 0.0
-        ring, size = self.rings.ring("tp"), n * self.tokens * model.hidden_size
+        ring = self.rings.ring("tp")
+        size = n * self.tokens * model.hidden_size
         gather = ring.gather(size) if self.parts > 1 else 0.0
         logits = n * self.tokens * columns
-        return Passes(
-            {
-                "products": products[0],
-                "elements": self.elements(logits + 2 * size / self.parts),
-                "tp": gather,
-                "launches": self.launches(6),
-            },
-            {
-                "products": products[1] + again,
-                "elements": self.elements(2 * logits + 3 * size / self.parts),
-                "tp": 2 * gather if self.parts > 1 else ring.reduce(size),
-                "launches": self.launches(6),
-            },
-            {"products": products[2], "launches": self.launches(1)},
-        )
+        elements = self.elements(logits + 2 * size / self.parts)
+        forward = {"products": products[0], "elements": elements, "tp": gather, "launches": self.launches(6)}
+        backward = forward | {
+            "products": products[1] + again,
+            "elements": self.elements(2 * logits + 3 * size / self.parts),
+            "tp": 2 * gather if self.parts > 1 else ring.reduce(size),
+        }
+        return Passes(forward, backward, {"products": products[2], "launches": self.launches(1)})

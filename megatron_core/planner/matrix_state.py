@@ -46,7 +46,8 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
 
 def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
     """The trained hidden matrices of a layer."""
-    model, tensors_of = config.model.section(SparseAttentionConfig), added_tensors(config)
+    model = config.model.section(SparseAttentionConfig)
+    tensors_of = added_tensors(config)
     if tensors_of is not None:
         for shape, experts in tensors_of(config, ParallelConfig(), layer_number):
             if len(shape) == 2:

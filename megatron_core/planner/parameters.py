@@ -211,7 +211,8 @@ def each_layer(kinds: Sequence[int], compute: Callable[[int], Computed]) -> list
 
 def joins_parts(config: RunConfig, layer_number: int) -> bool:
     """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (``transformer.joined``)."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
         return False
     separate = (

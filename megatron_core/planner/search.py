@@ -121,7 +121,8 @@ class Search:
                 "global_batch_size=None: layouts are compared on the same batch; give --global-batch-size, the "
                 "number of sequences of an optimizer step"
             )
-        limit, frontier = TimeLimit(self.seconds, self.clock), Frontier(self._points_of)
+        limit = TimeLimit(self.seconds, self.clock)
+        frontier = Frontier(self._points_of)
         seeds = list[Settings]()
         for bound, group in self._groups():
             frontier.add(bound, group)
@@ -156,8 +157,7 @@ class Search:
 
     def candidate(self, config: RunConfig) -> Candidate:
         """Return a layout's time and memory, whether or not it fits; ``LayoutError`` if the layout is not legal."""
-        faults = list(problems(without_data(config), self.devices))
-        if faults:
+        if faults := list(problems(without_data(config), self.devices)):
             raise LayoutError("; ".join(faults))
         pipeline = self._pipeline(config)
         footprint = self._footprint(pipeline)
@@ -167,11 +167,14 @@ class Search:
         """Whether ``memory`` fits into the device."""
         return sum(memory.values()) <= self.hardware.usable_bytes
 
-    # --- the points
+    @property
+    def _batch(self) -> int:
+        return self.config.training.global_batch_size or 1
 
+    # --- the points
     def _groups(self) -> Iterator[tuple[float, Group]]:
         """Yield a lower bound of the time, and all points with the same layers, without ZeRO and optimizer offload."""
-        batch = self.config.training.global_batch_size or 1
+        batch = self._batch
         for layers in self._layer_settings():
             ranks = layers["tensor_model_parallel_size"] * layers["context_parallel_size"]
             experts = layers.get("expert_model_parallel_size", 1) * (layers.get("expert_tensor_parallel_size") or 1)
@@ -193,20 +196,17 @@ class Search:
 
     def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, Settings]]:
         """Yield the points of a group and lower bounds of their times."""
-        batch, micro = self.config.training.global_batch_size or 1, group.settings["micro_batch_size"]
+        micro = group.settings["micro_batch_size"]
         for stages in self._stages[group.room]:
-            copies = group.room // stages["pipeline_model_parallel_size"]
-            if batch % (micro * copies) == 0:
-                yield bound * self._waiting(stages, batch / (micro * copies)), group.settings | stages
+            sequences = micro * (group.room // stages["pipeline_model_parallel_size"])
+            if self._batch % sequences == 0:
+                yield bound * self._waiting(stages, self._batch / sequences), group.settings | stages
 
     def _seeds(self, group: Group) -> list[Settings]:
         """The points of a group with full recomputation of the smallest micro-batches, without chunks."""
         settings = group.settings
-        if (
-            settings["recompute_granularity"] != "full"
-            or settings["context_parallel_size"] > 1
-            or settings["micro_batch_size"] > micro_batch_sizes(self.config)[0]
-        ):
+        is_smallest = settings["micro_batch_size"] <= micro_batch_sizes(self.config)[0]
+        if settings["recompute_granularity"] != "full" or settings["context_parallel_size"] > 1 or not is_smallest:
             return []
         return [
             point
@@ -231,7 +231,8 @@ class Search:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
         legal = []
         for pp, schedule in product(divisors(room), TRAINING):
-            chunks, most = SCHEDULES[schedule].chunks, min(MOST_CHUNKS, self.config.model.num_layers // pp)
+            chunks = SCHEDULES[schedule].chunks
+            most = min(MOST_CHUNKS, self.config.model.num_layers // pp)
             for v in range(2, most + 1) if chunks is None else [1]:
                 stages = {
                     "pipeline_model_parallel_size": pp,
@@ -247,12 +248,8 @@ class Search:
         host = self.hardware.has_host and not self.config.optimizer.offloads_optimizer
         copies = self.devices // settings["tensor_model_parallel_size"] // settings["pipeline_model_parallel_size"]
         for stage in range(4 if copies > 1 else 1):
-            zero = {
-                "zero_stage": stage,
-                "use_distributed_optimizer": False,
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": stage > 0,
-            }
+            zero = {"zero_stage": stage, "use_distributed_optimizer": False}
+            zero |= {"overlap_grad_reduce": True, "overlap_param_gather": stage > 0}
             for offload in (False, True)[: 1 + host]:
                 yield zero | {"optimizer_cpu_offload": offload or self.config.optimizer.optimizer_cpu_offload}
 
@@ -260,8 +257,9 @@ class Search:
 
     def _bound(self, settings: Settings) -> float:
         """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
-        times, batch = self._times(settings), self.config.training.global_batch_size or 1
-        full, away = settings["recompute_granularity"] == "full", settings["cpu_offloading"]
+        times = self._times(settings)
+        full = settings["recompute_granularity"] == "full"
+        away = settings["cpu_offloading"]
         counts = Counter(times.kinds)
         layers = sum(
             counts[layer_kind] * sum(times.layer(times.kinds.index(layer_kind), recomputed=full, offloaded=away).sums)
@@ -269,7 +267,7 @@ class Search:
         )
         ranks = settings["tensor_model_parallel_size"] * settings["context_parallel_size"]
         per_micro_batch = layers + sum(times.end(first=False).sums)
-        return per_micro_batch * batch / settings["micro_batch_size"] * ranks / self.devices
+        return per_micro_batch * self._batch / settings["micro_batch_size"] * ranks / self.devices
 
     def _waiting(self, stages: Settings, micros: float) -> float:
         """Lower bound of the factor by which the pipeline's bubble lengthens the step, for equal stages."""
@@ -312,7 +310,8 @@ class Search:
                 if pipeline.least_seconds >= worst:
                     return
                 footprint = self._footprint(pipeline)
-            pipeline, footprint = pipeline.variant(config), footprint.variant(config)
+            pipeline = pipeline.variant(config)
+            footprint = footprint.variant(config)
             rank, memory = footprint.worst()
             if not self.fits(memory):
                 self.too_large += 1

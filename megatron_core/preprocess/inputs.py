@@ -37,11 +37,11 @@ class DamagedFileError(DataError):
 class InputFile:
     """One input file.
 
-    kind: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
+    format: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
     """
 
     path: str
-    kind: str
+    format: str
     compression: str | None
     size: int
     mtime_ns: int

@@ -210,7 +210,7 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], fol
         inside = [start - before for start in starts if before <= start < before + source.size]
         before += source.size
         # Compressed files can only be read from their beginning.
-        anywhere = source.kind == "jsonl" and source.compression is None
+        anywhere = source.format == "jsonl" and source.compression is None
         ranges = [(start, start + SAMPLE_BYTES) for start in inside] if anywhere else [(0, None)] * bool(inside)
         for start, stop in ranges:
             wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
@@ -239,11 +239,11 @@ def read_pieces(
     start = position[1]
     for number in range(position[0], len(sources)):
         source = sources[number]
-        if source.kind == "jsonl" and source.compression is None:
+        if source.format == "jsonl" and source.compression is None:
             for begin in range(start, source.size, size):
                 end = begin + size
                 yield InputRange(number, begin, end if end < source.size else None, raw=min(end, source.size))
-        elif source.kind == "text" and settings.separator is None:
+        elif source.format == "text" and settings.separator is None:
             yield InputRange(number, raw=source.size)
         else:
             try:

@@ -285,7 +285,7 @@ class Output:
             state.source = piece.source
             state.lines = 0
         for line, category, sentence in encoded_part.remarks:
-            word = DOCUMENT_WORDS[self._sources[piece.source].kind]
+            word = DOCUMENT_WORDS[self._sources[piece.source].format]
             self._remark(category, f"{self._sources[piece.source].path}, {word} {state.lines + line} {sentence}")
         for encoded in encoded_part.encoded:
             for writer, sequences in zip(self._writers, encoded, strict=True):

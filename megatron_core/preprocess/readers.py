@@ -35,10 +35,8 @@ TEXT_COLUMN = re.compile(
 """Pattern of the types of columns with texts; lists and structs of texts are not among them."""
 MOST_ROWS, MOST_EMPTY_ROWS = 4096, 1 << 20
 ROWS_PER_BYTE = 16
-"""A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused.
-
-Rows of text need at least one byte each.
-"""
+"""A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused, because each row
+of text needs at least one byte."""
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Batch:
 
     lines: int = 0
     size: int = 0
-    numbers: Sequence[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     texts: Sequence[Sequence[str]] = field(default_factory=list)
     broken: list[tuple[int, str]] = field(default_factory=list)
 
@@ -92,11 +90,11 @@ def read_blocks(
 
     folder: for the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its end.
     """
-    if source.kind == "parquet":
+    if source.format == "parquet":
         yield from parquet_blocks(source, keys, limits, folder, start)
         return
     with Stream(source) as stream:
-        if source.kind == "jsonl":
+        if source.format == "jsonl":
             yield from line_blocks(stream, start, stop, limits, source.path)
         else:
             yield from text_blocks(stream, len(keys), separator, start, limits)
@@ -113,12 +111,14 @@ def read_texts(
     with TemporaryDirectory() as folder:
         for path in paths:
             source = describe(path)
-            lines, raw = 0, 0
+            lines = raw = 0
             for block in read_blocks(source, keys, separator, Limits(), Path(folder)):
-                batch, word = block.batch(tuple(keys)), DOCUMENT_WORDS[source.kind]
+                batch = block.batch(tuple(keys))
+                word = DOCUMENT_WORDS[source.format]
                 broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]
                 yield list(chain.from_iterable(batch.texts)), block.raw - raw, broken
-                lines, raw = lines + batch.lines, block.raw
+                lines += batch.lines
+                raw = block.raw
 
 
 # JSON Lines
@@ -134,9 +134,9 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
         stream.skip_to(start - 1)
         _skip_line(stream, stop)  # only up to stop: else every range within a line of 1 GB would read its rest
     while stop is None or stream.position < stop:
-        first, size = stream.position == 0, limits.batch_bytes
-        data = stream.read(size if stop is None else min(size, stop - stream.position))
-        if not data:
+        first = stream.position == 0
+        size = limits.batch_bytes if stop is None else min(limits.batch_bytes, stop - stream.position)
+        if not (data := stream.read(size)):
             return
         tail = b"" if data.endswith(b"\n") else stream.readline(most + 2)
         begin = data.rfind(b"\n") + 1
@@ -199,8 +199,9 @@ def parse(data: bytes, keys: tuple[str, ...]) -> Batch:
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
     """Return the texts under the keys of a line of JSON; null is an empty text. Errors: as ``parse`` catches."""
+    lenient = False
     try:
-        document, lenient = orjson.loads(line), False
+        document = orjson.loads(line)
     except ValueError:
         # json is slower and accepts more: a byte-order mark, NaN, nesting of any depth, halves of surrogate pairs.
         document, lenient = json.loads(line), True
@@ -227,8 +228,8 @@ def fault(line: bytes, keys: Sequence[str], error: Exception) -> str:
         return f'is {_kind(document)}, expected an object such as {{"text": ...}} on each line'
     for key in keys:
         if key not in document:
-            there = ", ".join(sorted(document)[:10]) or "none"
-            return f"has no key {key!r}; its keys: {there}; choose with --json-keys"
+            names = ", ".join(sorted(document)[:10]) or "none"
+            return f"has no key {key!r}; its keys: {names}; choose with --json-keys"
     for key in keys:
         if not isinstance(document[key], str | None):
             return f"has {_kind(document[key])} under {key!r}, expected a string"
@@ -251,8 +252,8 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
     """
     stream.skip_to(start)
     texts: list[str] = []
-    numbers: list[int] = []
-    batch, end = Batch(numbers=numbers), 0
+    batch = Batch()
+    end = 0
     first = start == 0
     for end, data in split(stream, separator.encode("utf-8") if separator else None, limits.document_bytes):
         batch.lines += 1
@@ -261,7 +262,7 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
                 batch.broken.append((batch.lines, too_long(limits)))
             else:
                 texts.append(data.decode("utf-8-sig" if first else "utf-8"))
-                numbers.append(batch.lines)
+                batch.numbers.append(batch.lines)
                 batch.size += len(data)
         except UnicodeDecodeError as error:
             name = next((name for magic, name in BINARY.items() if data and data.startswith(magic)), None)
@@ -269,13 +270,11 @@ def text_blocks(stream: Stream, keys: int, separator: str | None, start: int, li
             batch.broken.append((batch.lines, f"is not UTF-8 ({error}); {remedy}"))
         first = False
         if batch.size >= limits.batch_bytes:
-            batch.texts = [texts] * keys
-            yield ContentBlock(batch, end, stream.raw)
-            texts, numbers = [], []
-            batch = Batch(numbers=numbers)
+            yield ContentBlock(replace(batch, texts=[texts] * keys), end, stream.raw)
+            texts = []
+            batch = Batch()
     if batch.lines:
-        batch.texts = [texts] * keys
-        yield ContentBlock(batch, end, stream.raw)
+        yield ContentBlock(replace(batch, texts=[texts] * keys), end, stream.raw)
 
 
 def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[int, bytes | None]]:
@@ -285,8 +284,8 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         yield stream.position, (data if len(data) <= most else None)
         return
     # A bytearray grows in place. Bytes are copied at each read: 80 MB without a separator took 27 s instead of 0.2.
-    start, buffered = stream.position, bytearray()
-    begin, long = 0, False
+    buffered = bytearray()
+    start, begin, long = stream.position, 0, False
     while data := stream.read(1 << 16):
         # A separator can span two reads.
         searched = max(begin, len(buffered) - len(separator) + 1)
@@ -301,7 +300,8 @@ def split(stream: Stream, separator: bytes | None, most: int) -> Iterator[tuple[
         if len(buffered) > most:
             # From here on only the length is needed, for the position of the next document.
             dropped = len(buffered) - len(separator) + 1
-            start, long = start + dropped, True
+            start += dropped
+            long = True
             del buffered[:dropped]
     if buffered or long:
         yield start + len(buffered), (None if long else bytes(buffered))
@@ -355,8 +355,8 @@ def parquet_blocks(
 def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
     for key in keys:
         if key not in schema.names:
-            there = ", ".join(schema.names[:10]) or "none"
-            raise DamagedFileError(f"{path} has no column {key!r}; its columns: {there}; choose with --json-keys")
+            names = ", ".join(schema.names[:10]) or "none"
+            raise DamagedFileError(f"{path} has no column {key!r}; its columns: {names}; choose with --json-keys")
         dtype = str(schema.field(key).type)
         if not TEXT_COLUMN.fullmatch(dtype):
             raise DamagedFileError(f"{path} has {dtype} in column {key!r}, expected strings; choose with --json-keys")
@@ -378,7 +378,7 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
             numbers.append(number)
         except UnicodeDecodeError as error:
             broken.append((number, f"is not UTF-8 ({error}); correct or remove it"))
-    size = sum(len(value) for column in values for value in column)
+    size = sum(map(len, chain.from_iterable(values)))
     return Batch(len(values[0]), size, numbers, list(zip(*documents, strict=True)), broken)
 
 

@@ -220,7 +220,7 @@ class Worker:
         remarks = [(number, "broken", sentence) for number, sentence in batch.broken]
         for key, sequences in zip(self.settings.json_keys, encoded, strict=True):
             empty = np.flatnonzero(sequences.counts == 0).tolist()
-            where = "" if self.sources[encoded_part.piece.source].kind == "text" else f" under {key!r}"
+            where = "" if self.sources[encoded_part.piece.source].format == "text" else f" under {key!r}"
             remarks += [(batch.numbers[number], "empty", f"has no text{where}") for number in empty]
         first = encoded_part.lines
         encoded_part.remarks += [(first + number, category, sentence) for number, category, sentence in sorted(remarks)]

@@ -28,7 +28,8 @@ class RunChecks(Callback):
     priority = 300
 
     def __init__(self, run: Run) -> None:
-        self.run, self.interval = run, run.config.section(CheckConfig).replica_check_interval
+        self.run = run
+        self.interval = run.config.section(CheckConfig).replica_check_interval
         named = [pair for stage in run.stages.values() for pair in stage.named_global_parameters()]
         self.replicas = Replicas(named, run.groups, run.world.device)
         self.untrained = UntrainedParameterCheck(run.data_parallel, run.optimizer, run.world.device)
@@ -37,7 +38,8 @@ class RunChecks(Callback):
         """Hashes of the weights before the first step; None after the comparison."""
         # The gradient of an adapter's A is zero until the first update of B, which starts at zero.
         self._needed_updates = 1 if run.config.optional("lora_rank") is None else 2
-        self._updates, self._noted_gradients = 0, False
+        self._updates = 0
+        self._noted_gradients = False
         self._starved = StarvedExperts()
 
     def before_run(self) -> None:
@@ -79,7 +81,8 @@ class RunChecks(Callback):
 
     def _compare(self) -> Tensor:
         """Return the hashes of all parameters. Errors: ``MegatronError`` if replicas differ."""
-        hashes, iteration = self.replicas.hashes(self.run.data_parallel.reading), self.run.state.iteration
+        hashes = self.replicas.hashes(self.run.data_parallel.reading)
+        iteration = self.run.state.iteration
         differences = self.replicas.differences(hashes)
         if differences:
             raise MegatronError(_sentence(differences, iteration, self._equal_at, self.interval))
@@ -117,15 +120,15 @@ class RunChecks(Callback):
 
 
 def _sentence(differences: list[str], iteration: int, equal_at: int | None, interval: int | None) -> str:
-    found = "; ".join(differences)
+    text = "; ".join(differences)
     if equal_at is None:
         return (
-            f"replicas differ before the first step, at iteration {iteration}: {found}. These ranks "
+            f"replicas differ before the first step, at iteration {iteration}: {text}. These ranks "
             "were initialised from different seeds or read different files; give all ranks the same flags, the same "
             "code and the same --load folder"
         )
     return (
-        f"replicas differ at iteration {iteration}: {found}. They were equal at iteration {equal_at}: "
+        f"replicas differ at iteration {iteration}: {text}. They were equal at iteration {equal_at}: "
         "load a checkpoint from then or before (--load, --ckpt-step), and test the hardware of these ranks if it "
         f"happens again; replica_check_interval={interval} can be lowered to find the step"
     )
@@ -135,8 +138,10 @@ class UntrainedParameterCheck:
     """Finds parameters that do not train. All ranks call a method together and get the names of all stages."""
 
     def __init__(self, data_parallel: DataParallel, optimizer: Optimizer, device: torch.device) -> None:
-        self.buckets, self.groups = data_parallel.buckets, data_parallel.groups
-        self.optimizer, self.device = optimizer, device
+        self.buckets = data_parallel.buckets
+        self.groups = data_parallel.groups
+        self.optimizer = optimizer
+        self.device = device
         self.names = [name for bucket in self.buckets for name in bucket.names]
         self.index_of = {p: i for i, p in enumerate(p for bucket in self.buckets for p in bucket.parameters)}
 
@@ -147,8 +152,8 @@ class UntrainedParameterCheck:
         """
         reached = torch.zeros(len(self.names), dtype=torch.int32, device=self.device)
         for bucket in self.buckets:
-            for _, parameter, start, stop, at in bucket.pieces():
-                reached[self.index_of[parameter]] = bucket.grad_shard[at : at + stop - start].any()
+            for _, parameter, start, stop, offset in bucket.pieces():
+                reached[self.index_of[parameter]] = bucket.grad_shard[offset : offset + stop - start].any()
         return self._names_without(reached)
 
     def unmoved(self, named: Sequence[tuple[str, nn.Parameter]], before: Tensor, now: Tensor) -> list[str]:
@@ -177,7 +182,10 @@ class UntrainedParameterCheck:
 
 
 def _hidden_moves(bucket: Bucket, main: Tensor) -> Iterable[nn.Parameter]:
-    for _, parameter, start, stop, at in bucket.pieces():
-        wide, narrow = main[at : at + stop - start], bucket.weight_shard[at : at + stop - start].to(main.device)
+    for _, parameter, start, stop, offset in bucket.pieces():
+        wide, narrow = (
+            main[offset : offset + stop - start],
+            bucket.weight_shard[offset : offset + stop - start].to(main.device),
+        )
         if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
             yield parameter

@@ -7,6 +7,7 @@ predicted saving as a part of a step's time. Thresholds and sources are listed i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -39,29 +40,23 @@ def _batch(summary: Summary) -> int:
     return steps[-1]["global_batch_size"] if steps else _setting(summary, "global_batch_size", 1)
 
 
-def _larger_batch(summary: Summary, text: str, gain: float) -> Change:
-    return flags(text, gain, global_batch_size=2 * _batch(summary))
-
-
 def slow_rank(summary: Summary) -> Iterator[Finding]:
     """A rank needs more time than others for the same work; the ranks waiting for it lose the difference."""
     if _busiest(summary) > 1:
         return  # ranks with busier experts compute longer
-    paces = {
-        rank: times.typical_compute / (summary.records.header(rank).get("work") or 1.0)
-        for rank, times in summary.ranks.items()
-    }
+    work = {rank: summary.records.header(rank).get("work") or 1.0 for rank in summary.ranks}
+    paces = {rank: times.typical_compute / work[rank] for rank, times in summary.ranks.items()}
     for rank, pace in paces.items():
-        others = [other for at, other in paces.items() if at != rank]
-        if not others or pace < SLOW * median(others) or not median(others):
+        other_paces = [value for number, value in paces.items() if number != rank]
+        if not other_paces or pace < SLOW * median(other_paces) or not median(other_paces):
             continue
         times = summary.ranks[rank]
-        if times.typical_compute < median(t.typical_compute for at, t in summary.ranks.items() if at != rank):
+        if times.typical_compute < median(t.typical_compute for number, t in summary.ranks.items() if number != rank):
             continue  # it has less work than others and finishes before them: no rank waits for it
-        lost = times.compute * (1 - median(others) / pace) / times.seconds
+        lost = times.compute * (1 - median(other_paces) / pace) / times.seconds
         evidence = (
-            f"{summary.name(rank)} computes {pace / median(others):.2f} times as long as others for the same work, "
-            f"{times.typical_compute:.3g} s per step"
+            f"{summary.name(rank)} computes {pace / median(other_paces):.2f} times as long as others for the same "
+            f"work, {times.typical_compute:.3g} s per step"
         )
         yield Finding(
             "slow rank", lost, evidence,
@@ -77,15 +72,15 @@ def imbalanced_stage(summary: Summary) -> Iterator[Finding]:
     average = sum(work.values()) / max(len(work), 1)
     if len(work) < 2 or not average or max(work.values()) < UNEQUAL * average:
         return
-    stage = max(work, key=lambda at: work[at])
+    stage = max(work, key=lambda number: work[number])
     times = next(times for rank, times in summary.ranks.items() if summary.coordinate(rank, "pp") == stage)
     lost = times.compute / times.seconds * (1 - average / work[stage])
-    own = ("pipeline_model_parallel_layout", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    given = [name for name in own if summary.config.get(name) is not None]
-    removed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    names = ("pipeline_model_parallel_layout", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
+    changed = [name for name in names if summary.config.get(name) is not None]
+    removed = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
     change = (
-        Change(f"remove {removed}: layers are then split by their FLOPs", lost, dict.fromkeys(given))
-        if given
+        Change(f"remove {removed}: layers are then split by their FLOPs", lost, dict.fromkeys(changed))
+        if changed
         else Change("move layers away from it with --pipeline-model-parallel-layout", lost)
     )
     evidence = f"pipeline rank {stage} has {work[stage] / average:.2f} times the mean work of a stage"
@@ -106,7 +101,7 @@ def pipeline_bubble(summary: Summary) -> Iterator[Finding]:
         return max(1 - (1 - share) / (1 - min(bubble, share)), 0.0)
 
     twice = gain((p - 1) / (2 * v * m + p - 1))
-    changes = [_larger_batch(summary, f"use {2 * m} micro-batches", twice)]
+    changes = [flags(f"use {2 * m} micro-batches", twice, global_batch_size=2 * _batch(summary))]
     size = _setting(summary, "micro_batch_size", 1)
     if size > 1:
         changes.append(flags("use smaller micro-batches", twice, micro_batch_size=size // 2))
@@ -146,15 +141,16 @@ def exposed_communication(summary: Summary) -> Iterator[Finding]:
     """Ranks exchange data without computing at the same time."""
     by_axes: dict[str, float] = {}
     kinds: dict[str, list[str]] = {}
-    for kind, (sending, _) in summary.communication().items():
-        axes = kind.rpartition(" ")[0]
-        if _is_of_experts(summary, kind):
-            axes, sending = "ep", sending / _busiest(summary)
+    for collective, (sending, _) in summary.communication().items():
+        axes = collective.rpartition(" ")[0]
+        if _is_of_experts(summary, collective):
+            axes = "ep"
+            sending = sending / _busiest(summary)
         by_axes[axes] = by_axes.get(axes, 0.0) + sending
         if sending >= 0.01:
-            rates = summary.rates(kind)
+            rates = summary.rates(collective)
             rate = f" at {median(rates.values()) / 1e9:.3g} GB/s" if rates else ""
-            kinds.setdefault(axes, []).append(f"{kind.rpartition(' ')[2]} {sending:.1%}{rate}")
+            kinds.setdefault(axes, []).append(f"{collective.rpartition(' ')[2]} {sending:.1%}{rate}")
     for axes, share in by_axes.items():
         if share >= 0.05:
             evidence = f"ranks wait for data of the group {axes}: {', '.join(kinds.get(axes, ['many small ones']))}"
@@ -198,10 +194,10 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
 
 
 def _other_layout(
-    summary: Summary, text: str, kind: str, share: float, settings: dict[str, Any], estimate: float | None
+    summary: Summary, text: str, collective: str, share: float, settings: dict[str, Any], estimate: float | None
 ) -> Iterator[Change]:
     """Yield a change, unless the planner predicts no gain; ``estimate``: the gain if it cannot predict."""
-    predicted = predicted_gain(summary, settings, kind, share)
+    predicted = predicted_gain(summary, settings, collective, share)
     gain = estimate if predicted is None else predicted
     if gain is not None and gain > 0:
         yield flags(text, gain, **settings)
@@ -209,17 +205,21 @@ def _other_layout(
 
 def slow_link(summary: Summary) -> Iterator[Finding]:
     """One group is slower than other groups in the same collectives."""
-    for kind in summary.communication():
-        rates = summary.rates(kind)
+    for collective in summary.communication():
+        rates = summary.rates(collective)
         if len(rates) < 3:
             continue
         group = min(rates, key=lambda ranks: rates[ranks])
         middle = median(rate for ranks, rate in rates.items() if ranks != group)
         if rates[group] < 0.5 * middle:
-            own = [summary.ranks[rank].traffic[kind]["exposed"] / summary.ranks[rank].seconds for rank in group]
-            lost = max(min(own) * (1 - rates[group] / middle), 0.0)
+            shares = [
+                summary.ranks[rank].traffic[collective]["exposed"] / summary.ranks[rank].seconds for rank in group
+            ]
+            lost = max(min(shares) * (1 - rates[group] / middle), 0.0)
             names = ", ".join(summary.name(rank) for rank in group[:4])
-            evidence = f"{kind} among {names}: {rates[group] / 1e9:.3g} GB/s, other groups {middle / 1e9:.3g} GB/s"
+            evidence = (
+                f"{collective} among {names}: {rates[group] / 1e9:.3g} GB/s, other groups {middle / 1e9:.3g} GB/s"
+            )
             yield Finding("slow link", lost, evidence, (Change("test cables, ports and routes of these hosts", lost),))
 
 
@@ -245,7 +245,8 @@ def waiting_phases(summary: Summary) -> Iterator[Finding]:
         yield Finding("checkpoint", share, evidence, changes)
     share, _ = summary.worst_share("evaluation")
     if share >= 0.1:
-        evidence, interval = f"evaluations take {share:.1%} of the time", _setting(summary, "eval_interval", None)
+        evidence = f"evaluations take {share:.1%} of the time"
+        interval = _setting(summary, "eval_interval", None)
         changes = (Change("evaluate on half the data (--eval-iters)", share / 2),)
         if interval:
             changes = (flags("evaluate half as often", share / 2, eval_interval=2 * interval), *changes)
@@ -253,7 +254,7 @@ def waiting_phases(summary: Summary) -> Iterator[Finding]:
     share, _ = summary.worst_share("optimizer")
     if share >= 0.1:
         copies = len({summary.coordinate(rank, "dp") for rank in summary.ranks})
-        changes = (_larger_batch(summary, "update less often per token", share / 2),)
+        changes = (flags("update less often per token", share / 2, global_batch_size=2 * _batch(summary)),)
         if copies > 1 and not _zero_stage(summary):
             text = "shard the update over data-parallel ranks"
             changes = (*changes, flags(text, share * (1 - 1 / copies), use_distributed_optimizer=True))
@@ -262,15 +263,23 @@ def waiting_phases(summary: Summary) -> Iterator[Finding]:
 
 def small_micro_batch(summary: Summary) -> Iterator[Finding]:
     """Operations are too small for the device: launch costs dominate."""
-    used, size = summary.mean("utilisation"), _setting(summary, "micro_batch_size", 0)
+    utilisation = summary.mean("utilisation")
+    size = _setting(summary, "micro_batch_size", 0)
     tokens = size * _setting(summary, "seq_length", 0) // _setting(summary, "context_parallel_size", 1)
     enough = 2048 if summary.records.header().get("device") == "cuda" else 256
     micros = _micro_batches(summary)
-    if not tokens or tokens >= enough or micros == 1 or used is None or used > 0.4 or summary.compute_share < 0.3:
+    if (
+        not tokens
+        or tokens >= enough
+        or micros == 1
+        or utilisation is None
+        or utilisation > 0.4
+        or summary.compute_share < 0.3
+    ):
         return
-    lost = summary.compute_share * (1 - tokens / enough) * (1 - used) / 2
+    lost = summary.compute_share * (1 - tokens / enough) * (1 - utilisation) / 2
     evidence = (
-        f"{micros} micro-batches per step of {tokens} tokens use {used:.1%} of the device; below {enough} "
+        f"{micros} micro-batches per step of {tokens} tokens use {utilisation:.1%} of the device; below {enough} "
         "tokens the launch of an operation costs as much as the operation"
     )
     change = flags("use fewer and larger micro-batches", lost / 2, micro_batch_size=2 * size)
@@ -310,10 +319,10 @@ def memory_pressure(summary: Summary) -> Iterator[Finding]:
     yield Finding("memory pressure", 0.01, evidence, tuple(changes))
 
 
-def _is_of_experts(summary: Summary, kind: str) -> bool:
+def _is_of_experts(summary: Summary, collective: str) -> bool:
     """Whether collectives of a kind carry tokens to experts; the group may be named after another axis."""
     split = _setting(summary, "expert_model_parallel_size", 1) > 1
-    return split and kind.endswith("all_to_all") and not kind.startswith("cp")
+    return split and collective.endswith("all_to_all") and not collective.startswith("cp")
 
 
 def _busiest(summary: Summary) -> float:
@@ -327,11 +336,14 @@ def unequal_experts(summary: Summary) -> Iterator[Finding]:
     layers = summary.unequal_layers()
     if not layers:
         return
-    layer = max(layers, key=lambda at: layers[at][0])
+    layer = max(layers, key=lambda number: layers[number][0])
     worst, starved = layers[layer]
-    lost, busiest = 0.01, _busiest(summary)
+    busiest = _busiest(summary)
+    lost = 0.01
     if busiest > 1:  # expert layers, about half of the work, and their messages take as long as on the busiest rank
-        sent = sum(share for kind, (share, _) in summary.communication().items() if _is_of_experts(summary, kind))
+        sent = sum(
+            share for collective, (share, _) in summary.communication().items() if _is_of_experts(summary, collective)
+        )
         lost = (summary.compute_share / 2 + sent) * (1 - 1 / busiest)
     names = f"; experts {', '.join(map(str, starved[:8]))} get less than {STARVED_SHARE:.0%} of it" if starved else ""
     evidence = f"layer {layer}: the busiest expert has {worst:.2f} times the mean load{names}"
@@ -356,8 +368,8 @@ def lost_time(summary: Summary) -> Iterator[Finding]:
 
 def compute_bound(summary: Summary) -> Finding:
     """The remaining time, in forward and backward."""
-    used = summary.mean("utilisation")
-    rate = "" if used is None else f"; utilisation {used:.1%} of the matrix product rate"
+    utilisation = summary.mean("utilisation")
+    rate = "" if utilisation is None else f"; utilisation {utilisation:.1%} of the matrix product rate"
     changes: tuple[Change, ...] = ()
     if not any(_setting(summary, name, False) for name in ("bf16", "fp16")):
         changes = (flags("compute in 16 bits if the device is faster with them", 0.0, bf16=True),)
@@ -373,11 +385,13 @@ RULES: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
 
 def diagnose(summary: Summary) -> Diagnosis:
     """Apply every rule; the remaining time is compute."""
-    found = [finding for rule in RULES if summary.ranks for finding in rule(summary)]
-    found.sort(key=lambda finding: -finding.share)
     findings = [
-        Finding(f.cause, f.share, f.evidence, tuple(sorted(f.changes, key=lambda change: -change.gain))) for f in found
+        replace(finding, changes=tuple(sorted(finding.changes, key=lambda change: -change.gain)))
+        for rule in RULES
+        if summary.ranks
+        for finding in rule(summary)
     ]
+    findings.sort(key=lambda finding: -finding.share)
     if summary.ranks:
         findings.append(compute_bound(summary))
     notes = list(summary.records.notes)

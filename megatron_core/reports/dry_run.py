@@ -126,7 +126,7 @@ class RankEstimate:
             + sum(piece.memory.nbytes for piece in optimizer.joint_state())
             + _bytes_of_groups(self.config, optimizer),
             "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
-            **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},
+            **{category: round(size) for category, size in formula.moving(self.groups.index("pp")).items()},
         }
 
     @property
@@ -144,9 +144,10 @@ def _bytes_of_groups(config: RunConfig, optimizer: Optimizer) -> int:
     """Bytes of the global weights of groups of replicas and their momentum, which the replicas of a group divide."""
     total = 0
     for shard in optimizer.shards if config.optional("outer_steps") else ():
-        bucket, group = shard.bucket, shard.bucket.dp_group
-        part = bucket.weights.numel() // group.size()
-        span = slice(group.rank() * part, (group.rank() + 1) * part)
+        bucket = shard.bucket
+        group = shard.bucket.dp_group
+        size = bucket.weights.numel() // group.size()
+        span = slice(group.rank() * size, (group.rank() + 1) * size)
         total += sum(2 * (stop - start) * shard.main.element_size() for _, _, start, stop, _ in bucket.pieces(span))
     return total
 
@@ -164,8 +165,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
             yield f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens is assumed (--vocab-size overrides it): {error}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         prefixes = [path for path in getattr(data, name) if not path.replace(".", "", 1).isdigit()]
-        here = {path: file for path in prefixes if (file := path_of(f"{path}.idx")) is not None}
-        absent = [path for path, file in here.items() if not file.is_file()]
+        index_files = {path: file for path in prefixes if (file := path_of(f"{path}.idx")) is not None}
+        absent = [path for path, file in index_files.items() if not file.is_file()]
         if absent:
             yield f"{name}: there is no {', '.join(f'{path}.idx' for path in absent)} on this machine"
     for name in ("data_args_path", "per_split_data_args_path", "data_phases"):
@@ -181,18 +182,18 @@ def warnings(config: RunConfig) -> Iterator[str]:
 
 def describe_rank(config: RunConfig, world_size: int, rank: int = 0) -> str:
     """The report of ``--dry-run``: settings, groups, layers, parameters and bytes of one rank."""
-    found = RankEstimate.of(config, world_size, rank)
+    estimate = RankEstimate.of(config, world_size, rank)
     absent = [f"warning: {warning}" for warning in warnings(config)]
     split = config.parallel.context_parallel_size > 1
-    parts = (
+    sections = (
         _settings(config),
-        _groups(found),
-        _layers(found),
-        _memory(found),
-        *([_attention(found)] if split else ()),
+        _groups(estimate),
+        _layers(estimate),
+        _memory(estimate),
+        *([_attention(estimate)] if split else ()),
         *(["\n".join(absent)] if absent else ()),
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def _settings(config: RunConfig) -> str:
@@ -202,10 +203,12 @@ def _settings(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _groups(found: RankEstimate) -> str:
-    groups, config = found.groups, found.config
+def _groups(estimate: RankEstimate) -> str:
+    groups = estimate.groups
+    config = estimate.config
     outer = groups.outer.size()
-    among, world = f" in {outer} groups" if outer > 1 else "", groups.grid.world_size * outer
+    among = f" in {outer} groups" if outer > 1 else ""
+    world = groups.grid.world_size * outer
     layout = Layout.of(config.parallel, config.model.num_layers, world)
     lines = [f"groups of rank {groups.rank} of {world}, layout {layout}{among} {groups.prefix}"]
     names: dict[tuple[int, ...], list[str]] = {}
@@ -223,42 +226,44 @@ def _shortened(ranks: Sequence[int]) -> str:
     return " ".join(few)
 
 
-def _layers(found: RankEstimate) -> str:
-    lines = describe(found.layers, found.plan.stage_to_rank).splitlines()
-    return "\n".join(["layers", *(f"  {line}" for line in [*lines, *descriptions(found.config)])])
+def _layers(estimate: RankEstimate) -> str:
+    lines = describe(estimate.layers, estimate.plan.stage_to_rank).splitlines()
+    return "\n".join(["layers", *(f"  {line}" for line in [*lines, *descriptions(estimate.config)])])
 
 
-def _memory(found: RankEstimate) -> str:
-    sizes = dict(found.bytes_by_kind)
+def _memory(estimate: RankEstimate) -> str:
+    sizes = dict(estimate.bytes_by_kind)
     elsewhere = sizes.pop("elsewhere")
-    active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
-    padding = padded_vocabulary(found.config, found.vocab_size) - found.vocab_size
+    active = f", of which a token uses {estimate.active_parameters:,}" if estimate.config.model.expert_layers else ""
+    padding = padded_vocabulary(estimate.config, estimate.vocab_size) - estimate.vocab_size
     padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""
     notes = {
-        "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}{padded}",
+        "weights": f"{estimate.parameters:,} parameters of {estimate.model_parameters:,}{active}{padded}",
         "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
         "keys": "of other ranks, and their gradients, in the layer with the most",
-        "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
+        "activations": f"by formula, {estimate.micros_held:.3g} of {estimate.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
-    for kind, size in (*sizes.items(), ("total", sum(sizes.values()))):
-        if not size and (kind != "optimizer" or not elsewhere):
+    for category, size in (*sizes.items(), ("total", sum(sizes.values()))):
+        if not size and (category != "optimizer" or not elsewhere):
             continue
-        lines.append(f"  {kind:12} {readable_bytes(size):>9}  {notes.get(kind, '')}".rstrip())
+        lines.append(f"  {category:12} {readable_bytes(size):>9}  {notes.get(category, '')}".rstrip())
     return "\n".join(lines)
 
 
-def _attention(found: RankEstimate) -> str:
+def _attention(estimate: RankEstimate) -> str:
     """FLOPs and traffic of attention under context parallelism."""
-    config, layers = found.config, found.own_layers
+    config = estimate.config
+    layers = estimate.own_layers
     work = [attention_flops(config, layers, rank) for rank in range(config.parallel.context_parallel_size)]
-    own, most = work[found.groups.index("cp")], max(work) * len(work) / max(sum(work), 1.0)
+    work_of_rank = work[estimate.groups.index("cp")]
+    most = max(work) * len(work) / max(sum(work), 1.0)
     sent = traffic(config, layers)
     return "\n".join(
         [
             f"attention of this rank's layers in a micro-batch of {config.data.seq_length} tokens, cp_comm_type="
             f"{' '.join(config.parallel.cp_comm_type)}",
-            f"  work         {own:.3g} FLOPs forward; largest rank {most:.3f} times the mean",
+            f"  work         {work_of_rank:.3g} FLOPs forward; largest rank {most:.3f} times the mean",
             f"  sent         {readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward",
         ]
     )

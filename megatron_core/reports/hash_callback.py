@@ -22,7 +22,7 @@ class HashRecords(Callback):
         state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
         self._steps = HashedSteps(state, by_tensor=self.settings.record_hashes_by_tensor)
         self._writer: HashWriter | None = None
-        self._began = self._hashing = self._own_seconds = self._all_seconds = 0.0
+        self._began = self._hashing = self._hash_seconds = self._all_seconds = 0.0
 
     def before_run(self) -> None:
         """Open the file and record the initial state."""
@@ -40,7 +40,8 @@ class HashRecords(Callback):
 
     def before_step(self) -> None:
         """Start to measure the step."""
-        self._began, self._hashing = time.process_time(), 0.0
+        self._began = time.process_time()
+        self._hashing = 0.0
 
     def before_update(self) -> None:
         """Hash the gradients if the step is due."""
@@ -55,15 +56,15 @@ class HashRecords(Callback):
             began = time.process_time()
             record = self._steps.after_step(result.loss, result.grad_norm)
             self._hashing += time.process_time() - began
-            others = time.process_time() - self._began - self._hashing
-            self._write(record, hash_seconds=round(self._hashing, 6), step_seconds=round(others, 6))
-        self._own_seconds += self._hashing
+            step_seconds = time.process_time() - self._began - self._hashing
+            self._write(record, hash_seconds=round(self._hashing, 6), step_seconds=round(step_seconds, 6))
+        self._hash_seconds += self._hashing
         self._all_seconds += time.process_time() - self._began
 
     def after_run(self) -> None:
         """Report the cost of the records."""
         if self._writer is not None and self._all_seconds:
-            share = self._own_seconds / self._all_seconds
+            share = self._hash_seconds / self._all_seconds
             every = self.settings.record_hashes_interval
             print(f"hashes took {share:.2%} of the processor time of steps (--record-hashes-interval {every})")
 

@@ -89,22 +89,22 @@ def first_difference(one: Sequence[HashRecord], other: Sequence[HashRecord]) -> 
     theirs = {record.iteration: record for record in other}
     for record in one:
         match = theirs.get(record.iteration)
-        found = None if match is None else _difference(record, match)
-        if found is not None:
-            return found
+        difference = None if match is None else _difference(record, match)
+        if difference is not None:
+            return difference
     return None
 
 
 def _difference(one: HashRecord, other: HashRecord) -> Difference | None:
     for quantity in ORDER:
-        ours, theirs = getattr(one, quantity), getattr(other, quantity)
-        if ours is None or theirs is None or repr(ours) == repr(theirs):  # the texts of two NaN are equal
+        value, other_value = getattr(one, quantity), getattr(other, quantity)
+        if value is None or other_value is None or repr(value) == repr(other_value):  # the texts of two NaN are equal
             continue
-        mine, others = (record.by_tensor.get(quantity, {}) for record in (one, other))
-        if not mine or not others:
+        hashes, other_hashes = (record.by_tensor.get(quantity, {}) for record in (one, other))
+        if not hashes or not other_hashes:
             return Difference(one.iteration, quantity)
-        names = list(dict.fromkeys([*mine, *others]))
-        differing = [name for name in names if mine.get(name) != others.get(name)]
+        names = list(dict.fromkeys([*hashes, *other_hashes]))
+        differing = [name for name in names if hashes.get(name) != other_hashes.get(name)]
         return Difference(one.iteration, quantity, differing[0], len(differing), len(names))
     return None
 
@@ -115,7 +115,7 @@ def compared_iterations(one: Sequence[HashRecord], other: Sequence[HashRecord]) 
 
     def has_common(record: HashRecord) -> bool:
         match = theirs.get(record.iteration)
-        return any(None not in (getattr(record, each), getattr(match, each, None)) for each in ORDER)
+        return any(None not in (getattr(record, quantity), getattr(match, quantity, None)) for quantity in ORDER)
 
     return [record.iteration for record in one if has_common(record)]
 
@@ -169,19 +169,20 @@ def read_hashes(run: str | Path) -> list[HashRecord]:
 
     A line cut off by a kill is ignored. Errors: ``DataError``.
     """
-    path, kept = find_hashes(run), list[HashRecord]()
+    path = find_hashes(run)
+    records = list[HashRecord]()
     for record in _records(path):
-        while kept and kept[-1].iteration > record.iteration:
-            kept.pop()
-        if kept and kept[-1].iteration == record.iteration:
-            old = kept.pop()
+        while records and records[-1].iteration > record.iteration:
+            records.pop()
+        if records and records[-1].iteration == record.iteration:
+            old = records.pop()
             if record.loss is None:  # the state that a resumed run has loaded, after the step of the earlier one
                 tensors = {**old.by_tensor, **record.by_tensor}
                 record = replace(old, optimizer=record.optimizer, weights=record.weights, by_tensor=tensors)
-        kept.append(record)
-    if not kept:
+        records.append(record)
+    if not records:
         raise DataError(f"{path} has no record of hashes; train with --record-hashes")
-    return kept
+    return records
 
 
 def _records(path: Path) -> Iterator[HashRecord]:

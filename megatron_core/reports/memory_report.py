@@ -41,10 +41,11 @@ def planned_bytes(run: Run) -> float:
 
     Each bucket is sharded over its own group; the ranks of a stage divide the state of whole matrices equally.
     """
-    config, found = run.config, 0.0
+    config = run.config
+    total = 0.0
     for shard in run.optimizer.shards:
         size = shard.bucket.dp_group.size()
-        each = state_by_kind(
+        sizes = state_by_kind(
             config.training.compute_dtype,
             size,
             zero_stage=config.parallel.dp_zero_stage,
@@ -52,33 +53,32 @@ def planned_bytes(run: Run) -> float:
             hidden=shard.bucket.kind.is_hidden_matrix,
             added_moments=added_moments(config.parallel),
         )
-        outer = (
-            2 * shard.main.element_size() / size if config.optional("outer_steps") else 0
-        )  # global weights and momentum
-        found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
+        # Groups of replicas also have global weights and their momentum.
+        outer = 2 * shard.main.element_size() / size if config.optional("outer_steps") else 0
+        total += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(sizes.values()) + outer)
     weight = number_size(config.training.compute_dtype)
-    found += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)
+    total += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)
     for bucket in run.data_parallel.frozen_buckets:
-        found += weight * sum(parameter.numel() for parameter in bucket.parameters) / bucket.dp_group.size()
+        total += weight * sum(parameter.numel() for parameter in bucket.parameters) / bucket.dp_group.size()
     layers = [layer for stage in run.stages for layer in run.layers[stage]]
     of_matrices = matrix_state_elements(config, layers, has_mtp=len(run.layers) - 1 in run.stages)
     wide = max(number_size(config.training.compute_dtype), 4)
-    return found + wide * of_matrices / run.groups.group("tp-dp-cp").size()
+    return total + wide * of_matrices / run.groups.group("tp-dp-cp").size()
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
     """Return a line for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
     sizes = run.state_bytes()
     plan = planned_bytes(run)
-    parts = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in sizes.items())
+    texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
     if not after_step:
-        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {parts}"
-    state = sum(size for kind, size in sizes.items() if kind != "units whole")
+        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {texts}"
+    state = sum(size for category, size in sizes.items() if category != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
     return (
         f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
-        f"{readable_bytes(plan)}; {parts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
+        f"{readable_bytes(plan)}; {texts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
         f"sent {readable_bytes(sent)}, weights {readable_bytes(gathered)} so far"
     )
 
@@ -100,7 +100,8 @@ class MemoryReport(Callback):
     priority = 100
 
     def __init__(self, run: Run) -> None:
-        self.run, self._first = run, run.state.iteration
+        self.run = run
+        self._first = run.state.iteration
 
     def after_step(self, result: StepResult) -> None:
         """Print the line after the second step."""
@@ -129,7 +130,7 @@ class KeptForBackward:
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor):
+            with saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda saved: saved.tensor):
                 yield
         finally:
             for hook in hooks:
@@ -143,7 +144,8 @@ class KeptForBackward:
 
     def add(self, tensor: Tensor) -> tuple[int, str, int] | None:
         """Count a tensor's storage once; return the arguments of ``remove``. Weights are not counted (None)."""
-        storage, name = tensor.untyped_storage(), self._modules[-1] if self._modules else ""
+        storage = tensor.untyped_storage()
+        name = self._modules[-1] if self._modules else ""
         if storage.data_ptr() in self._weights:
             return None
         self._users[storage.data_ptr()] += 1
@@ -151,7 +153,8 @@ class KeptForBackward:
             self._now[name] += storage.nbytes()
             total = self._now.total()
             if total > self.peak:
-                self.peak, self.at_peak = total, dict(self._now)
+                self.peak = total
+                self.at_peak = dict(self._now)
         return storage.data_ptr(), name, storage.nbytes()
 
     def remove(self, pointer: int, name: str, size: int) -> None:
@@ -165,7 +168,9 @@ class _Kept:
     """A saved tensor, as long as autograd keeps it."""
 
     def __init__(self, counts: KeptForBackward, tensor: Tensor) -> None:
-        self.tensor, self._counts, self._entry = tensor, counts, counts.add(tensor)
+        self.tensor = tensor
+        self._counts = counts
+        self._entry = counts.add(tensor)
 
     def __del__(self) -> None:
         if self._entry is not None:
@@ -183,7 +188,8 @@ class MemorySnapshots(Callback):
     priority = 1000
 
     def __init__(self, run: Run) -> None:
-        self.run, self._wanted = run, False
+        self.run = run
+        self._wanted = False
         self._other = max(current_memory_bytes() - sum(run.state_bytes().values()), 0)
         """Bytes of the process before the first step, without the training state."""
         self._kept: KeptForBackward | None = None
@@ -201,21 +207,23 @@ class MemorySnapshots(Callback):
     def before_step(self) -> None:
         """Start counting if a snapshot is requested."""
         if self._wanted:
-            self._wanted, self._kept = False, KeptForBackward(self.run)
+            self._wanted = False
+            self._kept = KeptForBackward(self.run)
             if self.run.world.device.type == "cuda":
                 torch.cuda.memory._record_memory_history()
             self._watching.enter_context(self._kept.watching())
 
     def after_step(self, result: StepResult) -> None:
         """Write the snapshot of this step, if requested."""
-        kept, self._kept = self._kept, None
-        if kept is None:
+        counts = self._kept
+        self._kept = None
+        if counts is None:
             return
         self._watching.close()
-        path = self._write(self._kinds(kept.peak), kept.at_peak, self.run.state.iteration)
+        path = self._write(self._kinds(counts.peak), counts.at_peak, self.run.state.iteration)
         if self.run.world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
-        largest = Counter(kept.at_peak).most_common(3)
+        largest = Counter(counts.at_peak).most_common(3)
         activations = ", ".join(f"{name or 'the model'} {readable_bytes(size)}" for name, size in largest)
         print(f"memory of rank {self.run.world.rank} in {path}; largest activations: {activations}", flush=True)
 
@@ -259,7 +267,8 @@ class MemorySnapshots(Callback):
 
     def _explanation(self, requested: int, kinds: dict[str, int], now: int, path: Path) -> str:
         """Describe the use of memory and the settings that would fit."""
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         device = total_memory_bytes() or now
         if run.world.device.type == "cpu":
             device //= read_integer("LOCAL_WORLD_SIZE", run.world.size, least=1)
@@ -267,15 +276,15 @@ class MemorySnapshots(Callback):
         # Failure below the device's capacity: a system limit, or other processes on the same device.
         room = (device if now + requested > device else now) - self._other
         ways = settings_that_fit(config, run.world.size, run.vocab_size, min(room, MUCH_LESS * needed))
-        shown = [
+        alternatives = [
             f"{' '.join(word for name, value in change.items() if value for word in flag_of(name, value))} "
             f"({readable_bytes(size)})"
             for change, size in ways
         ]
-        fits = "; ".join(shown) or "none on this number of ranks; use more ranks or a smaller model"
-        held = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in kinds.items() if size)
+        fits = "; ".join(alternatives) or "none on this number of ranks; use more ranks or a smaller model"
+        sizes = ", ".join(f"{category} {readable_bytes(size)}" for category, size in kinds.items() if size)
         return (
-            f"out of memory while allocating {readable_bytes(requested)}. Rank {run.world.rank} held {held} (the "
+            f"out of memory while allocating {readable_bytes(requested)}. Rank {run.world.rank} held {sizes} (the "
             f"largest tensors are in {path}). By prediction a rank needs {readable_bytes(needed)}, and would fit with: "
             f"{fits}"
         )
@@ -287,21 +296,21 @@ def largest_tensors(run: Run) -> list[dict[str, Any]]:
     for bucket, state in run.optimizer.tensors():
         where = f"{bucket.names[0]} to {bucket.names[-1]}"
         owned = {"weights": bucket.weights, "gradients": bucket.grads, "gradient shard": bucket.grad_shard} | state
-        for kind, tensor in owned.items():
-            known.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} of {where}")
+        for category, tensor in owned.items():
+            known.setdefault(tensor.untyped_storage().data_ptr(), f"{category} of {where}")
     for piece in run.optimizer.joint_state():
         known.setdefault(piece.memory.untyped_storage().data_ptr(), piece.name)
-    found: dict[int, Tensor] = {}
-    for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter) and not each.is_meta and each.layout == torch.strided:
+    by_storage: dict[int, Tensor] = {}
+    for candidate in gc.get_objects():
+        if type(candidate) in (Tensor, nn.Parameter) and not candidate.is_meta and candidate.layout == torch.strided:
             try:
-                storage = each.untyped_storage()
+                storage = candidate.untyped_storage()
             except NotImplementedError:  # the undefined tensor, which torch 2.8 keeps after a backward
                 continue
-            other = found.get(storage.data_ptr())
-            if storage.nbytes() and (other is None or other.numel() < each.numel()):
-                found[storage.data_ptr()] = each
-    largest = sorted(found.items(), key=lambda item: -item[1].untyped_storage().nbytes())[:LARGEST]
+            other = by_storage.get(storage.data_ptr())
+            if storage.nbytes() and (other is None or other.numel() < candidate.numel()):
+                by_storage[storage.data_ptr()] = candidate
+    largest = sorted(by_storage.items(), key=lambda item: -item[1].untyped_storage().nbytes())[:LARGEST]
     return [
         {
             "what": known.get(pointer, "unknown"), "shape": list(tensor.shape), "dtype": str(tensor.dtype),

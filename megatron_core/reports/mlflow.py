@@ -37,7 +37,8 @@ class MlflowSink:
                 f"mlflow_experiment={config.mlflow_experiment} needs the package mlflow; pip install mlflow-skinny "
                 "sqlalchemy alembic, or remove the flag"
             ) from error
-        self._entities, self._failure = mlflow.entities, mlflow.exceptions.MlflowException
+        self._entities = mlflow.entities
+        self._failure = mlflow.exceptions.MlflowException
         for name, value in HTTP.items():
             os.environ.setdefault(name, value)
         folder = (context.folder or Path()).absolute()

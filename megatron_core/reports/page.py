@@ -47,7 +47,7 @@ def page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     """A table that scrolls sideways on a narrow screen; columns of numbers are right-aligned, with three digits."""
     columns = range(len(head))
-    numeric = [bool(rows) and all(isinstance(row[at], int | float) for row in rows) for at in columns]
+    numeric = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in columns]
     return BLOCKS.table(head, rows, numeric)
 
 
@@ -72,7 +72,7 @@ def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str, marks: Sequence
     points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
     if not points:
         return BLOCKS.paragraph("nothing was recorded", "soft")
-    (first, last), (low, high) = (_span([point[axis] for point in points]) for axis in (0, 1))
+    (begin, end), (low, high) = (_span([point[axis] for point in points]) for axis in (0, 1))
     width, height, left, right = 720, 260, 78, 710
 
     def across(share: float) -> float:
@@ -81,11 +81,13 @@ def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str, marks: Sequence
     def down(value: float) -> float:
         return 10 + (high - value) / (high - low) * (height - 46)
 
-    whole = [value for value in _ticks(first, last) if value == round(value)]
-    labels = [(f"{value:,.0f}", across((value - first) / (last - first))) for value in whole]
-    lines_at = [(across((at - first) / (last - first)), text) for at, text in marks if first <= at <= last]
+    integers = [value for value in _ticks(begin, end) if value == round(value)]
+    labels = [(f"{value:,.0f}", across((value - begin) / (end - begin))) for value in integers]
+    lines_at = [
+        (across((position - begin) / (end - begin)), text) for position, text in marks if begin <= position <= end
+    ]
     lines = [
-        (name, [f"{across((at - first) / (last - first)):.1f},{down(value):.1f}" for at, value in stretch])
+        (name, [f"{across((position - begin) / (end - begin)):.1f},{down(value):.1f}" for position, value in stretch])
         for name, curve in curves.items()
         for stretch in _finite_stretches(curve)
     ]
@@ -99,7 +101,7 @@ def picture(path: Path, label: str) -> Markup:
 
 
 def _coloured(names: Iterable[str]) -> dict[str, str]:
-    return {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names)}
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
 
 
 def _span(values: Sequence[float]) -> Point:
@@ -115,10 +117,10 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _finite_stretches(curve: Sequence[Point]) -> list[list[Point]]:
-    found: list[list[Point]] = [[]]
+    stretches: list[list[Point]] = [[]]
     for point in curve:
         if math.isfinite(point[1]):
-            found[-1].append(point)
-        elif found[-1]:
-            found.append([])
-    return [stretch for stretch in found if stretch]
+            stretches[-1].append(point)
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]

@@ -70,17 +70,17 @@ def _require_steps(records: list[Record], path: Path) -> list[Record]:
     return records
 
 
-def _of_kind(records: list[Record], kind: str) -> list[Record]:
-    return [record for record in records if record["kind"] == kind]
+def _of_kind(records: list[Record], kind_of_record: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind_of_record]
 
 
 def validations(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The evaluations of each set of validation data; questions and test data are not among them."""
-    found: dict[str, list[Record]] = {}
+    by_split: dict[str, list[Record]] = {}
     for record in records:
         if record["kind"] == "validation" and record["split"].split(" ")[0] == "validation":
-            found.setdefault(record["split"], []).append(record)
-    return found
+            by_split.setdefault(record["split"], []).append(record)
+    return by_split
 
 
 def _along(records: list[Record], x: XAxis) -> list[int]:
@@ -90,7 +90,8 @@ def _along(records: list[Record], x: XAxis) -> list[int]:
 
 def _draw_losses(axes: Axes, records: list[Record], x: XAxis, colour: str, name: str) -> None:
     """Draw the training line and validation points of one run."""
-    steps, positions = _of_kind(records, "step"), _along(_of_kind(records, "step"), x)
+    steps = _of_kind(records, "step")
+    positions = _along(_of_kind(records, "step"), x)
     losses = [step["loss"] if math.isfinite(step["loss"]) else math.nan for step in steps]
     if len(losses) >= _SMOOTH_FROM:
         axes.plot(positions, losses, color=colour, alpha=0.28, linewidth=0.8)

@@ -65,7 +65,11 @@ def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
         colours = [shade(COLOURS[action.kind], plan.chunks[action.stage], plan.num_chunks) for action in actions]
         axes.broken_barh(boxes, (rank - _HEIGHT / 2, _HEIGHT), facecolors=colours, edgecolors="white", linewidths=0.5)
         transfers = timeline.transfers[rank] if timeline.transfers else ()
-        lines = [(each.start - first, each.end - each.start) for each in transfers if each.start - first < longest]
+        lines = [
+            (transfer.start - first, transfer.end - transfer.start)
+            for transfer in transfers
+            if transfer.start - first < longest
+        ]
         below = (rank + _HEIGHT / 2 - _TRANSFER_HEIGHT, _TRANSFER_HEIGHT)
         axes.broken_barh(lines, below, facecolors=_TRANSFER)
         for action, (start, time) in zip(actions, boxes, strict=True):
@@ -91,8 +95,12 @@ def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
     axes.set_ylim(len(peaks) - 0.5, -0.5)
     axes.set_yticks(range(len(peaks)), [f"rank {rank}" for rank in range(len(peaks))])
     for row, text, colour in [(-0.85, "peak", _GREY), *((rank, f"{peak:g}", _INK) for rank, peak in enumerate(peaks))]:
-        at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-        axes.annotate(text, (1, row), **at, va="center", fontsize=8.5, color=colour, annotation_clip=False)
+        options: dict[str, Any] = {
+            "xycoords": ("axes fraction", "data"),
+            "xytext": (6, 0),
+            "textcoords": "offset points",
+        }
+        axes.annotate(text, (1, row), **options, va="center", fontsize=8.5, color=colour, annotation_clip=False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, colors=_GREY, labelsize=8.5)
 
@@ -101,8 +109,12 @@ def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
     """Add an entry for each kind of action, and explain shades and peaks."""
     from matplotlib.patches import Patch
 
-    present = {kind for timeline in timelines for kind in kinds(timeline.plan)}
-    handles = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items() if kind in present]
+    present = {action_kind for timeline in timelines for action_kind in kinds(timeline.plan)}
+    handles = [
+        Patch(color=colour, label=NAMES[action_kind])
+        for action_kind, colour in COLOURS.items()
+        if action_kind in present
+    ]
     handles.append(Patch(color=_IDLE, label="idle"))
     if any(any(timeline.transfers) for timeline in timelines):
         handles.append(Patch(color=_TRANSFER, label="transfer in flight"))

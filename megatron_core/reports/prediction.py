@@ -18,38 +18,42 @@ COMPUTED = ("products", "attention", "elements", "launches")
 """Kinds of time of the planner that sum to forward and backward."""
 
 
-def predicted_gain(summary: Summary, settings: Mapping[str, Any], kind: str, sending: float) -> float | None:
+def predicted_gain(summary: Summary, settings: Mapping[str, Any], collective: str, sending: float) -> float | None:
     """Predicted share of the time per token that ``settings`` save: 1 - (tokens/s now) / (tokens/s then).
 
-    It is at most the saved part of the collectives of ``kind``, which are the cause.
+    It is at most the time saved in collectives of the kind ``collective`` (the planner's name), which are the cause.
 
-    Both rates are of the planner's cost model. Its hardware is scaled so that predicted and measured times agree for
-    forward and backward, and for the collectives of ``kind`` (the planner's name) with the share ``sending`` of the
-    time. Returns None if the records are incomplete, or if the layout is illegal or does not fit into memory.
+    Both rates come from the planner's cost model. Its hardware is scaled so that predicted and measured times agree for
+    forward and backward, and for these collectives, which take the share ``sending`` of the time. Returns None if the
+    records are incomplete, or if the layout is illegal or does not fit into memory.
     """
-    found = _config(summary)
-    if found is None:
+    stored_run = _config(summary)
+    if stored_run is None:
         return None
-    config, vocab_size = found
-    devices, hardware = summary.records.header()["world_size"], summary.machine or machine_of(summary)
+    config, vocab_size = stored_run
+    devices = summary.records.header()["world_size"]
+    hardware = summary.machine or machine_of(summary)
     try:
         seen = Search(config, devices, hardware, vocab_size).candidate(config)
-        search = Search(config, devices, _calibrated(summary, hardware, seen, kind, sending), vocab_size)
+        search = Search(config, devices, _calibrated(summary, hardware, seen, collective, sending), vocab_size)
         now, then = search.candidate(config), search.candidate(with_settings(config, dict(settings)))
     except (LayoutError, ConfigError, ZeroDivisionError):
         return None
     if summary.records.header().get("device") == "cuda" and not search.fits(then.memory):
         return None
     # Time outside the model is assumed constant per token.
-    rest = max(summary.step_seconds - now.seconds, 0.0) / now.cost.tokens
-    before, after = (each.seconds / each.cost.tokens + rest for each in (now, then))
-    sent_before, sent_after = (each.cost.by_kind.get(kind, 0.0) / each.cost.tokens for each in (now, then))
+    other_seconds = max(summary.step_seconds - now.seconds, 0.0) / now.cost.tokens
+    before, after = (candidate.seconds / candidate.cost.tokens + other_seconds for candidate in (now, then))
+    sent_before, sent_after = (
+        candidate.cost.by_kind.get(collective, 0.0) / candidate.cost.tokens for candidate in (now, then)
+    )
     return min(1 - after / before, sending * (1 - sent_after / sent_before))
 
 
 def _config(summary: Summary) -> tuple[RunConfig, int] | None:
     """Settings of the run, with the batch size of its last step, and vocabulary size."""
-    known, stored = RunConfig().flat(), summary.config
+    known = RunConfig().flat()
+    stored = summary.config
     vocab_size = summary.records.header(0).get("environment", {}).get("vocab_size") or stored.get("vocab_size")
     steps = summary.records.steps()
     if not stored or not vocab_size or not steps:
@@ -58,11 +62,11 @@ def _config(summary: Summary) -> tuple[RunConfig, int] | None:
     return RunConfig.from_flat(values | {"global_batch_size": steps[-1]["global_batch_size"]}), vocab_size
 
 
-def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, kind: str, sending: float) -> Hardware:
+def _calibrated(summary: Summary, hardware: Hardware, seen: Candidate, collective: str, sending: float) -> Hardware:
     """Scale ``hardware`` to the measured times. ``ZeroDivisionError`` if a predicted or measured time is 0."""
     compute = median(times.typical_compute for times in summary.ranks.values())
-    faster = sum(seen.cost.by_kind.get(each, 0.0) for each in COMPUTED) / compute
-    wider = seen.cost.by_kind.get(kind, 0.0) / (sending * summary.step_seconds)
+    faster = sum(seen.cost.by_kind.get(category, 0.0) for category in COMPUTED) / compute
+    wider = seen.cost.by_kind.get(collective, 0.0) / (sending * summary.step_seconds)
 
     def scaled(link: Link) -> Link:
         return Link(bandwidth=link.bandwidth * wider, latency=link.latency / wider)
@@ -85,7 +89,7 @@ def machine_of(summary: Summary) -> Hardware:
     per_node = max(len(summary.ranks) // len(hosts), 1)
     if header.get("device") == "cuda":
         name = str(header.get("environment", {}).get("device", "")).lower()
-        known = next((each for each in known_hardware() if each in name), "h100")
+        known = next((model for model in known_hardware() if model in name), "h100")
         return replace(read_hardware(known), memory_bytes=header.get("memory_total") or 80e9)
     link = Link(bandwidth=2e9, latency=2e-5)
     return Hardware(

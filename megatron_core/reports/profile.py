@@ -54,7 +54,8 @@ class Profile(Callback):
         """Collect events of the last step; write all after the final one."""
         iteration = self.run.state.iteration
         if METER.keep_spans:
-            rank, began = self.run.world.rank, unix_time() - METER.spans[-1].end
+            rank = self.run.world.rank
+            began = unix_time() - METER.spans[-1].end
             self._events += events_of(METER.spans, rank, began)
             for track, flights in enumerate(tracks(METER.flights), start=1):
                 self._events += events_of(flights, rank, began, track=track)
@@ -64,10 +65,12 @@ class Profile(Callback):
 
     def after_run(self) -> None:
         """Write the collected events; all ranks call this together, and rank 0 merges the files."""
-        run, settings = self.run, self.settings
+        run = self.run
+        settings = self.settings
         if not self._wanted:
             return
-        self._wanted, METER.keep_spans = False, False
+        self._wanted = False
+        METER.keep_spans = False
         if self._own:
             if self._profiler is not None:
                 self._profiler.stop()
@@ -127,16 +130,16 @@ def profiler_events(exported: dict[str, Any], rank: int) -> list[Event]:
     """Events exported by torch.profiler, with process identifiers of this rank and times of the host's clock."""
     base = exported.get("baseTimeNanoseconds", 0) / 1e3
     pids: dict[Any, int] = {}
-    found = []
+    events = []
     for event in exported.get("traceEvents", []):
         pid = pids.setdefault(event.get("pid"), rank * PIDS + 1 + len(pids))
         if event.get("ph") == "M":
             if event.get("name") == "process_name":
                 event = event | {"args": {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}}
-            found.append(event | {"pid": pid})
+            events.append(event | {"pid": pid})
         elif "ts" in event:
-            found.append(event | {"pid": pid, "ts": float(event["ts"]) + base})
-    return found
+            events.append(event | {"pid": pid, "ts": float(event["ts"]) + base})
+    return events
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
@@ -157,7 +160,8 @@ def merge(folder: Path, ranks: Iterable[int]) -> tuple[Path, list[int]]:
 
     Returns its path and the ranks without a file.
     """
-    events, missing = list[Event](), []
+    events = list[Event]()
+    missing = []
     for rank in ranks:
         path = rank_trace(folder, rank)
         if not path.is_file():

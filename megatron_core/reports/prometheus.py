@@ -24,7 +24,8 @@ class PrometheusSink:
     setting = "prometheus_file"
 
     def __init__(self, path: str | Path) -> None:
-        self._path, self._values = Path(path), dict[str, float]()
+        self._path = Path(path)
+        self._values = dict[str, float]()
         try:
             make_folder(self._path.parent)
             if self._path.exists() and not self._path.is_file():

@@ -36,9 +36,9 @@ class Axis:
 
         One all-reduce: the maxima of h and of ~h give the largest and the smallest hash.
         """
-        held = torch.tensor([position is not None for position in self.positions], device=hashes.device)
+        is_held = torch.tensor([position is not None for position in self.positions], device=hashes.device)
         mine = hashes[torch.tensor([position or 0 for position in self.positions], device=hashes.device)]
-        extremes = torch.stack([mine, ~mine]).masked_fill_(~held, torch.iinfo(torch.int64).min)
+        extremes = torch.stack([mine, ~mine]).masked_fill_(~is_held, torch.iinfo(torch.int64).min)
         all_reduce_(extremes, self.group, maximum=True)
         return extremes[0] != ~extremes[1]
 
@@ -47,7 +47,9 @@ class Replicas:
     """Compares the replicas among this rank's ``named`` parameters."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups, device: torch.device) -> None:
-        self.named, self.groups, self.device = list(named), groups, device
+        self.named = list(named)
+        self.groups = groups
+        self.device = device
         self.shared: list[tuple[nn.Parameter, int, Range]] = []
         """Parameter, dimension and local range of each range shared with other ranks."""
         self.axes = [axis for axis in self._axes() if axis.names and axis.group.size() > 1]
@@ -57,23 +59,23 @@ class Replicas:
 
         ``reading`` yields each parameter while its weights are gathered.
         """
-        whole = (parameter.detach() for parameter in reading([parameter for _, parameter in self.named]))
+        tensors = (parameter.detach() for parameter in reading([parameter for _, parameter in self.named]))
         holders = reading([parameter for parameter, _, _ in self.shared])
         cut = (p.detach().narrow(dim, a, b - a) for p, (_, dim, (a, b)) in zip(holders, self.shared, strict=True))
-        hashes = [bit_hash(tensor) for tensor in chain(whole, cut)]
+        hashes = [bit_hash(tensor) for tensor in chain(tensors, cut)]
         return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def differences(self, hashes: Tensor) -> list[str]:
         """Describe each set of differing replicas; all ranks call this and get the same list."""
-        found = [(axis, axis.differing(hashes)) for axis in self.axes]
+        by_axis = [(axis, axis.differing(hashes)) for axis in self.axes]
         total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for _, differs in found:
+        for _, differs in by_axis:
             total += differs.sum()
         world = self.groups.group(WORLD)
         all_reduce_(total, world)
         if total.item() == 0:
             return []
-        lines = [line for axis, differs in found for line in _report(axis, differs.tolist(), hashes.tolist())]
+        lines = [line for axis, differs in by_axis for line in _report(axis, differs.tolist(), hashes.tolist())]
         return describe(dict(zip(self.groups.ranks(WORLD), self._exchange(lines), strict=True)))
 
     def _exchange(self, lines: list[str]) -> list[list[str]]:
@@ -98,7 +100,8 @@ class Replicas:
             )
 
     def _axis(self, axes: str, copies: list[tuple[str, int | None]]) -> Axis:
-        names, positions = [name for name, _ in copies], [position for _, position in copies]
+        names = [name for name, _ in copies]
+        positions = [position for _, position in copies]
         return Axis(axes, self.groups.group(axes), self.groups.ranks(axes)[0], names, positions)
 
     def _copies_over(self, axis: str) -> Iterator[tuple[str, int | None]]:
@@ -108,7 +111,7 @@ class Replicas:
             if axis in spec.copied_axes:
                 yield name, position
             for split in (split for split in spec.splits if split.axis == axis):
-                mine = {whole: local for local, whole in spec.shared_ranges(split)}
+                mine = {global_range: local for local, global_range in spec.shared_ranges(split)}
                 for piece in spec.all_shared_ranges(split):
                     where = None
                     if piece in mine:

@@ -32,18 +32,20 @@ MOST_RANKS = 64
 """Maximum number of ranks shown; of more ranks, half are the slowest and half the fastest in forward and backward."""
 
 
-def write_report(run: str | Path, out: str | Path, others: str | Path | Sequence[str | Path] = ()) -> None:
-    """Write the page about ``run`` to the file ``out``; ``others``: runs to compare with, or a single one."""
-    others = [others] if isinstance(others, str | Path) else others
-    output = prepare_output({"out": out, "run": run, "compare": tuple(others)}, "out", _REPORT)
-    output.write(report(run, others))
+def write_report(run: str | Path, out: str | Path, compared_runs: str | Path | Sequence[str | Path] = ()) -> None:
+    """Write the page about ``run`` to the file ``out``; ``compared_runs``: runs to compare with, or a single one."""
+    compared_runs = [compared_runs] if isinstance(compared_runs, str | Path) else compared_runs
+    output = prepare_output({"out": out, "run": run, "compare": tuple(compared_runs)}, "out", _REPORT)
+    output.write(report(run, compared_runs))
 
 
-def report(run: str | Path, others: str | Path | Sequence[str | Path] = ()) -> str:
+def report(run: str | Path, compared_runs: str | Path | Sequence[str | Path] = ()) -> str:
     """Return the page as text."""
-    others = [others] if isinstance(others, str | Path) else others
+    compared_runs = [compared_runs] if isinstance(compared_runs, str | Path) else compared_runs
     summary = Summary.of(read_run(run))
-    compared = dict(zip(_names_of(run, *others)[1:], (Summary.of(read_run(each)) for each in others), strict=True))
+    compared = dict(
+        zip(_names_of(run, *compared_runs)[1:], (Summary.of(read_run(folder)) for folder in compared_runs), strict=True)
+    )
     diagnosis = diagnose(summary)
     metrics = find_metrics(run)
     name = _names_of(run)[0]
@@ -73,20 +75,24 @@ def _names_of(*runs: str | Path) -> list[str]:
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
         names = [f"{path.parent.name}/{path.name}" for path in paths]
-    return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def _summary(summary: Summary, diagnosis: Diagnosis) -> Markup:
-    steps, header = summary.records.steps(), summary.records.header()
+    steps = summary.records.steps()
+    header = summary.records.header()
     values: dict[str, str] = {}
     if steps:
-        last = steps[-1]
-        values |= {"steps": f"{last['iteration']} of {last['total_iterations']}", "last loss": f"{last['loss']:.4f}"}
-        values["tokens"] = digits(float(last["consumed_tokens"]))
+        final_step = steps[-1]
+        values |= {
+            "steps": f"{final_step['iteration']} of {final_step['total_iterations']}",
+            "last loss": f"{final_step['loss']:.4f}",
+        }
+        values["tokens"] = digits(float(final_step["consumed_tokens"]))
         for label, field, scale in (("tokens per second", "tokens_per_second", 1.0), ("step (s)", "elapsed_ms", 1e-3)):
             values[label] = digits(scale * (summary.mean(field) or 0.0))
-    used = summary.mean("utilisation")
-    values |= {} if used is None else {"utilisation": f"{used:.1%}"}
+    utilisation = summary.mean("utilisation")
+    values |= {} if utilisation is None else {"utilisation": f"{utilisation:.1%}"}
     values |= {"goodput": f"{summary.goodput.share:.1%}"} if summary.ranks else {}
     values |= {"layout": str(header.get("layout", "unknown")), "ranks": str(header.get("world_size", "unknown"))}
     if diagnosis.findings:
@@ -112,34 +118,35 @@ def _curve(summary: Summary, field: str, *, by_layout: bool = False) -> list[tup
 
 def _points(records: Sequence[Mapping[str, Any]], field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
     chosen = [r for r in records if r.get(field) is not None]
-    found, layout = [], None
+    points = []
+    layout = None
     for record in chosen[:: max(len(chosen) // 1500, 1)]:
         if by_layout and layout is not None and record.get("layout") != layout:
-            found.append((float(record["iteration"]), math.nan))
+            points.append((float(record["iteration"]), math.nan))
         layout = record.get("layout")
-        found.append((float(record["iteration"]), float(record[field])))
-    return found
+        points.append((float(record["iteration"]), float(record[field])))
+    return points
 
 
 def _changes(summary: Summary) -> list[tuple[float, str]]:
     """First steps after a change of layout, with the layout; empty if there is a single layout."""
-    found: list[tuple[float, str]] = []
+    changes: list[tuple[float, str]] = []
     for step in summary.records.steps():
-        if step.get("layout") and (not found or step["layout"] != found[-1][1]):
-            found.append((float(step["iteration"]), str(step["layout"])))
-    return found if len(found) > 1 else []
+        if step.get("layout") and (not changes or step["layout"] != changes[-1][1]):
+            changes.append((float(step["iteration"]), str(step["layout"])))
+    return changes if len(changes) > 1 else []
 
 
-def _loss(summary: Summary, others: Mapping[str, Summary]) -> Markup:
+def _loss(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
     curves = {"training": _curve(summary, "loss"), **_validation(summary)}
-    curves |= {f"training of {name}": _curve(other, "loss") for name, other in others.items()}
-    shown = {name: curve for name, curve in curves.items() if curve}
+    curves |= {f"training of {name}": _curve(other, "loss") for name, other in compared.items()}
+    drawn = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
     by_source = chart(sources, "iteration", "loss per token by source of data") if sources else Markup()
     rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
-    return chart(shown, "iteration", "loss per token", _changes(summary)) + by_source + more
+    return chart(drawn, "iteration", "loss per token", _changes(summary)) + by_source + more
 
 
 def _validation(summary: Summary) -> dict[str, list[tuple[float, float]]]:
@@ -149,8 +156,8 @@ def _validation(summary: Summary) -> dict[str, list[tuple[float, float]]]:
 
 def _names(summary: Summary, metric: str) -> list[str]:
     """Names of the fields of steps that break ``metric`` down."""
-    found = (name for step in summary.records.steps() for name in step if name.startswith(f"{metric}/"))
-    return list(dict.fromkeys(found))
+    names = (name for step in summary.records.steps() for name in step if name.startswith(f"{metric}/"))
+    return list(dict.fromkeys(names))
 
 
 def _norms_by_layer(summary: Summary) -> Markup:
@@ -158,22 +165,24 @@ def _norms_by_layer(summary: Summary) -> Markup:
     steps = [step for step in summary.records.steps() if f"{metric}/head" in step]
     if not steps:
         return BLOCKS.paragraph("Norms by layer are recorded with --log-norms-by-layer.", "soft")
-    last, rows = steps[-1], []
+    final_step = steps[-1]
+    rows = []
     for name in _names(summary, metric):
-        grad, weights = (last.get(each) for each in (name, name.replace("grad", "params", 1)))
+        grad, weights = (final_step.get(metric) for metric in (name, name.replace("grad", "params", 1)))
         if grad is not None and weights is not None:
             rows.append((name.partition("/")[2], grad, weights, grad / weights if weights else math.nan))
     return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
-def _throughput(summary: Summary, others: Mapping[str, Summary]) -> Markup:
-    runs, changes = {"this run": summary} | dict(others), _changes(summary)
-    shown = Markup()
+def _throughput(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
+    runs = {"this run": summary} | dict(compared)
+    changes = _changes(summary)
+    charts = Markup()
     for field, label in (("tokens_per_second", "tokens per second"), ("utilisation", "utilisation")):
         curves = {name: _curve(run, field, by_layout=True) for name, run in runs.items()}
-        shown += chart(curves, "iteration", label, changes)
+        charts += chart(curves, "iteration", label, changes)
     goodput = {name: _curve(run, "goodput") for name, run in runs.items()}
-    return shown + chart(goodput, "iteration", "goodput", changes) + _paragraphs(_references(summary), "soft")
+    return charts + chart(goodput, "iteration", "goodput", changes) + _paragraphs(_references(summary), "soft")
 
 
 def _references(summary: Summary) -> Iterator[str]:
@@ -202,19 +211,21 @@ def _time(summary: Summary) -> Markup:
     rows = {}
     for rank in _shown_ranks(summary):
         times = summary.ranks[rank]
-        parts = times.phases | {name: traffic["exposed"] for name, traffic in times.traffic.items()}
-        rows[summary.name(rank)] = {name: 1000 * s / times.steps for name, s in parts.items() if s}
+        seconds_by_phase = times.phases | {name: traffic["exposed"] for name, traffic in times.traffic.items()}
+        rows[summary.name(rank)] = {name: 1000 * s / times.steps for name, s in seconds_by_phase.items() if s}
     text = "Milliseconds per step by rank; time spent waiting for collectives is listed by group and kind."
     return BLOCKS.paragraph(text, "soft") + bars(rows, "ms")
 
 
 def _memory(summary: Summary) -> Markup:
-    rows, peaks = {}, []
+    rows = {}
+    peaks = []
     for rank in _shown_ranks(summary):
         kinds = dict(summary.records.ranks[rank][-1].get("memory", {}))
-        peak, now = kinds.pop("peak", 0), kinds.pop("current", 0)
+        peak = kinds.pop("peak", 0)
+        now = kinds.pop("current", 0)
         peaks.append((summary.name(rank), now / 2**20, peak / 2**20))
-        rows[summary.name(rank)] = {kind: size / 2**20 for kind, size in kinds.items() if size}
+        rows[summary.name(rank)] = {category: size / 2**20 for category, size in kinds.items() if size}
     if not any(rows.values()):
         return BLOCKS.paragraph("No memory was recorded.", "soft")
     return bars(rows, "MiB") + table(("rank", "now (MiB)", "peak (MiB)"), peaks)
@@ -222,13 +233,13 @@ def _memory(summary: Summary) -> Markup:
 
 def _collectives(summary: Summary) -> Markup:
     rows = []
-    for kind, (sending, waiting) in summary.communication().items():
-        own = [t for t in (times.traffic.get(kind) for times in summary.ranks.values()) if t]
+    for collective, (sending, waiting) in summary.communication().items():
+        traffic = [t for t in (times.traffic.get(collective) for times in summary.ranks.values()) if t]
         steps = next(iter(summary.ranks.values())).steps
-        rates = summary.rates(kind)
+        rates = summary.rates(collective)
         rate = f"{median(rates.values()) / 1e9:.3g}" if rates else "not exposed"
-        sent = float(median(t["bytes"] for t in own)) / steps / 1e6
-        rows.append((kind, round(own[0]["calls"] / steps, 1), sent, rate, f"{sending:.1%}", f"{waiting:.1%}"))
+        sent = float(median(t["bytes"] for t in traffic)) / steps / 1e6
+        rows.append((collective, round(traffic[0]["calls"] / steps, 1), sent, rate, f"{sending:.1%}", f"{waiting:.1%}"))
     if not rows:
         return BLOCKS.paragraph("A single rank has no collectives.", "soft")
     head = ("group and kind", "calls per step", "MB sent per step and rank", "GB/s", "exposed", "waiting for others")
@@ -261,12 +272,12 @@ def _pipeline(summary: Summary) -> Markup:
         return BLOCKS.paragraph(str(error), "note")
     timeline = measured.timelines[measured.typical]
     planned = simulate(timeline.plan, measured_costs(timeline))
-    with tempfile.TemporaryDirectory() as place:
-        png = Path(place) / "pipeline.png"
+    with tempfile.TemporaryDirectory() as temporary:
+        png = Path(temporary) / "pipeline.png"
         plot_timelines([("measured", timeline), (f"planned: {measured.schedule}", planned)], png, unit="ms")
-        shown = picture(png, "timelines of the pipeline, measured and planned")
+        image = picture(png, "timelines of the pipeline, measured and planned")
     text = f"Step {measured.typical}: idle {timeline.idle:.1%} measured, {planned.idle:.1%} planned."
-    return BLOCKS.paragraph(text) + shown
+    return BLOCKS.paragraph(text) + image
 
 
 def _experts(summary: Summary, metrics: Path) -> Markup:
@@ -277,37 +288,37 @@ def _experts(summary: Summary, metrics: Path) -> Markup:
     for layer, numbers in steps[-1].items():
         load = ExpertLoad(tuple(numbers["tokens"]), numbers["dropped"])
         rows.append((f"layer {layer}", load.max_over_mean, load.entropy, load.dropped))
-    with tempfile.TemporaryDirectory() as place:
-        png = Path(place) / "experts.png"
+    with tempfile.TemporaryDirectory() as folder:
+        png = Path(folder) / "experts.png"
         plot_expert_load(metrics, png)
-        shown = picture(png, "load of every expert over the steps")
-    return shown + table(("last step", "busiest over mean", "entropy", "dropped"), rows)
+        image = picture(png, "load of every expert over the steps")
+    return image + table(("last step", "busiest over mean", "entropy", "dropped"), rows)
 
 
 def _goodput(summary: Summary) -> Markup:
     good = summary.goodput
     if not good.seconds:
         return BLOCKS.paragraph("No rank has recorded its times.", "soft")
-    parts = {"useful": good.useful} | {name: good.lost[name] for name in LOST if good.lost[name]}
+    seconds = {"useful": good.useful} | {name: good.lost[name] for name in LOST if good.lost[name]}
     text = f"{digits(good.seconds)} s since the first start, {good.share:.1%} of them useful."
-    return BLOCKS.paragraph(text) + bars({"since the first start": parts}, "s")
+    return BLOCKS.paragraph(text) + bars({"since the first start": seconds}, "s")
 
 
-def _comparison(summary: Summary, others: Mapping[str, Summary]) -> Markup:
-    runs = [summary, *others.values()]
+def _comparison(summary: Summary, compared: Mapping[str, Summary]) -> Markup:
+    runs = [summary, *compared.values()]
     rows: list[tuple[str, ...]] = []
     for label, field in (
         ("step (ms)", "elapsed_ms"), ("tokens per second", "tokens_per_second"), ("utilisation", "utilisation"),
     ):  # fmt: skip
         values = [run.mean(field) for run in runs]
         rows.append((label, *(_beside(value, values[0]) for value in values)))
-    last = [run.records.steps()[-1:] for run in runs]
-    rows.append(("last loss", *(f"{steps[0]['loss']:.4f}" if steps else "-" for steps in last)))
+    final_steps = [run.records.steps()[-1:] for run in runs]
+    rows.append(("last loss", *(f"{steps[0]['loss']:.4f}" if steps else "-" for steps in final_steps)))
     rows.append(("goodput", *(f"{run.goodput.share:.1%}" if run.ranks else "-" for run in runs)))
     for phase in dict.fromkeys(p for run in runs for times in run.ranks.values() for p in times.phases):
         rows.append((f"{phase} (share)", *(f"{run.share(phase):.1%}" for run in runs)))
     changed = list(_differences([run.config for run in runs]))
-    head = ("this run", *others)
+    head = ("this run", *compared)
     settings = table(("setting", *head), changed) if changed else BLOCKS.paragraph("The same settings.")
     return table(("", *head), rows) + settings
 

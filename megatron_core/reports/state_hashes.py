@@ -33,21 +33,23 @@ class StateHashes:
         optimizer: Optimizer,
         groups: ParallelGroups,
     ) -> None:
-        self._data, self._optimizer = data, optimizer
-        place = {
+        self._data = data
+        self._optimizer = optimizer
+        numbers = {
             name: stage * _MOST_PARAMETERS + number
             for stage, module in stages.items()
             for number, (name, parameter) in enumerate(global_parameters(module))
             if not spec_of(parameter).is_copy
         }
-        states = dict.fromkeys(kind for _, tensors in optimizer.tensors() for kind in tensors)
-        of_states = {f"{kind}.{name}": at for name, at in place.items() for kind in states}
+        states = dict.fromkeys(state_name for _, tensors in optimizer.tensors() for state_name in tensors)
+        of_states = {f"{state_name}.{name}": number for name, number in numbers.items() for state_name in states}
         for piece in optimizer.joint_state():
             if piece.owned:
-                of_states[piece.name] = place[piece.name.partition(".")[2]]
-        world, device = groups.group(WORLD), data.device
-        self._of_gradients = GlobalHashes(world, device, {name: -at for name, at in place.items()})
-        self._of_weights = GlobalHashes(world, device, place)
+                of_states[piece.name] = numbers[piece.name.partition(".")[2]]
+        world = groups.group(WORLD)
+        device = data.device
+        self._of_gradients = GlobalHashes(world, device, {name: -number for name, number in numbers.items()})
+        self._of_weights = GlobalHashes(world, device, numbers)
         self._of_optimizer = GlobalHashes(world, device, of_states)
 
     def gradients(self) -> Hashes:
@@ -60,17 +62,17 @@ class StateHashes:
 
     def weights(self) -> Hashes:
         """Hashes of all weights in the dtype of the model; those of shards, which each rank updates."""
-        found = self._of_weights(self._weight_pieces())
+        hashes = self._of_weights(self._weight_pieces())
         # 0/1 Adam changes the weights of each data-parallel rank separately between two synchronizations.
-        return replace(found, differing=()) if self._optimizer.has_local_changes else found
+        return replace(hashes, differing=()) if self._optimizer.has_local_changes else hashes
 
     def optimizer_state(self) -> Hashes:
         """Hashes of moments and of main weights."""
         of_shards = (
             piece
             for bucket, tensors in self._optimizer.tensors()
-            for kind, flat in tensors.items()
-            for piece in _counted(bucket, shard_pieces(bucket, kind, flat))
+            for state_name, flat in tensors.items()
+            for piece in _counted(bucket, shard_pieces(bucket, state_name, flat))
         )
         return self._of_optimizer(chain(of_shards, self._optimizer.joint_state()))
 
@@ -87,7 +89,8 @@ class HashedSteps:
     """Computes the records of steps; all ranks call the methods together."""
 
     def __init__(self, state: StateHashes, *, by_tensor: bool) -> None:
-        self._state, self._by_tensor = state, by_tensor
+        self._state = state
+        self._by_tensor = by_tensor
         self._gradients = HashRecord(iteration=0)
 
     def initial(self, iteration: int) -> HashRecord:
@@ -106,13 +109,13 @@ class HashedSteps:
         record = self._with(record, "optimizer", self._state.optimizer_state())
         return self._with(record, "weights", self._state.weights())
 
-    def _with(self, record: HashRecord, quantity: str, found: Hashes) -> HashRecord:
+    def _with(self, record: HashRecord, quantity: str, hashes: Hashes) -> HashRecord:
         """Add hashes to a record."""
-        changes: dict[str, Any] = {quantity: found.total}
+        changes: dict[str, Any] = {quantity: hashes.total}
         if self._by_tensor:
-            changes["by_tensor"] = {**record.by_tensor, quantity: dict(found.by_tensor)}
-        if found.differing:
-            names = (f"{quantity}: {name}" for name in found.differing)
+            changes["by_tensor"] = {**record.by_tensor, quantity: dict(hashes.by_tensor)}
+        if hashes.differing:
+            names = (f"{quantity}: {name}" for name in hashes.differing)
             changes["differing_copies"] = (*record.differing_copies, *names)
         return replace(record, **changes)
 

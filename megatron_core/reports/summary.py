@@ -49,9 +49,9 @@ class RankTimes:
         for name, seconds in record["phases"].items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         for name, traffic in record["traffic"].items():
-            own = self.traffic.setdefault(name, dict.fromkeys(traffic, 0.0))
+            sums = self.traffic.setdefault(name, dict.fromkeys(traffic, 0.0))
             for key, value in traffic.items():
-                own[key] += value
+                sums[key] += value
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class Summary:
     def name(self, rank: int) -> str:
         """Name of a rank in messages."""
         header = self.records.header(rank)
-        axes = " ".join(f"{axis}{at}" for axis, at in header.get("coordinates", {}).items() if axis in "pp dp cp tp")
+        axes = " ".join(
+            f"{axis}{index}" for axis, index in header.get("coordinates", {}).items() if axis in "pp dp cp tp"
+        )
         return f"rank {rank} [{axes}] on {header.get('host', 'an unknown host')}"
 
     def groups(self, traffic: str) -> Iterator[list[int]]:
@@ -117,16 +119,16 @@ class Summary:
         Each rank is a group of its own for transfers to host memory and files, such as ``disk read``.
         """
         axes = set(traffic.split(" ")[0].split("-"))
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank, times in self.ranks.items():
             if traffic in times.traffic:
-                own = self.records.header(rank).get("coordinates", {})
+                position = self.records.header(rank).get("coordinates", {})
                 view = ("etp", "ep", "edp", "pp") if axes & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
                 known = axes <= set(view)
-                at = tuple(own.get(axis, 0) for axis in view if known and axis not in axes)
-                at = (rank,) if axes & {"host", "disk"} else at
-                found.setdefault(at, []).append(rank)
-        yield from found.values()
+                coordinates = tuple(position.get(axis, 0) for axis in view if known and axis not in axes)
+                coordinates = (rank,) if axes & {"host", "disk"} else coordinates
+                groups.setdefault(coordinates, []).append(rank)
+        yield from groups.values()
 
     def communication(self) -> dict[str, tuple[float, float]]:
         """Shares of all ranks' time spent exchanging data and waiting for other ranks, by kind of collective.
@@ -135,37 +137,37 @@ class Summary:
         exchange of data; the additional time on other ranks is waiting. If the last rank changes from collective to
         collective, waiting is underestimated.
         """
-        found = {}
-        for kind in dict.fromkeys(name for times in self.ranks.values() for name in times.traffic):
+        shares = {}
+        for collective in dict.fromkeys(name for times in self.ranks.values() for name in times.traffic):
             sending = waiting = 0.0
-            for group in self.groups(kind):
-                exposed = [self.ranks[rank].traffic[kind]["exposed"] for rank in group]
+            for group in self.groups(collective):
+                exposed = [self.ranks[rank].traffic[collective]["exposed"] for rank in group]
                 sending += min(exposed) * len(group)
                 waiting += sum(exposed) - min(exposed) * len(group)
-            found[kind] = self._part([sending]), self._part([waiting])
-        return found
+            shares[collective] = self._part([sending]), self._part([waiting])
+        return shares
 
-    def rates(self, kind: str) -> dict[tuple[int, ...], float]:
+    def rates(self, collective: str) -> dict[tuple[int, ...], float]:
         """Bytes per second sent by a rank during collectives of a kind, by group."""
-        found = {}
-        for group in self.groups(kind):
-            quickest = min(self.ranks[rank].traffic[kind]["in_flight"] for rank in group)
-            sent = median(self.ranks[rank].traffic[kind]["bytes"] for rank in group)
+        rates = {}
+        for group in self.groups(collective):
+            quickest = min(self.ranks[rank].traffic[collective]["in_flight"] for rank in group)
+            sent = median(self.ranks[rank].traffic[collective]["bytes"] for rank in group)
             if quickest > 0 and sent > 0:
-                found[tuple(group)] = sent / quickest
-        return found
+                rates[tuple(group)] = sent / quickest
+        return rates
 
     def unequal_layers(self) -> dict[str, tuple[float, list[int]]]:
         """Layers with unequal expert loads in the last 20 steps: largest / mean load, and starved experts."""
         loads = recorded_loads(self.records.steps()[-20:])
-        found = {}
+        layers = {}
         for layer in loads[-1] if loads else ():
             worst = mean(load[layer]["max_over_mean"] for load in loads)
-            tokens = [sum(each) for each in zip(*(load[layer]["tokens"] for load in loads), strict=True)]
+            tokens = [sum(counts) for counts in zip(*(load[layer]["tokens"] for load in loads), strict=True)]
             starved = [e for e, n in enumerate(tokens) if n < STARVED_SHARE * mean(tokens)]
             if worst >= 1.5 or starved:
-                found[layer] = worst, starved
-        return found
+                layers[layer] = worst, starved
+        return layers
 
     def mean(self, name: str) -> float | None:
         """Mean of a field over the steps after the warm-up; None if no step has it."""
@@ -174,31 +176,36 @@ class Summary:
         return sum(values) / len(values) if values else None
 
     def _part(self, seconds: Iterable[float]) -> float:
-        whole = sum(times.seconds for times in self.ranks.values())
-        return sum(seconds) / whole if whole else 0.0
+        total = sum(times.seconds for times in self.ranks.values())
+        return sum(seconds) / total if total else 0.0
 
 
 def _last_of_others(lines: list[dict[str, Any]]) -> float:
     """Time of a rank's last record in a layout other than its last layout."""
-    found, layout = [0.0], None
+    times = [0.0]
+    layout = None
     for line in reversed(lines):
         if line["kind"] == "start":
-            own = [line.get(name) for name in ("world_size", "coordinates", "work")]
-            layout = layout or own
-            if own != layout:
-                return max(found)
-            found = [0.0]
+            description = [line.get(name) for name in ("world_size", "coordinates", "work")]
+            layout = layout or description
+            if description != layout:
+                return max(times)
+            times = [0.0]
         else:
-            found.append(line["at"])
+            times.append(line["at"])
     return 0.0
 
 
 def _times(lines: list[dict[str, Any]], change: float) -> RankTimes:
     """Sum one rank's records after the last change of layout, without warm-up unless there are no other records."""
-    warm, cold, since, other = RankTimes(), RankTimes(), 0, False
+    warm = RankTimes()
+    cold = RankTimes()
+    since = 0
+    other = False
     for line in lines:
         if line["kind"] == "start":
-            since, other = 0, line.get("began", change) < change
+            since = 0
+            other = line.get("began", change) < change
             continue
         if other or line["last"] < line["first"]:
             continue  # the final save and evaluation, which dominate a short run

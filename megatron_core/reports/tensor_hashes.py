@@ -43,12 +43,12 @@ class _Tensor:
     shape: tuple[int, ...]
     dtype: str
     owned: int
-    held: int
+    copies: int
 
     def line(self, name: str) -> str:
         """The tensor as a line of text."""
         shape = ",".join(map(str, self.shape))
-        return f"{'' if self.order is None else self.order}\t{name}\t{self.dtype}\t{shape}\t{self.owned}\t{self.held}"
+        return f"{'' if self.order is None else self.order}\t{name}\t{self.dtype}\t{shape}\t{self.owned}\t{self.copies}"
 
 
 @dataclass
@@ -77,7 +77,9 @@ class GlobalHashes:
     """
 
     def __init__(self, group: Group, device: torch.device, order: Mapping[str, int]) -> None:
-        self._group, self._device, self._order = group, device, order
+        self._group = group
+        self._device = device
+        self._order = order
         self._tensors: dict[str, _Tensor] = {}
         self._own: list[str] = []
 
@@ -89,29 +91,30 @@ class GlobalHashes:
         """
         sums: dict[str, _Sums] = {}
         for piece in pieces:
-            own = sums.setdefault(piece.name, _Sums(piece.global_shape, piece.memory.dtype))
-            own.add(piece)
+            local = sums.setdefault(piece.name, _Sums(piece.global_shape, piece.memory.dtype))
+            local.add(piece)
         if not self._tensors:
             self._exchange(sums)
         if sorted(sums) != self._own:
             raise MegatronError("the tensors to hash differ from those of the first call; use another GlobalHashes")
-        place = {name: number for number, name in enumerate(self._tensors)}
-        table = torch.zeros(2, len(place), dtype=torch.int64, device=self._device)
-        for name, own in sums.items():
-            owned = _added(own.owned, self._device)
-            table[0, place[name]] = owned
-            table[1, place[name]] = owned + _added(own.copies, self._device)
+        numbers = {name: number for number, name in enumerate(self._tensors)}
+        table = torch.zeros(2, len(numbers), dtype=torch.int64, device=self._device)
+        for name, local in sums.items():
+            owned = _added(local.owned, self._device)
+            table[0, numbers[name]] = owned
+            table[1, numbers[name]] = owned + _added(local.copies, self._device)
         all_reduce_(table, self._group)
         return self._read(*table.tolist())
 
-    def _read(self, owned: list[int], held: list[int]) -> Hashes:
-        found, differing = {}, []
-        for (name, tensor), own, every in zip(self._tensors.items(), owned, held, strict=True):
-            found[name] = finished(own, tensor.shape, getattr(torch, tensor.dtype))
-            copies, rest = divmod(tensor.held, max(tensor.owned, 1))
-            if not rest and (every - copies * own) % 2**64:
+    def _read(self, owned: list[int], counted: list[int]) -> Hashes:
+        hashes = {}
+        differing = []
+        for (name, tensor), total, every in zip(self._tensors.items(), owned, counted, strict=True):
+            hashes[name] = finished(total, tensor.shape, getattr(torch, tensor.dtype))
+            copies, remainder = divmod(tensor.copies, max(tensor.owned, 1))
+            if not remainder and (every - copies * total) % 2**64:
                 differing.append(name)
-        return Hashes(found, tuple(differing))
+        return Hashes(hashes, tuple(differing))
 
     def _exchange(self, sums: Mapping[str, _Sums]) -> None:
         """Find the tensors of all ranks and the numbers of their owned elements and copies."""
@@ -120,27 +123,27 @@ class GlobalHashes:
             _Tensor(self._order.get(n), s.shape, str(s.dtype).removeprefix("torch."), s.numel_owned, s.numel).line(n)
             for n, s in sums.items()
         ]
-        found: dict[str, _Tensor] = {}
+        tensors: dict[str, _Tensor] = {}
         for text in gather_strings("\n".join(lines), self._group, self._device):
             for name, tensor in _parsed(text):
-                known = found.get(name)
-                owned, held = (known.owned, known.held) if known else (0, 0)
+                known = tensors.get(name)
+                owned, copies = (known.owned, known.copies) if known else (0, 0)
                 order = known.order if known and tensor.order is None else tensor.order
-                found[name] = _Tensor(order, tensor.shape, tensor.dtype, owned + tensor.owned, held + tensor.held)
-        self._tensors = dict(sorted(found.items(), key=lambda each: (each[1].order or 0, each[0])))
+                tensors[name] = _Tensor(order, tensor.shape, tensor.dtype, owned + tensor.owned, copies + tensor.copies)
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].order or 0, item[0])))
 
 
 def _added(sums: list[Tensor], device: torch.device) -> Tensor:
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
-    return torch.stack([each.to(device) for each in sums]).sum()
+    return torch.stack([value.to(device) for value in sums]).sum()
 
 
 def _parsed(text: str) -> Iterator[tuple[str, _Tensor]]:
     for line in text.splitlines():
-        order, name, dtype, shape, owned, held = line.split("\t")
+        order, name, dtype, shape, owned, copies = line.split("\t")
         sizes = tuple(int(size) for size in shape.split(",") if size)
-        yield name, _Tensor(int(order) if order else None, sizes, dtype, int(owned), int(held))
+        yield name, _Tensor(int(order) if order else None, sizes, dtype, int(owned), int(copies))
 
 
 def checkpoint_hashes(reader: CheckpointReader) -> dict[str, str]:
@@ -148,8 +151,8 @@ def checkpoint_hashes(reader: CheckpointReader) -> dict[str, str]:
 
     Memory of the largest stored box is needed. Errors: ``CheckpointError``.
     """
-    found = {}
+    hashes = {}
     for name, tensor in sorted(reader.manifest.tensors.items()):
         total = sum(int(box_sum(values, box, tensor.shape)) for box, values in reader.boxes(name))
-        found[name] = finished(total, tensor.shape, TORCH_DTYPES[tensor.dtype])
-    return found
+        hashes[name] = finished(total, tensor.shape, TORCH_DTYPES[tensor.dtype])
+    return hashes

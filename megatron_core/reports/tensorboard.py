@@ -72,7 +72,7 @@ def scalars(event: StepEvent) -> dict[str, float | None]:
         "utilisation": event.utilisation,
         "goodput": event.goodput,
         **{f"time/{name}": seconds for name, seconds in event.phases.items()},
-        **{f"memory/{kind}": size for kind, size in event.memory.items()},
+        **{f"memory/{category}": size for category, size in event.memory.items()},
         **event.auxiliary_losses,
         **event.breakdown,
     }

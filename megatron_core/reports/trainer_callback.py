@@ -34,22 +34,27 @@ class MetricsCallback(TrainerCallback):
             raise TypeError(f"{', '.join(foreign)} is not a setting of metrics; legal: {', '.join(sorted(legal))}")
         self._config = RunConfig.from_flat(RunConfig().flat() | settings)
         self._sinks: list[Sink] = []
-        self._began, self._last = 0.0, 0
+        self._began = 0.0
+        self._last = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the files."""
-        self._began, self._last = time.perf_counter(), state.global_step
+        self._began = time.perf_counter()
+        self._last = state.global_step
         if state.is_world_process_zero and not self._sinks:
             context = SinkContext(self._config, start_iteration=state.global_step, logged=args.to_sanitized_dict())
             self._sinks = [LenientSink(sink) for sink in build_sinks(context)]
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any) -> None:
         """Write the step of a log with a loss."""
-        steps, logs = state.global_step - self._last, inputs.get("logs") or {}
+        steps = state.global_step - self._last
+        logs = inputs.get("logs") or {}
         if "loss" not in logs or not steps:
             return
         now = time.perf_counter()
-        seconds, self._began, self._last = (now - self._began) / steps, now, state.global_step
+        seconds = (now - self._began) / steps
+        self._began = now
+        self._last = state.global_step
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         norm = logs.get("grad_norm")
         event = StepEvent(

@@ -47,22 +47,23 @@ class Faults(Callback):
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self._memory = run.world.memory
-        own = run.world.rank if self._memory is None else self._memory.rank
+        rank = run.world.rank if self._memory is None else self._memory.rank
         settings = run.config.section(FaultConfig)
         self._faults = settings.faults
-        mine = [fault for fault in self._faults if fault.rank == own]
-        due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
+        mine = [fault for fault in self._faults if fault.rank == rank]
+        due = {(fault.name, fault.step): fault for fault in mine if fault.always or not restarted}
         self.run = run
         self._left = [fault for fault in due.values() if not self._was_injected(fault)]
         if self._memory is not None:
             self._memory.before_commit = lambda: self._die("kill-copy")
-        self._undo, self._undo_after_save = ExitStack(), ExitStack()
+        self._undo = ExitStack()
+        self._undo_after_save = ExitStack()
         self._damage = ""
-        LINKS.faults.remembers = any(fault.kind.endswith("-stale") for fault in self._left)
+        LINKS.faults.remembers = any(fault.name.endswith("-stale") for fault in self._left)
         LINKS.faults.name_groups(run.groups)
         self._weights: tuple[Tensor, Tensor] | None = None
         """Weights that are NaN in this step, and their values."""
-        if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
+        if run.world.size == 1 and any(fault.name == "hang" for fault in self._left):
             raise ConfigError(
                 f"inject_fault={' '.join(settings.inject_fault)}: a hang would never end on one rank, "
                 "because only other ranks detect it; start 2 ranks or more, or inject another fault"
@@ -73,37 +74,37 @@ class Faults(Callback):
         return self._due_in(self.run.state.iteration + ("nan" in kinds), *kinds)  # of the next step, or of a checkpoint
 
     def _due_in(self, step: int, *kinds: str) -> str | None:
-        due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
+        due = next((f for f in self._left if f.name in kinds and f.step == step), None)
         if due is None:
             return None
         self._left.remove(due)
         if self._memory is not None and not due.always:
             self._memory.mark_injected(self._faults.index(due))
         print(
-            f"{self.run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
+            f"{self.run.world.prefix} injected fault: {due.name} in step {step}".lstrip(), file=sys.stderr, flush=True
         )
-        return due.kind
+        return due.name
 
     def before_step(self) -> None:
         """Inject the faults that are due in the next step."""
-        while kind := self._due(*BEFORE_STEP, *FAULTS_ON_LINKS):
-            if kind in ("kill", "stop"):
-                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            if kind == "exception":
+        while name := self._due(*BEFORE_STEP, *FAULTS_ON_LINKS):
+            if name in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.SIGSTOP)
+            if name == "exception":
                 raise InjectedError("an injected fault: exception")
-            while kind == "hang":
+            while name == "hang":
                 time.sleep(1.0)
-            if kind == "slow":
+            if name == "slow":
                 time.sleep(SLOW_SECONDS)
-            if kind == "nan":
+            if name == "nan":
                 self._spoil_weights()
-            if kind == "wrong-numbers":
+            if name == "wrong-numbers":
                 for stage in self.run.stages.values():
                     stage.decoder.layers[-1].register_forward_pre_hook(_compute_wrong_numbers)
-            if kind == "clock":
+            if name == "clock":
                 self._undo.callback(setattr, time, "time", time.time)
                 time.time = partial(_set_back, time.time)
-            fault = LinkFault.of(kind)
+            fault = LinkFault.of(name)
             if fault is not None:
                 LINKS.faults.arm(fault)
 
@@ -111,9 +112,9 @@ class Faults(Callback):
         faults = self._faults
         return not fault.always and self._memory is not None and self._memory.was_injected(faults.index(fault))
 
-    def _die(self, kind: str, *, after: int = 1) -> None:
-        """Kill this process if ``kind`` is due in the step that is ``after`` steps after the complete ones."""
-        if self._due_in(self.run.state.iteration + after, kind):
+    def _die(self, fault: str, *, after: int = 1) -> None:
+        """Kill this process if ``fault`` is due in the step that is ``after`` steps after the complete ones."""
+        if self._due_in(self.run.state.iteration + after, fault):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def is_bad(self, loss: float, grad_norm: float) -> bool:
@@ -125,8 +126,8 @@ class Faults(Callback):
         """Restore the weights that were NaN in this step."""
         self._die("kill-gradients")
         if self._weights is not None:
-            spoiled, kept = self._weights
-            spoiled.copy_(kept)
+            spoiled, original = self._weights
+            spoiled.copy_(original)
             self._weights = None
 
     def after_step(self, result: StepResult) -> None:
@@ -142,7 +143,7 @@ class Faults(Callback):
         absent = [fault for fault in absent if fault.rank >= size]
         for fault in (*self._left, *absent):
             print(
-                f"note: inject_fault={fault.kind}@{fault.rank}:{fault.step} has not happened: there was no such rank, "
+                f"note: inject_fault={fault.name}@{fault.rank}:{fault.step} has not happened: there was no such rank, "
                 "step or checkpoint",
                 file=sys.stderr,
             )
@@ -158,13 +159,13 @@ class Faults(Callback):
     def before_save(self, temporary: bool) -> None:
         """Fill or slow down the disk, if this fault is due in the checkpoint of this step."""
         self._die("kill-save", after=0)
-        kind = None if temporary else self._due(*FAULTS_ON_DISK)
-        self._damage = kind or ""
-        if kind == "disk-full":
+        fault = None if temporary else self._due(*FAULTS_ON_DISK)
+        self._damage = fault or ""
+        if fault == "disk-full":
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             self._undo_after_save.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
-        if kind == "disk-slow":
+        if fault == "disk-slow":
             self._undo_after_save.callback(setattr, os, "fsync", os.fsync)
             os.fsync = partial(_flush_slowly, os.fsync)
 
@@ -172,9 +173,9 @@ class Faults(Callback):
         """Damage the checkpoint, if this fault is due."""
         self._undo_after_save.close()
         folder = iteration_folder(location(self.run.config.checkpoint.save or "."), self.run.state.iteration)
-        part = folder / rank_file(self.run.world.rank)
+        file = folder / rank_file(self.run.world.rank)
         if self._damage in ("truncated-write", "flip-bit"):
-            _damage(part, self._damage)
+            _damage(file, self._damage)
 
     def close(self) -> None:
         """Restore the disk and the clock, and inject no more transmission faults."""
@@ -190,7 +191,7 @@ def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
     The failure may have occurred in the step after it, before all ranks had copied their state.
     """
     for number, fault in enumerate(config.section(FaultConfig).faults):
-        is_due = fault.kind == "kill-recovery" and fault.rank == memory.rank and fault.step in (step, step + 1)
+        is_due = fault.name == "kill-recovery" and fault.rank == memory.rank and fault.step in (step, step + 1)
         if is_due and not memory.was_injected(number):
             memory.mark_injected(number)
             print(f"injected fault: kill-recovery before step {fault.step}", file=sys.stderr, flush=True)
@@ -199,8 +200,8 @@ def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
 
 def _compute_wrong_numbers(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Change hidden states slightly."""
-    first, *others = arguments
-    return first * 1.01, *others
+    first, *following = arguments
+    return first * 1.01, *following
 
 
 def _set_back(clock: Callable[[], float]) -> float:
@@ -214,11 +215,11 @@ def _flush_slowly(flush: Callable[[int], None], descriptor: int) -> None:
     flush(descriptor)
 
 
-def _damage(path: Path, kind: str) -> None:
+def _damage(path: Path, damage: str) -> None:
     """Cut off a file's last bytes, or flip a bit in its middle."""
     size = path.stat().st_size
     with path.open("r+b") as file:
-        if kind == "truncated-write":
+        if damage == "truncated-write":
             file.truncate(size - size // 4)
         else:
             file.seek(size // 2)

@@ -38,7 +38,8 @@ class CopyWriter:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._keys: list[Key] = []
-        self._table, self._bytes = b"", 0
+        self._table = b""
+        self._bytes = 0
         self._offsets: list[int] = []
         self._targets: dict[int, list[Tensor]] = {}
         """The memory of the pieces in each of the two copies, by its address."""
@@ -58,8 +59,8 @@ class CopyWriter:
         targets = self._targets.get(room.data_ptr())
         if targets is None:
             targets = self._targets[room.data_ptr()] = [
-                room[at : at + piece.memory.nbytes].view(piece.memory.dtype).view(piece.memory.shape)
-                for at, piece in zip(self._offsets, pieces, strict=True)
+                room[offset : offset + piece.memory.nbytes].view(piece.memory.dtype).view(piece.memory.shape)
+                for offset, piece in zip(self._offsets, pieces, strict=True)
             ]
         torch._foreach_copy_(targets, [piece.memory for piece in pieces])
         self._memory.commit(iteration, self._table, dict(state), self._bytes, rollbacks)
@@ -70,14 +71,17 @@ class CopyWriter:
         keys = [_key(piece) for piece in pieces]
         if keys == self._keys:
             return
-        table, at = [], 0
+        table = []
+        offset = 0
         self._offsets = []
         self._targets.clear()
         for piece in pieces:
-            self._offsets.append(at)
-            table.append([piece.name, piece.box.start, piece.box.stop, DTYPES[piece.memory.dtype], at])
-            at += -(-piece.memory.nbytes // ALIGNED) * ALIGNED
-        self._keys, self._bytes, self._table = keys, at, json.dumps(table).encode()
+            self._offsets.append(offset)
+            table.append([piece.name, piece.box.start, piece.box.stop, DTYPES[piece.memory.dtype], offset])
+            offset += -(-piece.memory.nbytes // ALIGNED) * ALIGNED
+        self._keys = keys
+        self._bytes = offset
+        self._table = json.dumps(table).encode()
 
 
 class LocalCopy:
@@ -89,7 +93,7 @@ class LocalCopy:
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Views of the bytes of ``spans``, offsets and lengths."""
-        return [self._data[at : at + length] for at, length in spans]
+        return [self._data[offset : offset + length] for offset, length in spans]
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,11 @@ class _Stored:
     """The index of its copy."""
     box: Box
     dtype: torch.dtype
-    at: int
+    offset: int
 
     @property
     def span(self) -> tuple[int, int]:
-        return self.at, self.box.numel * self.dtype.itemsize
+        return self.offset, self.box.numel * self.dtype.itemsize
 
 
 class HostCopy(StateReader):
@@ -128,9 +132,9 @@ class HostCopy(StateReader):
         source = next(self._left, None)
         if source is None:
             return False
-        for name, start, stop, dtype, at in json.loads(source.table):
+        for name, start, stop, dtype, offset in json.loads(source.table):
             box = Box(tuple(start), tuple(stop))
-            stored = _Stored(len(self._sources), box, TORCH_DTYPES[dtype], at)
+            stored = _Stored(len(self._sources), box, TORCH_DTYPES[dtype], offset)
             self._found.setdefault(name, {}).setdefault(box, stored)
         self._sources.append(source)
         return True
@@ -149,10 +153,12 @@ class HostCopy(StateReader):
         for piece in pieces:
             for stored in self._parts(piece):
                 wanted.setdefault(stored.source, []).append((piece, stored))
-        for number, parts in wanted.items():
-            source, spans = self._sources[number], [stored.span for _, stored in parts]
-            targets, values = list[Tensor](), list[Tensor]()
-            for (piece, stored), view in zip(parts, source.read(spans), strict=True):
+        for number, boxes in wanted.items():
+            source = self._sources[number]
+            spans = [stored.span for _, stored in boxes]
+            targets = list[Tensor]()
+            values = list[Tensor]()
+            for (piece, stored), view in zip(boxes, source.read(spans), strict=True):
                 common = piece.box.intersect(stored.box)
                 assert common is not None, "the box is a part of the piece"
                 targets.append(piece.memory[common.within(piece.box)])
@@ -164,11 +170,13 @@ class HostCopy(StateReader):
         while True:
             boxes = self._found.get(piece.name, {})
             same = boxes.get(piece.box)
-            found = [same] if same is not None else [each for each in boxes.values() if piece.box.intersect(each.box)]
-            count = sum(common.numel for each in found if (common := piece.box.intersect(each.box)) is not None)
-            is_whole = count == piece.box.numel and all(each.dtype == piece.memory.dtype for each in found)
+            sources = (
+                [same] if same is not None else [stored for stored in boxes.values() if piece.box.intersect(stored.box)]
+            )
+            count = sum(common.numel for stored in sources if (common := piece.box.intersect(stored.box)) is not None)
+            is_whole = count == piece.box.numel and all(stored.dtype == piece.memory.dtype for stored in sources)
             if is_whole:
-                return found
+                return sources
             if not self._open_next():
                 raise CheckpointError(
                     f"{self.folder} of iteration {self.state['iteration']} has {count} of {piece.box.numel} elements "

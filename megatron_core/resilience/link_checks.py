@@ -22,7 +22,8 @@ class LinkChecks(Callback):
     priority = 475
 
     def __init__(self, run: Run) -> None:
-        self.run, self._settings = run, run.config.section(LinkCheckConfig)
+        self.run = run
+        self._settings = run.config.section(LinkCheckConfig)
         self._has_records = False
         """Whether calls of this step or the one before are recorded."""
         self._suspect = "the start"
@@ -65,11 +66,11 @@ class LinkChecks(Callback):
     def _compare(self) -> None:
         with METER.phase("other", inclusive=True):
             world = self.run.world
-            found = wrong_deliveries(self.run.groups, world.device, world.launcher_rank)
-        if found:
-            steps = [int(text.removeprefix("step ").partition(":")[0]) for text in found]
+            differences = wrong_deliveries(self.run.groups, world.device, world.launcher_rank)
+        if differences:
+            steps = [int(text.removeprefix("step ").partition(":")[0]) for text in differences]
             raise WrongStepError(
-                f"wrong data arrived in {'; '.join(found)}. Steps from {self._suspect} on may be wrong, too: "
+                f"wrong data arrived in {'; '.join(differences)}. Steps from {self._suspect} on may be wrong, too: "
                 "load a checkpoint from before (--load, --ckpt-step), and test the links and the memory of these ranks "
                 "if it happens again",
                 first=min(steps) if self._settings.link_check_interval == 1 else 0,

@@ -31,7 +31,6 @@ from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
-from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
 from megatron_core.resilience.host_copy import HostCopy
@@ -39,7 +38,7 @@ from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVI
 from megatron_core.resilience.processes.monitor import Monitor
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.resilience.processes.supervisor import Supervisor
-from megatron_core.resilience.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
+from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, sources_of
 from megatron_core.training.pretrain import Job, start_once
@@ -103,9 +102,14 @@ class Recovery:
     ) -> None:
         """``mirror``: copies of another rank. ``is_fresh``: this process takes the place of one that has died."""
         assert world.store is not None, "the supervisor has connected to it"
-        self.config, self.world, self.memory, self._mirror, self._is_fresh = config, world, memory, mirror, is_fresh
+        self.config = config
+        self.world = world
+        self.memory = memory
+        self._mirror = mirror
+        self._is_fresh = is_fresh
         self._store = world.store = connection(world.store)
-        store, self._choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
+        store = dist.PrefixStore("recovery", self._store)
+        self._choice = choice_of(config, world.size)
         self._rendezvous = Rendezvous(store, world.rank, world.size, self._choice)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
         self._monitor = Monitor(self._rendezvous.clone(), memory, self._limit)
@@ -123,7 +127,8 @@ class Recovery:
 
     def run(self, job: Job) -> None:
         """Train until the end, in as many generations as needed."""
-        self.world.watchdog, self.world.memory = self._monitor, self.memory
+        self.world.watchdog = self._monitor
+        self.world.memory = self.memory
         if self._settings.recover_join and self._is_fresh and not self._await_invitation():
             return
         self.generation = self._rendezvous.next_generation(self.memory.numbers[GENERATION])
@@ -146,13 +151,13 @@ class Recovery:
 
         The request waits until the other ranks have detected the loss of this rank.
         """
-        memory, rank, rendezvous = self.memory.numbers, self._rank, self._rendezvous
+        memory, rendezvous, rank = self.memory.numbers, self._rendezvous, self._rank
         memory[GENERATION] = WAITS
-        others = [other for other in range(self._size) if other != rank]
+        other_ranks = [other for other in range(self._size) if other != rank]
 
         def they_meet() -> bool:  # they complete their step before
             self.generation = rendezvous.next_generation(self.generation)
-            return any(rendezvous.has_arrived(self.generation, other) for other in others)
+            return any(rendezvous.has_arrived(self.generation, other) for other in other_ranks)
 
         joined = self._until(lambda: rendezvous.is_lost(rank))
         if joined:
@@ -161,7 +166,8 @@ class Recovery:
         if joined:
             memory[GENERATION] = INVITED
             joined = self._until(they_meet)
-        memory[GENERATION], memory[FINISHED] = self.generation, not joined
+        memory[GENERATION] = self.generation
+        memory[FINISHED] = not joined
         return joined
 
     def _until(self, is_reached: Callable[[], bool]) -> bool:
@@ -174,8 +180,10 @@ class Recovery:
 
     def _run_generation(self, job: Job) -> None:
         """Join the rendezvous and process groups of this generation, train, and wait until all ranks are complete."""
-        generation, world = self.generation, self.world
-        self.memory.numbers[GENERATION], self._joins = generation, 0
+        generation = self.generation
+        world = self.world
+        self.memory.numbers[GENERATION] = generation
+        self._joins = 0
         self._monitor.watch(generation)
         self._rendezvous.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
         self._is_fresh = False
@@ -258,9 +266,9 @@ class Recovery:
         if planned is not None and iteration >= planned[0]:
             raise Regrouped(planned[1])
         if self.world.rank == 0 and planned is None and self._rendezvous.count_joins() > self._joins:
-            joining, count = self._rendezvous.joining(), self._rendezvous.count_joins()
-            members = self._rendezvous.decided(self.generation)
-            assert members is not None, "all ranks have met"
+            joining = self._rendezvous.joining()
+            count = self._rendezvous.count_joins()
+            members = self._decided(self.generation)
             wanted = self._choice.training([*members.ranks, *joining])
             # Otherwise these wait for further ranks of a replica or a group.
             if joining and len(wanted) > len(members.training):
@@ -270,26 +278,32 @@ class Recovery:
 
     def _meet(self) -> Members:
         """Wait for the other ranks, which may have to start."""
-        decisions: list[Members] = []
-
-        def decided() -> bool:
-            members = self._rendezvous.members(self.generation)
-            decisions.extend([members] if members is not None else [])
-            return bool(decisions)
-
+        rendezvous = self._rendezvous
         limit = MEETING if self.generation else max(MEETING, self._limit)
-        self._wait(decided, limit, lambda: f"rank {listed(self._rendezvous.absent(self.generation))} did not reach")
-        return decisions[0]
+        self._wait(
+            lambda: rendezvous.members(self.generation) is not None,
+            limit,
+            lambda: f"rank {listed(rendezvous.absent(self.generation))} did not reach",
+        )
+        return self._decided(self.generation)
+
+    def _decided(self, generation: int) -> Members:
+        members = self._rendezvous.decided(generation)
+        assert members is not None, "all ranks have met"
+        return members
 
     def _wait(self, is_done: Callable[[], bool], limit: float, missing: Callable[[], str]) -> None:
         """Wait until ``is_done``; ``InterruptedWait`` if the generation fails; it fails after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not is_done():
-            failure, ended = self._rendezvous.failure(self.generation), self._rendezvous.ended()
+            failure = self._rendezvous.failure(self.generation)
+            ended = self._rendezvous.ended()
             if ended is not None and ended.status == 0:
                 return  # all ranks are complete
-            if failure is not None or ended is not None:
-                raise InterruptedWait(failure.what if failure is not None else ended.reason if ended else "")
+            if failure is not None:
+                raise InterruptedWait(failure.what)
+            if ended is not None:
+                raise InterruptedWait(ended.reason)
             if time.monotonic() > deadline:
                 what = f"{missing()} the rendezvous of the ranks within {limit:.0f} s"
                 self._rendezvous.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
@@ -301,8 +315,8 @@ class Recovery:
         A generation that failed before its members were decided is a part of the recovery after it.
         """
         count = 0
-        for last in range(self.generation - 1, -1, -1):
-            earlier = self._rendezvous.decided(last)
+        for number in range(self.generation - 1, -1, -1):
+            earlier = self._rendezvous.decided(number)
             if earlier is not None and (earlier.iteration, earlier.rollbacks) != (members.iteration, members.rollbacks):
                 break
             count += earlier is not None
@@ -320,14 +334,14 @@ class Recovery:
         """
         if isinstance(error, WrongStepError) and self._steps_back(error):
             return
-        found = explained(error)
-        deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
+        explanation = explained(error)
+        deadline = time.monotonic() + (NOTICE if explanation is not None and explanation[0] == RESTART else 0.0)
         while self._rendezvous.failure(self.generation) is None:
             ended = self._rendezvous.ended()
-            if ended is not None and not (found is not None and found[0] == FAILED):
+            if ended is not None and not (explanation is not None and explanation[0] == FAILED):
                 raise RestartNeeded(ended.reason) from error
             if time.monotonic() >= deadline:
-                self._publish(error, found)
+                self._publish(error, explanation)
                 return
             time.sleep(POLL)
 
@@ -340,20 +354,21 @@ class Recovery:
         self._rendezvous.fail(self.generation, failure)
         return True
 
-    def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
+    def _publish(self, error: Exception, explanation: tuple[int, str] | None) -> None:
         """Report this rank's own ``error`` as the failure of the generation; raise it if a user must fix it."""
-        if found is not None and found[0] == FAILED:
-            self._rendezvous.end(FAILED, f"rank {self._rank} has ended: {found[1].splitlines()[0][:200]}")
+        if explanation is not None and explanation[0] == FAILED:
+            self._rendezvous.end(FAILED, f"rank {self._rank} has ended: {explanation[1].splitlines()[0][:200]}")
             raise error
-        if found is None:
+        if explanation is None:
             traceback.print_exception(error)
-        text = found[1] if found is not None else f"{type(error).__name__}: {error}"
+        text = explanation[1] if explanation is not None else f"{type(error).__name__}: {error}"
         what = f"rank {self._rank} raised {text.splitlines()[0][:200]}"
         self._rendezvous.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
 
     def _tear_down(self) -> None:
         """Free groups, model and state of the failed generation."""
-        self.world.prefix, self.memory.before_commit = "", lambda: None
+        self.world.prefix = ""
+        self.memory.before_commit = lambda: None
         try:
             dist.destroy_process_group()
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
@@ -379,22 +394,7 @@ class Recovery:
 
     def describe(self) -> str:
         """Describe the failure before this generation and the recovery in one line."""
-        failures, members = self._rendezvous.failures(self.generation), self._rendezvous.decided(self.generation)
-        assert members is not None, "all ranks have met"
+        failures = self._rendezvous.failures(self.generation)
         planned = self._rendezvous.replaced(self.generation - 1)
-        sources = groups_that_join(self.config, self._size, members)
-        starts = (f"; group {group} starts with the global weights and group {sources[group]}" for group in sources)
-        states = "".join(f"{start}'s optimizer" for start in starts)
-        continuing = f"{self.world.size} of {self._size} ranks continue"
-        if not failures and planned is not None:
-            return f"{planned[1]}: {continuing} after iteration {members.iteration}{states}"
-        seconds, what = unix_time() - failures[0].at, "; then ".join(failure.what for failure in failures)
-        done = members.replacements
-        if len(members.ranks) < self._size:
-            done = continuing
-            if left_out := groups_left_out(self.config, self._size, members.training):
-                done += f" without group {listed(left_out)} of {self.config.num_groups}"
-        since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
-        first, last = max(members.iteration, 0) + 1, failures[0].iteration
-        repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
-        return f"recovered in {seconds:.1f} s: {what}; {done}{states}; training continues {since}{repeats}"
+        members = self._decided(self.generation)
+        return describe_recovery(self.config, self._size, members, failures, "" if planned is None else planned[1])

@@ -46,7 +46,8 @@ class Reruns(Callback, Attempts):
 
     def before_run(self) -> None:
         """Take the steps of the run."""
-        run, interval = self.run, self._settings.replay_interval
+        run = self.run
+        interval = self._settings.replay_interval
         run.attempts = self
         if interval is not None and run.groups.size("dp") == 1 and run.world.rank == 0:
             print(f"note: replay_interval={interval} has no effect: no other data-parallel replica is left", flush=True)
@@ -56,8 +57,10 @@ class Reruns(Callback, Attempts):
 
         Errors: ``WrongStepError`` if other ranks compute other losses for the same samples.
         """
-        settings, scale = self._settings, self.run.optimizer.loss_scale.state_dict()
-        interval, copies = settings.replay_interval, self.run.groups.size("dp")
+        settings = self._settings
+        scale = self.run.optimizer.loss_scale.state_dict()
+        interval = settings.replay_interval
+        copies = self.run.groups.size("dp")
         if interval is not None and copies > 1 and (self.run.state.iteration + 1) % interval == 0:
             moved = compute(1, shift=1, discard=True)
             self.run.optimizer.loss_scale.load_state_dict(scale)
@@ -78,12 +81,14 @@ class Reruns(Callback, Attempts):
         Steps and copies are drawn by (seed, iteration). transient_error: the first attempt of a copy's ranks.
         persistent_error: all attempts of these ranks. correct_result: the samples of a copy, on any rank.
         """
-        run, settings = self.run, self._settings
+        run = self.run
+        settings = self._settings
         copies = run.groups.size("dp")
         drawn = random.Random(f"{run.config.training.seed}:{run.state.iteration}")
         if not settings.error_injection_rate or drawn.randrange(settings.error_injection_rate):
             return False
-        spoiled_copy, this_copy = drawn.randrange(copies), run.groups.index("dp")
+        spoiled_copy = drawn.randrange(copies)
+        this_copy = run.groups.index("dp")
         if settings.error_injection_type == "correct_result":
             return (this_copy + shift) % copies == spoiled_copy
         is_persistent = settings.error_injection_type == "persistent_error"
@@ -91,12 +96,14 @@ class Reruns(Callback, Attempts):
 
     def _compare(self, first: Attempt, moved: Attempt) -> None:
         tolerance = TOLERANCES.get(self.run.config.training.compute_dtype, TOLERANCE)
-        wrong, different = _wrong_copies(first, moved, tolerance), _different(first, moved, tolerance)
+        wrong = _wrong_copies(first, moved, tolerance)
+        different = _different(first, moved, tolerance)
         if not wrong:
             return
         if wrong == different and len(wrong) == 1 and math.isfinite(first.losses[wrong[0]]):
             wrong = sorted({*wrong, (wrong[0] - 1) % len(first.losses)})  # one of two copies, in one attempt
-        step, ranks = self.run.state.iteration + 1, self._members(wrong)
+        step = self.run.state.iteration + 1
+        ranks = self._members(wrong)
         which = "one of ranks" if len(ranks) > 1 else "rank"
         raise WrongStepError(
             f"{which} {listed(ranks)} computed wrong values in step {step}: other ranks have other losses for the same "
@@ -165,8 +172,8 @@ class Reruns(Callback, Attempts):
     def _members(self, copies: Sequence[int]) -> list[int]:
         """The launcher's ranks of some copies."""
         grid = self.run.groups.grid
-        found = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
-        return [self.run.world.launcher_rank(rank) for rank in found]
+        ranks = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        return [self.run.world.launcher_rank(rank) for rank in ranks]
 
     def after_run(self) -> None:
         """Print the counts."""
@@ -180,7 +187,8 @@ class Reruns(Callback, Attempts):
 def _wrong_copies(again: Attempt, moved: Attempt, tolerance: float = TOLERANCE) -> list[int]:
     """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
     and c + 1 in ``moved``, so that both differ if it is wrong in both."""
-    different, copies = _different(again, moved, tolerance), len(again.losses)
+    different = _different(again, moved, tolerance)
+    copies = len(again.losses)
     not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
     not_finite += [(copy - 1) % copies for copy in different if not math.isfinite(moved.losses[copy])]
     return sorted(set(not_finite)) or [copy for copy in different if (copy + 1) % copies in different] or different

@@ -77,7 +77,8 @@ def recovery_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     name = f"recover={settings.recover}"
     if trains_elastic(config):
         yield exclusive(name, "elastic=True")
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
+    training = config.training
     compression = compression_of(parallel)
     if compression is not None and compression.is_local:
         yield exclusive(name, f"grad_compression={compression.name}, whose ranks differ between synchronizations")
@@ -102,6 +103,6 @@ def fault_problems(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and damage "
                 f"({', '.join((*LINK_DAMAGES, *LINK_DELAYS))}) such as tp-zeros"
             )
-    on_disk = [fault.kind for fault in settings.faults if fault.kind in FAULTS_ON_DISK]
+    on_disk = [fault.name for fault in settings.faults if fault.name in FAULTS_ON_DISK]
     if on_disk and config.checkpoint.async_save:
         yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")

@@ -38,7 +38,7 @@ _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 class Fault:
     """A fault to inject."""
 
-    kind: str
+    name: str
     """One of ``FAULTS``."""
     rank: int
     """The rank on which it occurs."""
@@ -50,8 +50,8 @@ class Fault:
     @classmethod
     def of(cls, text: str) -> Fault | None:
         """The fault described by ``text``; None if it describes none."""
-        found = _FAULT.fullmatch(text)
-        return cls(found[1], int(found[2]), int(found[3]), found[4] is not None) if found else None
+        match = _FAULT.fullmatch(text)
+        return cls(match[1], int(match[2]), int(match[3]), match[4] is not None) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)

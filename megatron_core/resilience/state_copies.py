@@ -111,8 +111,8 @@ class StateCopies(Callback):
         if run.config.section(RecoveryConfig).recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory, run.world.launched)
         state = run.saver.manifest_state(run.state)
-        for part in run.parts:
-            state |= part.copied_values()
+        for run_part in run.parts:
+            state |= run_part.copied_values()
         self._writer.write(run.state.iteration, self._pieces(), state, rollbacks=run.state.rollbacks)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.describe(), flush=True)
@@ -133,11 +133,11 @@ class StateCopies(Callback):
         if memory != self._memory:
             self._memory = memory
             self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
-        others = other_pieces(run.data_parallel, run.optimizer)
-        return [piece for piece in self._with_parts(chain(self._updated, others)) if piece.owned]
+        unshared = other_pieces(run.data_parallel, run.optimizer)
+        return [piece for piece in self._with_parts(chain(self._updated, unshared)) if piece.owned]
 
     def _with_parts(self, pieces: Iterable[TensorBox]) -> list[TensorBox]:
         """The pieces with the state of features."""
-        for part in self.run.parts:
-            pieces = part.copied_pieces(pieces)
+        for run_part in self.run.parts:
+            pieces = run_part.copied_pieces(pieces)
         return list(pieces)

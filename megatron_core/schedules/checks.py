@@ -37,7 +37,7 @@ def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator
     for stage in range(plan.num_stages):
         for micro in range(num_microbatches):
             kinds = "F" if forward_only else "F" + _backward_kinds(seen, stage, micro)
-            wanted.update(Action(stage, kind, micro) for kind in kinds)
+            wanted.update(Action(stage, action_kind, micro) for action_kind in kinds)
     yield from (f"{action} is missing" for action in sorted(wanted - set(seen)))
     for action in sorted(set(seen) - wanted):
         whole_backward = Action(action.stage, "B", action.micro)
@@ -50,7 +50,7 @@ def _contents(plan: Plan, num_microbatches: int, forward_only: bool) -> Iterator
 
 def _backward_kinds(seen: Counter[Action], stage: int, micro: int) -> str:
     """Return B, or IW if the plan has an I or W and no B of this stage and micro-batch."""
-    split = any(Action(stage, kind, micro) in seen for kind in "IW")
+    split = any(Action(stage, action_kind, micro) in seen for action_kind in "IW")
     return "IW" if split and Action(stage, "B", micro) not in seen else "B"
 
 

@@ -29,7 +29,7 @@ def shade(colour: str, chunk: int, num_chunks: int) -> str:
 def kinds(plan: Plan) -> list[str]:
     """Return the kinds of action in a plan, in the order of the legend."""
     present = {action.kind for actions in plan.ranks for action in actions}
-    return [kind for kind in COLOURS if kind in present]
+    return [action_kind for action_kind in COLOURS if action_kind in present]
 
 
 def digits(time: float) -> str:
@@ -181,9 +181,9 @@ def _cube_step(channel: int) -> int:
 def _legend(plan: Plan, colour: bool) -> str:
     """Explain the colours, or the letters."""
     if colour:
-        words = [f"{_paint('  ', COLOURS[kind])} {NAMES[kind]}" for kind in kinds(plan)]
+        words = [f"{_paint('  ', COLOURS[action_kind])} {NAMES[action_kind]}" for action_kind in kinds(plan)]
         return "  ".join(words) + (", later chunks paler" if plan.num_chunks > 1 else "")
-    words = [f"{kind} {NAMES[kind]}" for kind in kinds(plan)]
+    words = [f"{action_kind} {NAMES[action_kind]}" for action_kind in kinds(plan)]
     return ", ".join(words) + (", odd chunks in lower case" if plan.num_chunks > 1 else "")
 
 

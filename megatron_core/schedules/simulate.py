@@ -78,7 +78,7 @@ class StageCosts:
     @property
     def text(self) -> str:
         """A list of all times: ``0F 12.3, 1W 4.5, 0F&1B 20, COMM 0.2``."""
-        words = [f"{stage}{kind} {time:.4g}" for (stage, kind), time in sorted(self.times.items())]
+        words = [f"{stage}{action_kind} {time:.4g}" for (stage, action_kind), time in sorted(self.times.items())]
         words += [f"{first}F&{second}B {time:.4g}" for (first, second), time in sorted(self.pairs.items())]
         return ", ".join([*words, f"COMM {self.comm:.4g}"])
 

@@ -25,7 +25,9 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Plan:
     forwards, not in reverse, so that gradients are summed in the same order under every schedule.
     """
     micros = range(num_microbatches)
-    ranks = tuple(tuple(Action(rank, kind, micro) for kind in "FB" for micro in micros) for rank in range(num_ranks))
+    ranks = tuple(
+        tuple(Action(rank, action_kind, micro) for action_kind in "FB" for micro in micros) for rank in range(num_ranks)
+    )
     return Plan(ranks, round_robin_stages(num_ranks, 1))
 
 
@@ -110,11 +112,11 @@ def forward_only(
     return Plan(tuple(tuple(sorted(mine, key=time)) for mine in actions), stage_to_rank)
 
 
-def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, kind: str) -> list[Action]:
+def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, action_kind: str) -> list[Action]:
     """Order one rank's forwards or backwards: p micro-batches of a chunk, then the next chunk (B: last chunk first)."""
-    chunks = range(num_chunks) if kind == "F" else range(num_chunks - 1, -1, -1)
+    chunks = range(num_chunks) if action_kind == "F" else range(num_chunks - 1, -1, -1)
     return [
-        Action(chunk * num_ranks + rank, kind, micro)
+        Action(chunk * num_ranks + rank, action_kind, micro)
         for group in range(0, num_microbatches, num_ranks)
         for chunk in chunks
         for micro in range(group, min(group + num_ranks, num_microbatches))
@@ -159,7 +161,9 @@ def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
         turns: list[tuple[str, int]] = [("F", micro) for micro in range(ahead)]
         for micro in range(num_microbatches + late):
             turns += [("F", micro + ahead), ("I", micro), ("W", micro - late)]
-        ranks.append(tuple(Action(rank, kind, micro) for kind, micro in turns if 0 <= micro < num_microbatches))
+        ranks.append(
+            tuple(Action(rank, action_kind, micro) for action_kind, micro in turns if 0 <= micro < num_microbatches)
+        )
     return Plan(tuple(ranks), round_robin_stages(num_ranks, 1))
 
 
@@ -249,21 +253,21 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
         split: dict[int, list[int]] = {0: [], 1: []}
         turns_of_rank: list[tuple[Action, ...]] = []
         joins = False
-        for kind, chunk in mine:
-            if kind == "W":
+        for action_kind, chunk in mine:
+            if action_kind == "W":
                 micro = split[chunk].pop(0)
             else:
-                side = ("F" if kind[0] == "F" else "B", chunk)
+                side = ("F" if action_kind[0] == "F" else "B", chunk)
                 micro = seen[side]
                 seen[side] += 1
-                if kind == "I":
+                if action_kind == "I":
                     split[chunk].append(micro)
-            action = Action(stages[chunk], kind[0], micro)
+            action = Action(stages[chunk], action_kind[0], micro)
             if joins:
                 turns_of_rank[-1] += (action,)
             else:
                 turns_of_rank.append((action,))
-            joins = paired and kind == "F&"
+            joins = paired and action_kind == "F&"
         ranks.append(_without_surplus(turns_of_rank, num_microbatches))
     return plan_of_turns(ranks, stage_to_rank)
 

@@ -51,21 +51,23 @@ def calculate(text: str, names: Names, depth: int = 0) -> int:
     if not parser.tokens:
         return 0
     value = parser.sequence()
-    if parser.at != len(parser.tokens):
+    if parser.position != len(parser.tokens):
         raise UnknownNumber(text)
     return value()
 
 
 @lru_cache(maxsize=1024)
 def _tokens(text: str) -> tuple[str, ...]:
-    found, at, text = [], 0, text.strip()
-    while at < len(text):
-        match = _TOKEN.match(text, at)
+    tokens = []
+    position = 0
+    text = text.strip()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         if match is None:
             raise UnknownNumber(text)
-        found.append(match[1])
-        at = match.end()
-    return tuple(found)
+        tokens.append(match[1])
+        position = match.end()
+    return tuple(tokens)
 
 
 def _quotient(left: int, right: int) -> int:
@@ -92,17 +94,17 @@ class _Parser:
     tokens: tuple[str, ...]
     names: Names
     depth: int
-    at: int = 0
+    position: int = 0
 
     def _next(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def _accept(self, *texts: str) -> str:
-        found = self._next()
-        if found not in texts:
+        text = self._next()
+        if text not in texts:
             return ""
-        self.at += 1
-        return found
+        self.position += 1
+        return text
 
     def _require(self, text: str) -> None:
         if not self._accept(text):
@@ -115,16 +117,18 @@ class _Parser:
         return lambda: [value() for value in values][-1]
 
     def _assignment(self) -> Value:
-        start = self.at
+        start = self.position
         if self._next().isidentifier():
             name, index = self._name()
-            if how := self._accept("=", *(f"{each}=" for each in ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>"))):
+            if how := self._accept(
+                "=", *(f"{operator}=" for operator in ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>"))
+            ):
                 right = self._assignment()
                 if how == "=":
                     return lambda: self._set(name, index, right())
                 function = _ALL[how[:-1]]
                 return lambda: self._set(name, index, function(self._get(name, index), right()))
-        self.at = start
+        self.position = start
         return self._conditional()
 
     def _conditional(self) -> Value:
@@ -182,7 +186,7 @@ class _Parser:
                 return lambda: self._set(name, index, self._get(name, index) + step) - step
             return lambda: self._get(name, index)
         text = self._next()
-        self.at += 1
+        self.position += 1
         number = _number(text)
         return lambda: number
 
@@ -190,16 +194,17 @@ class _Parser:
         name = self._next()
         if not name.isidentifier():
             raise UnknownNumber(name)
-        self.at += 1
+        self.position += 1
         if not self._accept("["):
             return name, None
-        start, depth = self.at, 1
+        start = self.position
+        depth = 1
         while depth:
-            if self.at >= len(self.tokens):
+            if self.position >= len(self.tokens):
                 raise UnknownNumber(name)
-            depth += (self.tokens[self.at] == "[") - (self.tokens[self.at] == "]")
-            self.at += 1
-        return name, " ".join(self.tokens[start : self.at - 1])
+            depth += (self.tokens[self.position] == "[") - (self.tokens[self.position] == "]")
+            self.position += 1
+        return name, " ".join(self.tokens[start : self.position - 1])
 
     def _get(self, name: str, index: str | None) -> int:
         return calculate(self.names.get(name, index), self.names, self.depth + 1)

@@ -12,10 +12,10 @@ _KEYED = re.compile(rf"{INDEX}=")
 
 def assign(variables: Variables, word: str, script: str, *, is_map: bool = False) -> None:
     """Follow ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME[INDEX]=VALUE`` or ``NAME=(...)``; ``is_map``: after declare -A."""
-    found = ASSIGNMENT.match(word)
-    assert found is not None
-    name, index, plus = found.groups()
-    raw = word[found.end() :]
+    match = ASSIGNMENT.match(word)
+    assert match is not None
+    name, index, plus = match.groups()
+    raw = word[match.end() :]
     if raw.startswith("(") and index is None:
         _assign_items(variables, name, raw, script, adds=bool(plus), is_map=is_map)
     elif index is not None:
@@ -48,9 +48,13 @@ def _assign_items(variables: Variables, name: str, raw: str, script: str, *, add
         if items and not any(keyed):
             words = variables.all_fields(items)
             pairs = list(zip(words[::2], [*words[1::2], ""], strict=False))
-        found = (old if adds and isinstance(old, dict) else {}) | dict(pairs)
-        is_list = not (is_map or isinstance(old, dict)) and sorted(found) == sorted(map(str, range(len(found))))
-        variables.assign(name, [found[str(at)] for at in range(len(found))] if is_list else found)
+        values = (old if adds and isinstance(old, dict) else {}) | dict(pairs)
+        is_list = not (is_map or isinstance(old, dict)) and sorted(values) == sorted(map(str, range(len(values))))
+        variables.assign(name, [values[str(index)] for index in range(len(values))] if is_list else values)
         return
-    before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
-    variables.assign(name, [*(before if adds else []), *variables.all_fields(items)])
+    before = list[str]()
+    if adds and isinstance(old, list):
+        before = old
+    elif adds and isinstance(old, str):
+        before = [old]
+    variables.assign(name, [*before, *variables.all_fields(items)])

@@ -23,9 +23,10 @@ from megatron_core.shell.unknown import UNKNOWN, unknown
 class Jump(Exception):
     """``return``, ``break``, ``continue`` or ``exit``, with its number; None if it is not known."""
 
-    def __init__(self, kind: str, number: int | None) -> None:
-        super().__init__(kind)
-        self.kind, self.number = kind, number
+    def __init__(self, command: str, number: int | None) -> None:
+        super().__init__(command)
+        self.command = command
+        self.number = number
 
 
 class Status(Exception):
@@ -46,20 +47,24 @@ class BuiltIns(State):
     """Built-in commands; ``_do_NAME`` returns the success, or None if it is not known."""
 
     def _do_echo(self, words: list[str]) -> bool:
-        rest, options = words[1:], ""
-        while rest and re.fullmatch("-[neE]+", rest[0]):
-            options += rest.pop(0)
-        text = " ".join(rest)
+        remainder = words[1:]
+        options = ""
+        while remainder and re.fullmatch("-[neE]+", remainder[0]):
+            options += remainder.pop(0)
+        text = " ".join(remainder)
         self._print((unescaped(text) if "e" in options else text) + ("" if "n" in options else "\n"))
         return True
 
     def _do_cd(self, words: list[str]) -> bool:
         to = [word for word in words[1:] if not word.startswith("-") or word == "-"]
         old = self.variables.values.get("OLDPWD", "")
-        folder = old if to == ["-"] and isinstance(old, str) else os.path.join(self._folder, to[0]) if to else ""
-        self.variables.assign("OLDPWD", self._folder)
-        self._folder = folder
-        if folder:
+        before = self._folder
+        if to == ["-"] and isinstance(old, str):
+            self._folder = old
+        else:
+            self._folder = os.path.join(before, to[0]) if to else ""
+        self.variables.assign("OLDPWD", before)
+        if self._folder:
             self.variables.assign("PWD", self._current_folder("PWD"))
         return True
 
@@ -92,16 +97,16 @@ class BuiltIns(State):
         return True
 
     def _do_set(self, words: list[str]) -> bool:
-        rest = words[1:]
-        while rest and re.match(r"[-+]", rest[0]):
-            option = rest.pop(0)
+        remainder = words[1:]
+        while remainder and re.match(r"[-+]", remainder[0]):
+            option = remainder.pop(0)
             if option == "--":
-                self.variables.arguments = rest
+                self.variables.arguments = remainder
                 return True
             if option.endswith("o"):
-                rest = rest[1:]
-        if rest:
-            self.variables.arguments = rest
+                remainder = remainder[1:]
+        if remainder:
+            self.variables.arguments = remainder
         return True
 
     def _do_unset(self, words: list[str]) -> bool:
@@ -109,10 +114,10 @@ class BuiltIns(State):
             name, _, index = word.rstrip("]").partition("[")
             value = self.variables.values.get(name)
             if index and isinstance(value, dict):
-                self.variables.values[name] = {key: each for key, each in value.items() if key != index}
+                self.variables.values[name] = {key: word for key, word in value.items() if key != index}
             elif index and isinstance(value, list):
-                at = self.variables.arithmetic(index)
-                self.variables.values[name] = [each for number, each in enumerate(value) if str(number) != at]
+                position = self.variables.arithmetic(index)
+                self.variables.values[name] = [word for number, word in enumerate(value) if str(number) != position]
             else:
                 self.variables.values.pop(name, None)
         return True
@@ -139,7 +144,8 @@ class BuiltIns(State):
 
     def _command_of(self, words: list[str], line: int) -> Command:
         """A program that starts now, with the files in its flags."""
-        names, settings = values_of(words, "deepspeed-config"), values_of(words, *SETTINGS)
+        names = values_of(words, "deepspeed-config")
+        settings = values_of(words, *SETTINGS)
         text = self.text_of_file(names[-1]) if names else None
         self.variables.spend(len(text or ""))
         closed = tuple(name for name in settings if not is_open(name, self._folders))
@@ -154,9 +160,11 @@ class BuiltIns(State):
         """Replace words, as in ``sed s/NAME/value/``; the output of other edits is not known."""
         in_place = "-i" in words[1:2]
         words = words[:1] + words[2:] if in_place else words
-        scripts, names = words[1:2], words[2:]
+        scripts = words[1:2]
+        names = words[2:]
         if words[1:2] == ["-e"]:
-            scripts, names = words[2::2], []
+            scripts = words[2::2]
+            names = []
         if in_place:
             return self._edit_files(scripts, names)
         edited = self._edited(scripts, names)
@@ -180,7 +188,7 @@ class BuiltIns(State):
 
     def _edited(self, scripts: list[str], names: list[str]) -> str | None:
         """The output of sed; None if it is not known."""
-        edits = [re.fullmatch(r"s([/|,#])(\w+)\1([^\\&]*)\1(g?)", each) for each in scripts]
+        edits = [re.fullmatch(r"s([/|,#])(\w+)\1([^\\&]*)\1(g?)", word) for word in scripts]
         text = self._text_of(names)
         if text is None or not all(edits) or any(word.startswith("-") for word in names):
             return None
@@ -193,7 +201,9 @@ class BuiltIns(State):
 
     def _do_read(self, words: list[str]) -> bool:
         names, array = self._names_of_read(words[1:], "a")
-        line = self._input.pop(0) if self._input else "" if self._input == [] else None
+        line = None
+        if self._input is not None:
+            line = self._input.pop(0) if self._input else ""
         if line is None or UNKNOWN.search(line):
             self.variables.doubtful.update([*names, *array])
             for name in names if not array else []:
@@ -227,20 +237,23 @@ class BuiltIns(State):
 
     def _names_of_read(self, words: Sequence[str], array: str) -> tuple[list[str], list[str]]:
         """The names of variables, and of arrays, among the arguments of read."""
-        names, arrays, takes = list[str](), list[str](), ""
+        names = list[str]()
+        arrays = list[str]()
+        takes = ""
         for word in words:
             if takes:
                 (arrays if takes == array else []).append(word)
                 takes = ""
-            elif found := re.fullmatch(r"-\w*?([adinNptu])(.*)", word):
-                takes = "" if found[2] else found[1]
+            elif match := re.fullmatch(r"-\w*?([adinNptu])(.*)", word):
+                takes = "" if match[2] else match[1]
             elif not word.startswith("-"):
                 names.append(word)
         return names or ([] if arrays else ["REPLY"]), arrays
 
     def _do_mapfile(self, words: list[str]) -> bool:
         name = words[-1] if len(words) > 1 and words[-1].isidentifier() else "MAPFILE"
-        lines, self._input = self._input, None if self._input is None else []
+        lines = self._input
+        self._input = None if self._input is None else []
         if lines is None or any(map(UNKNOWN.search, lines)):
             self.variables.doubtful.add(name)
             self.variables.values.pop(name, None)
@@ -253,39 +266,42 @@ class BuiltIns(State):
         """Read the next option of the arguments into a variable; OPTIND and OPTARG are set."""
         if len(words) < 3:
             return None
-        accepted, name, given = words[1], words[2], words[3:] or self.variables.arguments
+        accepted = words[1]
+        name = words[2]
+        arguments = words[3:] or self.variables.arguments
         number = str(self.variables.values.get("OPTIND", "1"))
-        place = self._option_place[1] if self._option_place[0] == number else 0
-        at = int(number) - 1 if number.isdigit() else 0
-        word = given[at] if at < len(given) else ""
-        if place == 0 and (word == "--" or not re.match("-.", word)):
-            self._end_option(at + (word == "--"), 0)
+        offset = self._option_place[1] if self._option_place[0] == number else 0
+        position = int(number) - 1 if number.isdigit() else 0
+        word = arguments[position] if position < len(arguments) else ""
+        if offset == 0 and (word == "--" or not re.match("-.", word)):
+            self._end_option(position + (word == "--"), 0)
             self.variables.assign(name, "?")
             return False
-        place = max(place, 1)
-        letter, rest = word[place], word[place + 1 :]
-        found = re.search(f"{re.escape(letter)}(:?)", accepted.lstrip(":")) if letter != ":" else None
+        offset = max(offset, 1)
+        letter = word[offset]
+        remainder = word[offset + 1 :]
+        match = re.search(f"{re.escape(letter)}(:?)", accepted.lstrip(":")) if letter != ":" else None
         self.variables.values.pop("OPTARG", None)
         self.variables.skipped.add("OPTARG")  # not set, and thus empty, without an argument
-        if found is None or not found[1]:
-            self._end_option(at if rest else at + 1, place + 1 if rest else 0)
-            if found is None and accepted.startswith(":"):
+        if match is None or not match[1]:
+            self._end_option(position if remainder else position + 1, offset + 1 if remainder else 0)
+            if match is None and accepted.startswith(":"):
                 self.variables.assign("OPTARG", letter)
-            self.variables.assign(name, letter if found else "?")
-        elif rest or at + 1 < len(given):
-            self._end_option(at + (1 if rest else 2), 0)
-            self.variables.assign("OPTARG", rest or given[at + 1])
+            self.variables.assign(name, letter if match else "?")
+        elif remainder or position + 1 < len(arguments):
+            self._end_option(position + (1 if remainder else 2), 0)
+            self.variables.assign("OPTARG", remainder or arguments[position + 1])
             self.variables.assign(name, letter)
         else:
-            self._end_option(at + 1, 0)
+            self._end_option(position + 1, 0)
             if accepted.startswith(":"):
                 self.variables.assign("OPTARG", letter)
             self.variables.assign(name, ":" if accepted.startswith(":") else "?")
         return True
 
-    def _end_option(self, at: int, place: int) -> None:
-        self._option_place = str(at + 1), place
-        self.variables.assign("OPTIND", str(at + 1))
+    def _end_option(self, position: int, offset: int) -> None:
+        self._option_place = str(position + 1), offset
+        self.variables.assign("OPTIND", str(position + 1))
 
     def _do_return(self, words: list[str]) -> bool:
         default = self.variables.status if words[0] in ("return", "exit") else 1
@@ -297,10 +313,10 @@ class BuiltIns(State):
         is_local = bool(self._locals) and words[0] in ("local", "declare", "typeset") and "g" not in options
         for word in words[1:]:
             names = [word] if ASSIGNMENT.match(word) else self.variables.fields(word)
-            for each in names:
-                if name := re.match(r"[A-Za-z_]\w*", each):
-                    self._declare_name(name[0], options, is_local=is_local, is_bare="=" not in each)
-                    self._declare_value(each, name[0], options, is_written=ASSIGNMENT.match(word) is not None)
+            for written in names:
+                if name := re.match(r"[A-Za-z_]\w*", written):
+                    self._declare_name(name[0], options, is_local=is_local, is_bare="=" not in written)
+                    self._declare_value(written, name[0], options, is_written=ASSIGNMENT.match(word) is not None)
                     if words[0] == "export" or "x" in options:
                         self.variables.exported.add(name[0])
         return True

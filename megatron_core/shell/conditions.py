@@ -34,45 +34,47 @@ class _Condition:
     words: list[str]
     variables: Variables
     is_double: bool
-    at: int = 0
+    position: int = 0
 
     def _is(self, *words: str, ahead: int = 0) -> bool:
-        return self.at + ahead < len(self.words) and self.words[self.at + ahead] in words
+        return self.position + ahead < len(self.words) and self.words[self.position + ahead] in words
 
     def either(self) -> bool | None:
         value = self._both()
-        while self._is("||", "-o") and self.at > 0:
-            self.at += 1
+        while self._is("||", "-o") and self.position > 0:
+            self.position += 1
             other = self._both()
-            value = True if True in (value, other) else None if None in (value, other) else False
+            if value is not True:
+                value = other if value is False or other is True else None
         return value
 
     def _both(self) -> bool | None:
         value = self._not()
         while self._is("&&", "-a"):
-            self.at += 1
+            self.position += 1
             other = self._not()
-            value = False if False in (value, other) else None if None in (value, other) else True
+            if value is not False:
+                value = other if value is True or other is False else None
         return value
 
     def _not(self) -> bool | None:
-        if self._is("!") and len(self.words) - self.at > 1 and not self._is(*_TEXTS, *_NUMBERS, ahead=1):
-            self.at += 1
+        if self._is("!") and len(self.words) - self.position > 1 and not self._is(*_TEXTS, *_NUMBERS, ahead=1):
+            self.position += 1
             value = self._not()
             return None if value is None else not value
         if self._is("(") and not self._is(*_TEXTS, ahead=1):
-            self.at += 1
+            self.position += 1
             value = self.either()
-            self.at += 1
+            self.position += 1
             return value
         return self._primary()
 
     def _primary(self) -> bool | None:
         left = self._take()
-        if self._is(*_TEXTS, *_NUMBERS, *_FILES) and self.at + 1 < len(self.words):
+        if self._is(*_TEXTS, *_NUMBERS, *_FILES) and self.position + 1 < len(self.words):
             how = self._take()
             return self._compared(left, how, self._take())
-        is_operator = re.fullmatch(r"-[a-zA-Z]", left) and self.at < len(self.words)
+        is_operator = re.fullmatch(r"-[a-zA-Z]", left) and self.position < len(self.words)
         if not is_operator or self._is("&&", "||", "-a", "-o", ")"):
             text = self._known(self._value(left))
             return None if text is None else text != ""
@@ -83,8 +85,8 @@ class _Condition:
         return None if text is None or left not in ("-z", "-n") else (text == "") == (left == "-z")
 
     def _take(self) -> str:
-        self.at += 1
-        return self.words[self.at - 1] if self.at <= len(self.words) else ""
+        self.position += 1
+        return self.words[self.position - 1] if self.position <= len(self.words) else ""
 
     def _value(self, word: str) -> str:
         return self.variables.text(word) if self.is_double else word
@@ -105,17 +107,17 @@ class _Condition:
             return (first == second) == (how != "!=")
         try:
             if how == "=~":
-                found = re.search(UNKNOWN.sub("", self.variables.expression(right)), first)
-                groups = [] if found is None else [found[0], *(group or "" for group in found.groups())]
+                match = re.search(UNKNOWN.sub("", self.variables.expression(right)), first)
+                groups = [] if match is None else [match[0], *(group or "" for group in match.groups())]
                 self.variables.assign("BASH_REMATCH", groups)
-                return found is not None
+                return match is not None
             pattern = UNKNOWN.sub("", self.variables.pattern(right))
             return (re.fullmatch(pattern, first, re.DOTALL) is not None) == (how != "!=")
         except re.error:
             return None
 
     def _numbers(self, left: str, how: str, right: str) -> bool | None:
-        values = [self.variables.arithmetic(each) if self.is_double else each.strip() for each in (left, right)]
+        values = [self.variables.arithmetic(word) if self.is_double else word.strip() for word in (left, right)]
         if any(not re.fullmatch(r"[+-]?\d+", value) for value in values):
             return None if self.is_double and any(map(UNKNOWN.search, values)) else False
         return _NUMBERS[how](*map(int, values))

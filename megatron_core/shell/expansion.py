@@ -63,13 +63,14 @@ class Variables:
 
     def all_fields(self, words: Sequence[str]) -> list[str]:
         """The words that several words of the script become. ``ConfigError`` if they are too long."""
-        found, size = list[str](), 0
+        fields = list[str]()
+        size = 0
         for word in words:
             values = self.fields(word)
             size += size_of(values)
             require_size(size, f"{self.name}: a list of words")
-            found += values
-        return found
+            fields += values
+        return fields
 
     def spend(self, size: int) -> None:
         """Count characters that are kept. ``ConfigError`` if there are too many."""
@@ -96,11 +97,11 @@ class Variables:
 
     def document(self, document: Document) -> str:
         """The text on the standard input of a command."""
-        if document.kind == "literal":
+        if document.source == "literal":
             return document.text
-        if document.kind == "command":
+        if document.source == "command":
             return self.output_of(document.text) + "\n"
-        if document.kind == "word":
+        if document.source == "word":
             return self.text(document.text) + "\n"
         into = Fields(None)
         self._expand_quoted(document.text, into, escapes="\\$`\n")
@@ -129,10 +130,12 @@ class Variables:
         if isinstance(old, dict):
             self.assign(name, old | {self.text(key): value})
             return
-        items, index = list(old) if isinstance(old, list) else [old] if old else [], self.arithmetic(key)
-        at = int(index) if re.fullmatch(r"-?\d+", index) else len(items)
-        at = min(at if at >= 0 else max(len(items) + at, 0), len(items))
-        self.assign(name, [*items[:at], value, *items[at + 1 :]])
+        if not isinstance(old, list):
+            old = [old] if old else []
+        number = self.arithmetic(key)
+        index = int(number) if re.fullmatch(r"-?\d+", number) else len(old)
+        index = min(index if index >= 0 else max(len(old) + index, 0), len(old))
+        self.assign(name, [*old[:index], value, *old[index + 1 :]])
 
     @contextmanager
     def restored(self, before: Mapping[str, Value | None]) -> Iterator[None]:
@@ -140,28 +143,29 @@ class Variables:
         try:
             yield
         finally:
-            kept = {name: value for name, value in self.values.items() if name not in before}
-            self.values = kept | {name: value for name, value in before.items() if value is not None}
+            unchanged = {name: value for name, value in self.values.items() if name not in before}
+            self.values = unchanged | {name: value for name, value in before.items() if value is not None}
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Restore all at the end, except the names that were read without being set."""
-        names = {each.name for each in dataclasses.fields(self)} - {"unset", "status", "has_doubt", "spent"}
-        kept = {name: getattr(self, name) for name in names}
-        for name, value in kept.items():
+        names = {member.name for member in dataclasses.fields(self)} - {"unset", "status", "has_doubt", "spent"}
+        saved = {name: getattr(self, name) for name in names}
+        for name, value in saved.items():
             if isinstance(value, (list, dict, set)):
                 setattr(self, name, value.copy())
         try:
             yield
         finally:
-            for name, value in kept.items():
+            for name, value in saved.items():
                 setattr(self, name, value)
 
     def get(self, name: str) -> Value | None:
         """The value of a variable or parameter; None if it is not set."""
         if name.isdigit():
             number = int(name)
-            return self.name if number == 0 else self.arguments[number - 1] if number <= len(self.arguments) else None
+            values = [self.name, *self.arguments]
+            return values[number] if number < len(values) else None
         if name in "@*":
             return self.arguments
         name = self.references.get(name, name)
@@ -178,75 +182,79 @@ class Variables:
 
     def _expand(self, raw: str, into: Fields, *, is_value: bool = False, keeps_escapes: bool = False) -> None:
         """Expand a word; ``is_value``: its unquoted text is split like a value."""
-        at = 0
-        while at < len(raw):
-            end = _checked_end(raw, at)
-            part = raw[at:end]
-            if part[0] == "\\":
-                text = part[1:].lstrip("\n")
-                into.literal(part) if keeps_escapes else into.quoted(text)
-            elif part[0] == "'":
-                into.quoted(part[1:-1])
-            elif part.startswith("$'"):
-                into.quoted(unescaped(part[2:-1]))
-            elif part[0] == '"':
-                self._expand_quoted(part[1:-1], into)
-            elif raw.startswith('$"', at):  # a translated text
+        position = 0
+        while position < len(raw):
+            end = _checked_end(raw, position)
+            piece = raw[position:end]
+            if piece[0] == "\\":
+                text = piece[1:].lstrip("\n")
+                into.literal(piece) if keeps_escapes else into.quoted(text)
+            elif piece[0] == "'":
+                into.quoted(piece[1:-1])
+            elif piece.startswith("$'"):
+                into.quoted(unescaped(piece[2:-1]))
+            elif piece[0] == '"':
+                self._expand_quoted(piece[1:-1], into)
+            elif raw.startswith('$"', position):  # a translated text
                 pass
-            elif part[0] in "$`" and len(part := _parameter(raw, at)) > 1:
-                end = at + len(part)
-                self._insert(part, into, quoted=False)
+            elif piece[0] in "$`" and len(piece := _parameter(raw, position)) > 1:
+                end = position + len(piece)
+                self._insert(piece, into, quoted=False)
             else:
-                (into.unquoted if is_value else into.literal)(part)
-            at = end
+                (into.unquoted if is_value else into.literal)(piece)
+            position = end
 
     def _expand_quoted(self, raw: str, into: Fields, *, escapes: str = '\\"$`\n', has_quotes: bool = False) -> None:
         """Expand the inside of double quotes; ``has_quotes``: further double quotes are left out."""
-        at, is_empty = 0, raw != ""
-        while at < len(raw):
-            end, before = at + 1, (len(into.done), into.current)
-            if raw[at] == "\\" and raw[at + 1 : at + 2] and raw[at + 1] in escapes:
-                end = at + 2
-                into.quoted(raw[at + 1].strip("\n"))
-            elif raw[at] in "$`" and len(part := _parameter(raw, at)) > 1:
-                end = at + len(part)
-                self._insert(part, into, quoted=True)
-            elif not (has_quotes and raw[at] == '"'):
-                into.quoted(raw[at])
+        position = 0
+        is_empty = raw != ""
+        while position < len(raw):
+            end = position + 1
+            before = (len(into.done), into.current)
+            if raw[position] == "\\" and raw[position + 1 : position + 2] and raw[position + 1] in escapes:
+                end = position + 2
+                into.quoted(raw[position + 1].strip("\n"))
+            elif raw[position] in "$`" and len(piece := _parameter(raw, position)) > 1:
+                end = position + len(piece)
+                self._insert(piece, into, quoted=True)
+            elif not (has_quotes and raw[position] == '"'):
+                into.quoted(raw[position])
             is_empty = is_empty and before == (len(into.done), into.current)
-            at = end
+            position = end
         if not is_empty:  # "" is a word, "${empty[@]}" is not
             into.quoted("")
 
-    def _insert(self, part: str, into: Fields, *, quoted: bool) -> None:
+    def _insert(self, piece: str, into: Fields, *, quoted: bool) -> None:
         """Add the values of an expansion; several of ``$@`` and ``${array[@]}``."""
-        if part.startswith("$((") and part.endswith("))"):
-            values = [self.arithmetic(part[3:-2])]
-        elif part.startswith("$["):
-            values = [self.arithmetic(part[2:-1])]
-        elif part.startswith("$("):
-            values = [self.output_of(part[2:-1])]
-        elif part[0] == "`":
-            values = [self.output_of(re.sub(r"\\([\\$`])", r"\1", part[1:-1]))]
-        elif found := _PARAMETER.fullmatch(part[2:-1] if part.startswith("${") else part[1:]):
-            self._insert_parameter(found, into, quoted=quoted)
+        if piece.startswith("$((") and piece.endswith("))"):
+            values = [self.arithmetic(piece[3:-2])]
+        elif piece.startswith("$["):
+            values = [self.arithmetic(piece[2:-1])]
+        elif piece.startswith("$("):
+            values = [self.output_of(piece[2:-1])]
+        elif piece[0] == "`":
+            values = [self.output_of(re.sub(r"\\([\\$`])", r"\1", piece[1:-1]))]
+        elif parameter := _PARAMETER.fullmatch(piece[2:-1] if piece.startswith("${") else piece[1:]):
+            self._insert_parameter(parameter, into, quoted=quoted)
             return
         else:
-            values = [unknown(part)]
+            values = [unknown(piece)]
         into.several(values, quoted=quoted)
 
-    def _insert_parameter(self, found: re.Match[str], into: Fields, *, quoted: bool) -> None:
-        indirect, length, name, index, operation = found.groups()
+    def _insert_parameter(self, parameter: re.Match[str], into: Fields, *, quoted: bool) -> None:
+        indirect, length, name, index, operation = parameter.groups()
         if indirect and index in ("@", "*"):
-            keys = self.get(name)
-            count = 0 if keys is None else 1 if isinstance(keys, str) else len(keys)
-            into.several(list(keys) if isinstance(keys, dict) else list(map(str, range(count))), quoted=quoted)
+            value = self.get(name)
+            elements = [value] if isinstance(value, str) else value or []
+            keys = elements if isinstance(elements, dict) else range(len(elements))
+            into.several(list(map(str, keys)), quoted=quoted)
             return
         if indirect and operation in ("@", "*"):
-            into.several(sorted(each for each in self.values if each.startswith(name)), quoted=quoted)
+            into.several(sorted(variable for variable in self.values if variable.startswith(name)), quoted=quoted)
             return
         if indirect and (target := _PARAMETER.fullmatch(self.text(f"${{{name}}}"))):
-            name, index = target[3], target[4]
+            name = target[3]
+            index = target[4]
         elif indirect:
             name = self.text(f"${{{name}}}")
         values = self._values(name, index)
@@ -254,11 +262,11 @@ class Variables:
             count = len(values or ()) if index in ("@", "*") or name in "@*" else len((values or [""])[0])
             into.several([str(count)], quoted=quoted)
             return
-        if (kind := ALTERNATIVE.match(operation)) and self._insert_alternative(
-            name, kind, operation[kind.end() :], values, into, quoted=quoted
+        if (alternative := ALTERNATIVE.match(operation)) and self._insert_alternative(
+            name, alternative, operation[alternative.end() :], values, into, quoted=quoted
         ):
             return
-        result = self._changed(name, index, "" if kind else operation, values)
+        result = self._changed(name, index, "" if alternative else operation, values)
         if (index == "*" or name == "*") and (quoted or into.whole):
             separators = self.values.get("IFS")
             first = separators[:1] if isinstance(separators, str) and not UNKNOWN.search(separators) else " "
@@ -266,23 +274,23 @@ class Variables:
         into.several(result, quoted=quoted)
 
     def _insert_alternative(
-        self, name: str, kind: re.Match[str], rest: str, values: list[str] | None, into: Fields, *, quoted: bool
+        self, name: str, alternative: re.Match[str], word: str, values: list[str] | None, into: Fields, *, quoted: bool
     ) -> bool:
-        """Add what ``${name:-rest}`` and its like give in place of the value; whether they do."""
-        is_set = bool(values) and (kind[1] == "" or " ".join(values or ()) != "")
-        if kind[2] == "+" and not is_set:
+        """Add what ``${name:-word}`` and its like give in place of the value; whether they do."""
+        is_set = bool(values) and (alternative[1] == "" or " ".join(values or ()) != "")
+        if alternative[2] == "+" and not is_set:
             if quoted and values != []:  # of an array without elements there is no word
                 into.quoted("")
             return True
-        if is_set != (kind[2] == "+") or kind[2] == "?":
+        if is_set != (alternative[2] == "+") or alternative[2] == "?":
             return False
-        if kind[2] == "=":
-            self.assign(name, self.text(rest))
-            into.several([self.text(rest)], quoted=quoted)
+        if alternative[2] == "=":
+            self.assign(name, self.text(word))
+            into.several([self.text(word)], quoted=quoted)
         elif quoted:
-            self._expand_quoted(rest, into, has_quotes=True)
+            self._expand_quoted(word, into, has_quotes=True)
         else:
-            self._expand(rest, into, is_value=True)
+            self._expand(word, into, is_value=True)
         return True
 
     def _values(self, name: str, index: str | None) -> list[str] | None:
@@ -295,8 +303,8 @@ class Variables:
         if isinstance(value, dict):
             return [value[key]] if key in value else None
         key = self.arithmetic(key)
-        at = int(key) if re.fullmatch(r"-?\d+", key) else len(value)
-        return [value[at]] if -len(value) <= at < len(value) else None
+        position = int(key) if re.fullmatch(r"-?\d+", key) else len(value)
+        return [value[position]] if -len(value) <= position < len(value) else None
 
     def _changed(self, name: str, index: str | None, operation: str, values: list[str] | None) -> list[str]:
         """Apply what follows the name in ``${name...}``."""
@@ -310,7 +318,7 @@ class Variables:
                 return [unknown(name if not name.isdigit() else f"argument-{name}")]
             values = [""]
         if operation[:1] == ":":
-            start, _, count = (self.arithmetic(part) if part else "" for part in operation[1:].partition(":"))
+            start, _, count = (self.arithmetic(number) if number else "" for number in operation[1:].partition(":"))
             if not all(is_known(number) for number in (start, count)):
                 return [unknown(name)]
             if not is_array:
@@ -353,16 +361,16 @@ def size_of(words: Iterable[str]) -> int:
     return sum(len(word) + 1 for word in words)
 
 
-def _checked_end(raw: str, at: int) -> int:
+def _checked_end(raw: str, position: int) -> int:
     try:
-        return end_of(raw, at)
+        return end_of(raw, position)
     except ValueError:
         return len(raw)
 
 
-def _parameter(raw: str, at: int) -> str:
-    """The expansion that begins at ``at``; ``$`` alone if there is none."""
-    if raw[at] == "`" or raw.startswith(("$(", "${", "$["), at):
-        return raw[at : _checked_end(raw, at)]
-    found = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(raw, at)
-    return found[0] if found else raw[at]
+def _parameter(raw: str, position: int) -> str:
+    """The expansion that begins at ``position``; ``$`` alone if there is none."""
+    if raw[position] == "`" or raw.startswith(("$(", "${", "$["), position):
+        return raw[position : _checked_end(raw, position)]
+    match = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(raw, position)
+    return match[0] if match else raw[position]

@@ -56,18 +56,18 @@ class Fields:
         soft = "".join(char for char in self.separators if char in BLANKS)
         hard = "".join(char for char in self.separators if char not in BLANKS)
         blank, mark = (f"[{re.escape(chars)}]" if chars else "(?:(?!))" for chars in (soft, hard))
-        at = 0
-        for found in re.finditer(f"{UNKNOWN.pattern}|(?P<end>{blank}*{mark}{blank}*|{blank}+)", text):
-            if found["end"] is None:
+        position = 0
+        for match in re.finditer(f"{UNKNOWN.pattern}|(?P<end>{blank}*{mark}{blank}*|{blank}+)", text):
+            if match["end"] is None:
                 continue
-            if found.start() > at:
-                self.literal(text[at : found.start()])
-            if any(char in hard for char in found["end"]):
+            if match.start() > position:
+                self.literal(text[position : match.start()])
+            if any(char in hard for char in match["end"]):
                 self.literal("")
             self.flush()
-            at = found.end()
-        if at < len(text):
-            self.literal(text[at:])
+            position = match.end()
+        if position < len(text):
+            self.literal(text[position:])
 
     def several(self, values: list[str], *, quoted: bool) -> None:
         """Add values that are words of their own."""

@@ -17,17 +17,18 @@ SETTINGS = ("config", "export-kd-cfg", "heterogeneous-layers-config-path")
 """Flags of training programs with a file that is read together with the flags."""
 
 
-def readable_folders(script: Path, further: Sequence[str] = ()) -> tuple[Path, ...]:
+def readable_folders(script: Path, additional: Sequence[str] = ()) -> tuple[Path, ...]:
     """The folders whose files a launch script may read.
 
-    They are that of the script and the ``MOST_FOLDERS`` above it, the current one, and ``further`` ones. A home folder,
-    and folders that contain one, have files that no launch needs, such as keys: they are none of them, unless the
-    script is there itself.
+    These are the folder of the script, the ``MOST_FOLDERS`` folders above it, the current folder and ``additional``
+    ones. A home folder, and a folder that contains one, has files that no launch needs, such as keys: it is left out
+    unless the script itself is in it.
     """
-    own, home = _resolved(script).parent, _resolved(os.path.expanduser("~"))
-    around = [*own.parents[:MOST_FOLDERS], _resolved(".")]
-    others = (folder for folder in around if folder != folder.parent and not home.is_relative_to(folder))
-    return (own, *others, *map(_resolved, further))
+    folder = _resolved(script).parent
+    home = _resolved(os.path.expanduser("~"))
+    around = [*folder.parents[:MOST_FOLDERS], _resolved(".")]
+    allowed = (folder for folder in around if folder != folder.parent and not home.is_relative_to(folder))
+    return (folder, *allowed, *map(_resolved, additional))
 
 
 def find_script(script: Path, name: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
@@ -66,23 +67,23 @@ def is_open(name: str, folders: Sequence[Path]) -> bool:
 
 def values_of(words: Sequence[str], *flags: str) -> list[str]:
     """The first value of each of ``flags``, without hyphens before them, among ``words``."""
-    found = list[str]()
+    values = list[str]()
     for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("_", "-") in flags:
-            found.append(value if equals else following)
-    return found
+            values.append(value if equals else following)
+    return values
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:
-    parts = Path(os.path.normpath(path)).parts
-    if UNKNOWN.search(str(path)) or ".." in parts:
+    names = Path(os.path.normpath(path)).parts
+    if UNKNOWN.search(str(path)) or ".." in names:
         return
     for above in folder.parents[:MOST_FOLDERS]:
-        for at in range(1, len(parts) - 1):
-            found = above / Path(*parts[at:])
-            if above != above.parent and found.resolve().is_relative_to(above.resolve()):
-                yield found
+        for start in range(1, len(names) - 1):
+            substitute = above / Path(*names[start:])
+            if above != above.parent and substitute.resolve().is_relative_to(above.resolve()):
+                yield substitute
 
 
 def _is_in(path: Path, folders: Sequence[Path]) -> bool:

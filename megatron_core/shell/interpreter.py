@@ -16,7 +16,7 @@ from megatron_core.shell.files import find_script, readable_folders
 from megatron_core.shell.launchers import directives, variables_of
 from megatron_core.shell.patterns import MOST_ROUNDS
 from megatron_core.shell.programs import printed
-from megatron_core.shell.state import SOURCE
+from megatron_core.shell.state import SOURCE, temporarily
 from megatron_core.shell.syntax import parse
 from megatron_core.shell.tokens import ASSIGNMENT
 from megatron_core.shell.tree import (
@@ -57,27 +57,25 @@ class Interpreter(BuiltIns):
 
     @classmethod
     def of(
-        cls,
-        text: str,
-        script: str,
-        arguments: Sequence[str],
-        values: Mapping[str, Value],
-        folders: Sequence[str] = (),
+        cls, text: str, script: str, arguments: Sequence[str], values: Mapping[str, Value], folders: Sequence[str] = ()
     ) -> Interpreter:
         """Follow a script with its arguments and variables of the environment.
 
         ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for wrong syntax, and for a
         script that is too large or takes too long.
         """
-        given: dict[str, Value] = {**variables_of(directives(text)), **values}
-        known_values = {SOURCE: script, "IFS": " \t\n"} | given
-        found = cls(Variables(list(arguments), known_values, script, exported=set(given)), _script=Path(script))
-        found.variables.output_of = found._output_of
-        found._folders = readable_folders(Path(script), folders)
-        found._launcher = tuple(directives(text))
-        found._started = ((Path(script).resolve(), list(arguments)),)
+        environment: dict[str, Value] = {**variables_of(directives(text)), **values}
+        known_values = {SOURCE: script, "IFS": " \t\n"} | environment
+        interpreter = cls(
+            Variables(list(arguments), known_values, script, exported=set(environment)),
+            _script=Path(script),
+            _folders=readable_folders(Path(script), folders),
+            _launcher=tuple(directives(text)),
+            _started=((Path(script).resolve(), list(arguments)),),
+        )
+        interpreter.variables.output_of = interpreter._output_of
         try:
-            found.run(parse(text, script))
+            interpreter.run(parse(text, script))
         except Jump:  # ``exit`` or ``return``: the script ends here
             pass
         except RecursionError:
@@ -86,7 +84,7 @@ class Interpreter(BuiltIns):
             raise
         except ValueError:  # a number with more digits than Python converts
             raise ConfigError(f"{script} has a number of too many digits; correct it") from None
-        return found
+        return interpreter
 
     def run(self, node: Node) -> bool | None:
         """Follow a command; its success, or None if it cannot be known."""
@@ -96,8 +94,8 @@ class Interpreter(BuiltIns):
         match node:
             case Block(commands=commands):
                 status: bool | None = True
-                for each in commands:
-                    status = self.run(each)
+                for command in commands:
+                    status = self.run(command)
                 return status
             case Simple() | Test() | Arithmetic():
                 return self._leaf(node)
@@ -105,12 +103,12 @@ class Interpreter(BuiltIns):
                 return self._redirected(node)
             case Subshell(body=body, may_exit=may_exit):
                 return self._subshell(body, may_exit)
-            case Chain(parts=parts):
+            case Chain(links=links):
                 status = True
-                for operator, each in parts:
+                for operator, command in links:
                     # A program is assumed to succeed.
                     if (status is not False) == (operator == "&&"):
-                        status = self.run(each)
+                        status = self.run(command)
                 return status
             case Pipe():
                 return self._pipe(node)
@@ -127,27 +125,28 @@ class Interpreter(BuiltIns):
         try:
             match node:
                 case Simple():
-                    status, code = self._simple(node), 1
+                    status = self._simple(node)
                 case Test(words=words):
-                    status, code = holds(words, self.variables, is_double=True), 1
+                    status = holds(words, self.variables, is_double=True)
                 case Arithmetic(text=text):
-                    value, code = self.variables.arithmetic(text), 1
+                    value = self.variables.arithmetic(text)
                     status = None if UNKNOWN.search(value) else value != "0"
+            self.variables.status = None if status is None else int(not status)
         except Status as end:
-            status, code = _success(end.number), end.number or 0
-        self.variables.status = None if status is None else code if status is False else 0
+            status = _success(end.number)
+            self.variables.status = end.number
         return status
 
     def _pipe(self, node: Pipe) -> bool | None:
         """Follow the parts of a pipeline, each in a subshell that reads the output of the one before."""
         status = None
-        *first, last = node.parts
-        with self._reading(self._input):
-            for part in first:
+        *earlier, final = node.stages
+        with temporarily(self, _input=self._input):
+            for stage in earlier:
                 with self._captured() as output:
-                    self._subshell(part, may_exit=False)
+                    self._subshell(stage, may_exit=False)
                 self._input = lines_of("".join(output)) if output else None
-            status = self._subshell(last, may_exit=False) if first else self.run(last)
+            status = self._subshell(final, may_exit=False) if earlier else self.run(final)
         if node.negated and status is not None:
             self.variables.status = int(status)
             return not status
@@ -159,13 +158,13 @@ class Interpreter(BuiltIns):
             try:
                 return self.run(body)
             except Jump as end:
-                if end.kind in ("exit", "return"):
+                if end.command in ("exit", "return"):
                     self.variables.status = end.number
                 return _success(end.number)
 
     def _redirected(self, node: Redirected) -> bool | None:
-        given = self._input if node.document is None else lines_of(self.variables.document(node.document))
-        with self._reading(given):
+        lines = self._input if node.document is None else lines_of(self.variables.document(node.document))
+        with temporarily(self, _input=lines):
             if not node.is_silent:
                 return self.run(node.body)
             with self._captured() as output:
@@ -175,17 +174,18 @@ class Interpreter(BuiltIns):
         return status
 
     def _branch(self, node: If | Case) -> bool | None:
-        before, self.variables.has_doubt = self.variables.has_doubt, False
-        bodies = [each[1] for each in node.branches] + ([node.otherwise] if isinstance(node, If) else [])
+        before = self.variables.has_doubt
+        self.variables.has_doubt = False
+        bodies = [branch[1] for branch in node.branches] + ([node.otherwise] if isinstance(node, If) else [])
         chosen = self._chosen(node)
         has_doubt = self.variables.has_doubt
-        others = tuple(body for at, body in enumerate(bodies) if at not in chosen)
-        skipped = {match[1] for word in words_of(others) if (match := ASSIGNMENT.match(word))}
+        unchosen = tuple(body for index, body in enumerate(bodies) if index not in chosen)
+        skipped = {match[1] for word in words_of(unchosen) if (match := ASSIGNMENT.match(word))}
         (self.variables.doubtful if has_doubt else self.variables.skipped).update(skipped)
         status: bool | None = True
         try:
-            for at in chosen:
-                status = self.run(bodies[at])
+            for index in chosen:
+                status = self.run(bodies[index])
             return status
         finally:
             self.variables.has_doubt = before or has_doubt
@@ -194,14 +194,16 @@ class Interpreter(BuiltIns):
         """Indices of the branches that are followed; that of ``else`` is the number of branches."""
         if isinstance(node, If):
             holds = (self._holds(self.run(condition), node.line) for condition, _ in node.branches)
-            at = next((at for at, each in enumerate(holds) if each), len(node.branches))
-            return [at] if at < len(node.branches) or node.otherwise.commands else []
+            index = next((index for index, is_true in enumerate(holds) if is_true), len(node.branches))
+            return [index] if index < len(node.branches) or node.otherwise.commands else []
         text = self.variables.text(node.word)
-        word, self.variables.has_doubt = known(text) or "", UNKNOWN.search(text) is not None
-        chosen, continues = list[int](), False
-        for at, (patterns, _, end) in enumerate(node.branches):
+        word = known(text) or ""
+        self.variables.has_doubt = UNKNOWN.search(text) is not None
+        continues = False
+        chosen = list[int]()
+        for index, (patterns, _, end) in enumerate(node.branches):
             if continues or any(self._matches(word, pattern) for pattern in patterns):
-                chosen.append(at)
+                chosen.append(index)
                 if end == ";;":
                     break
                 continues = end == ";&"
@@ -221,7 +223,7 @@ class Interpreter(BuiltIns):
 
     def _loop(self, node: For | While) -> bool | None:
         if isinstance(node, For):
-            for value in self._fields(node.words)[:MOST_ROUNDS]:
+            for value in self.variables.all_fields(node.words)[:MOST_ROUNDS]:
                 self.variables.assign(node.name, value)
                 if not self._round(node.body):
                     break
@@ -237,20 +239,18 @@ class Interpreter(BuiltIns):
         try:
             self.run(body)
         except Jump as end:
-            if end.kind not in ("break", "continue"):
+            if end.command not in ("break", "continue"):
                 raise
             if (end.number or 1) > 1:
-                raise Jump(end.kind, (end.number or 1) - 1) from None
-            return end.kind == "continue"
+                raise Jump(end.command, (end.number or 1) - 1) from None
+            return end.command == "continue"
         return True
 
     # --- one command
 
-    def _fields(self, words: Sequence[str]) -> list[str]:
-        return self.variables.all_fields(words)
-
     def _simple(self, node: Simple) -> bool | None:
-        words, before = list(node.words), dict[str, Value | None]()
+        words = list(node.words)
+        before = dict[str, Value | None]()
         while words and (match := ASSIGNMENT.match(words[0])):
             before.setdefault(match[1], self.variables.values.get(match[1]))
             assign(self.variables, words.pop(0), str(self._script))
@@ -267,18 +267,18 @@ class Interpreter(BuiltIns):
     def _command(self, words: list[str], node: Simple) -> bool | None:
         if words[0] in ("export", "declare", "typeset", "local", "readonly"):
             return self._declare(words)
-        found = self._fields(words)
-        while found and found[0] in ("exec", "time", "nohup", "command", "builtin", "sudo"):
-            found = found[1:]
-        if not found:
+        fields = self.variables.all_fields(words)
+        while fields and fields[0] in ("exec", "time", "nohup", "command", "builtin", "sudo"):
+            fields = fields[1:]
+        if not fields:
             return True
-        name = _SAME_AS.get(found[0], found[0])
+        name = _SAME_AS.get(fields[0], fields[0])
         if name in ("eval", "source", "exit"):
-            return {"eval": self._eval, "source": self._source, "exit": self._exit}[name](found, node)
-        if found[0] in self._functions:
-            return self._call(found)
+            return {"eval": self._eval, "source": self._source, "exit": self._exit}[name](fields, node)
+        if fields[0] in self._functions:
+            return self._call(fields)
         built_in: Callable[[list[str]], bool | None] | None = getattr(self, f"_do_{name}", None)
-        return built_in(found) if built_in is not None else self._program(found, node)
+        return built_in(fields) if built_in is not None else self._program(fields, node)
 
     def _call(self, words: list[str]) -> bool | None:
         body, source = self._functions[words[0]]
@@ -288,7 +288,7 @@ class Interpreter(BuiltIns):
             try:
                 return self.run(body)
             except Jump as end:
-                if end.kind != "return":
+                if end.command != "return":
                     raise
                 raise Status(end.number) from None
             finally:
@@ -297,19 +297,19 @@ class Interpreter(BuiltIns):
     def _program(self, words: list[str], node: Simple) -> bool | None:
         self.variables.spend(size_of(words))
         self.commands.append(self._command_of(words, self._line or node.line))
-        at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
-        if at is None:
+        shell = next((index for index, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
+        if shell is None:
             self._print(printed(words, f"output-of-{words[0]}") + "\n")
             return None
-        rest = words[at + 1 :]
-        text = next((i for i, word in enumerate(rest[:-1]) if re.fullmatch(r"-\w*c", word)), None)
-        files = [i for i, word in enumerate(rest) if word.endswith((".sh", ".slurm", ".sbatch"))]
-        with self._child(words[: at + 1 + (files[0] if files and words[at] == "sbatch" else 0)]):
+        arguments = words[shell + 1 :]
+        text = next((i for i, word in enumerate(arguments[:-1]) if re.fullmatch(r"-\w*c", word)), None)
+        files = [i for i, word in enumerate(arguments) if word.endswith((".sh", ".slurm", ".sbatch"))]
+        with self._child(words[: shell + 1 + (files[0] if files and words[shell] == "sbatch" else 0)]):
             if text is not None:
-                self.variables.name = rest[text + 2] if len(rest) > text + 2 else self.variables.name
-                return self._text(rest[text + 1], node, rest[text + 3 :])
+                self.variables.name = arguments[text + 2] if len(arguments) > text + 2 else self.variables.name
+                return self._text(arguments[text + 1], node, arguments[text + 3 :])
             if files:
-                return self._follow(rest[files[0]], rest[files[0] + 1 :], by=words[at])
+                return self._follow(arguments[files[0]], arguments[files[0] + 1 :], by=words[shell])
             lines, self._input = self._input, []
             return self._text("".join(lines), node, []) if lines else None
 
@@ -325,30 +325,33 @@ class Interpreter(BuiltIns):
         if path is None:
             self.variables.has_absent_scripts = True
             return None
-        before, own_name, others = self._script, self.variables.name, self._started
+        started = self._started
+        program = self.variables.name
         if by:
-            if (path.resolve(), arguments) in others:  # a job that submits its successor
+            if (path.resolve(), arguments) in started:  # a job that submits its successor
                 self.notes.setdefault(f"{path} starts itself, and is followed once")
                 return None
-            self._started, self.variables.name = (*others, (path.resolve(), arguments)), str(path)
-        self._script = path
+            started = (*started, (path.resolve(), arguments))
+            program = str(path)
         try:
-            with self.variables.restored({SOURCE: self.variables.values.get(SOURCE)}):
+            with (
+                temporarily(self, _script=path, _started=started),
+                temporarily(self.variables, name=program),
+                self.variables.restored({SOURCE: self.variables.values.get(SOURCE)}),
+            ):
                 self.variables.values[SOURCE] = str(path)
                 text = read_text(path)
                 if by == "sbatch":
                     self._read_directives(text)
                 return self._nested(text, str(path), arguments)
         except Jump as end:
-            if end.kind != "return":
+            if end.command != "return":
                 raise
             return _success(end.number)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        finally:
-            self._script, self.variables.name, self._started = before, own_name, others
 
     # --- other scripts and the end of one
 
@@ -359,11 +362,8 @@ class Interpreter(BuiltIns):
 
     def _text(self, text: str, node: Simple, arguments: list[str]) -> bool | None:
         """Follow commands in a word of the script."""
-        before, self._line = self._line, self._line or node.line
-        try:
+        with temporarily(self, _line=self._line or node.line):
             return self._nested(text, str(self._script), arguments)
-        finally:
-            self._line = before
 
     def _source(self, words: list[str], node: Simple) -> bool | None:
         return self._follow(words[1], words[2:] or self.variables.arguments) if len(words) > 1 else None
@@ -377,7 +377,9 @@ class Interpreter(BuiltIns):
 
     def _output_of(self, text: str) -> str:
         """The output of a command in ``$(...)``; unknown unless it only prints."""
-        before, has_doubt, self.variables.has_doubt = len(self.commands), self.variables.has_doubt, False
+        before = len(self.commands)
+        has_doubt = self.variables.has_doubt
+        self.variables.has_doubt = False
         with self._captured() as printed, self._deeper(self.variables.arguments):
             self._subshell(parse(text, str(self._script)), may_exit=True)
         is_known = printed or (len(self.commands) == before and not self.variables.has_doubt)

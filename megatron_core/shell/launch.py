@@ -28,7 +28,7 @@ class Launch:
     program: str
     flags: tuple[str, ...]
     """Its arguments; an unknown value is ``expansion.unknown(name)``."""
-    place: str
+    location: str
     """Script and line; empty for a command line."""
     nodes: int | None
     ranks_per_node: int | None
@@ -67,20 +67,22 @@ def read_script(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
     with limited_time(name):
-        found = Interpreter.of(text, name, arguments, values, folders)
-        launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag)) is not None]
-    lost = [each for each in found.commands if each.words[0].startswith("--")]
+        interpreter = Interpreter.of(text, name, arguments, values, folders)
+        launches = [launch for command in interpreter.commands if (launch := _launch_of(command, is_flag)) is not None]
+    lost = [command for command in interpreter.commands if command.words[0].startswith("--")]
     broken = [
-        f"{each.script} line {each.line} begins with {each.words[0]}: the line before lacks a \\" for each in lost
+        f"{command.script} line {command.line} begins with {command.words[0]}: the line before lacks a \\"
+        for command in lost
     ]
-    notes = tuple(dict.fromkeys([*found.notes, *broken]))
-    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset))
+    notes = tuple(dict.fromkeys([*interpreter.notes, *broken]))
+    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(interpreter.variables.unset))
 
 
 def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> LaunchScript:
     """The launch of a command line: a launcher, a program and its flags, or flags alone."""
-    here, names = Path("command line"), values_of(words, "deepspeed-config")
-    text = text_of_settings(here, names[-1], readable_folders(here)) if names else None
+    script = Path("command line")
+    names = values_of(words, "deepspeed-config")
+    text = text_of_settings(script, names[-1], readable_folders(script)) if names else None
     launch = _launch_of(Command(tuple(words), "", 0, deepspeed=text), is_flag, least=1)
     return LaunchScript((launch,) if launch else ())
 
@@ -88,30 +90,30 @@ def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> L
 def _launch_of(command: Command, is_flag: Callable[[str], bool], least: int = LEAST_FLAGS) -> Launch | None:
     """The launch by a command; None if it starts no training program."""
     words = command.words
-    at = _program_at(words)
-    flags = words[at + 1 :]
-    if at < 0 and command.script:  # only a command line may be flags alone
+    program = _program_at(words)
+    flags = words[program + 1 :]
+    if program < 0 and command.script:  # only a command line may be flags alone
         return None
     if sum(map(is_flag, flags)) < least:
         return None
-    before = words[: max(at, 0)]
+    before = words[: max(program, 0)]
     starts_several = any(Path(word).name in SEVERAL for word in before)
     # srun of a shell and the directives of a script are those of all launches in it.
     outer = options_of(command.launcher)
     if starts_several:
         outer = {name: value for name, value in outer.items() if name not in _TASKS}
-    own = options_of(from_launcher(before))
-    given = ((number_of(own, names), number_of(outer, names)) for names in (NODES, _PER_NODE, ALL))
-    nodes, per_node, everywhere = (inner if inner is not None else other for inner, other in given)
+    inner = options_of(from_launcher(before))
+    numbers = ((number_of(inner, names), number_of(outer, names)) for names in (NODES, _PER_NODE, ALL))
+    nodes, per_node, everywhere = (number if number is not None else fallback for number, fallback in numbers)
     if everywhere is not None and not starts_several:  # else Slurm's tasks are launchers
         ranks: int | None = everywhere
     else:
         ranks = (nodes or 1) * per_node if per_node is not None else None
-    place = f"{command.script} line {command.line}" if command.script else ""
+    location = f"{command.script} line {command.line}" if command.script else ""
     return Launch(
-        words[at] if at >= 0 else "pretrain_gpt.py",
+        words[program] if program >= 0 else "pretrain_gpt.py",
         flags,
-        place,
+        location,
         nodes,
         per_node,
         ranks,
@@ -122,11 +124,11 @@ def _launch_of(command: Command, is_flag: Callable[[str], bool], least: int = LE
 
 def _program_at(words: Sequence[str]) -> int:
     """Index of the program among ``words``; -1 if they are its flags alone."""
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word.endswith(".py"):
-            return at
-        if word == "-m" and at + 1 < len(words) and words[at + 1] not in SEVERAL:
-            return at + 1
+            return index
+        if word == "-m" and index + 1 < len(words) and words[index + 1] not in SEVERAL:
+            return index + 1
     return -1 if words and words[0].startswith("--") else len(words)
 
 

@@ -22,20 +22,20 @@ def directives(text: str) -> list[str]:
 
 def from_launcher(words: Sequence[str]) -> Sequence[str]:
     """``words`` from the first launcher on: ``-n`` of other programs, such as ``nice``, has another meaning."""
-    first = next((at for at, word in enumerate(words) if Path(word).name in _LAUNCHERS), len(words))
+    first = next((index for index, word in enumerate(words) if Path(word).name in _LAUNCHERS), len(words))
     return words[first:]
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
     """The flags of launchers with their values, with hyphens; of a repeated flag the last value."""
-    found = {}
+    options = {}
     for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if short := re.fullmatch(r"(-[Nn])(\d+)", word):
-            found[short[1]] = short[2]
+            options[short[1]] = short[2]
         elif word.startswith("-"):
-            found[flag.replace("_", "-")] = value if equals else following
-    return found
+            options[flag.replace("_", "-")] = value if equals else following
+    return options
 
 
 def number_of(options: Mapping[str, str], names: Sequence[str]) -> int | None:
@@ -55,7 +55,7 @@ def variables_of(words: Sequence[str]) -> dict[str, str]:
     devices = number_of(batch, ("--gpus-per-node", "--gres"))
     if tasks is None and per_node is not None:
         tasks = per_node * (nodes or 1)
-    found = {
+    numbers = {
         "SLURM_NNODES": nodes,
         "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_NTASKS_PER_NODE": per_node,
@@ -63,4 +63,4 @@ def variables_of(words: Sequence[str]) -> dict[str, str]:
         "SLURM_GPUS_ON_NODE": devices,
         "SLURM_GPUS_PER_NODE": devices,
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in numbers.items() if value is not None}

@@ -49,13 +49,14 @@ def require_size(size: int, what: str, most: int = LONGEST) -> None:
         raise ConfigError(f"{what} has more than {most} characters; give the launch command instead of the script")
 
 
-def joined(parts: Iterable[str | None], what: str) -> str | None:
+def joined(texts_or_none: Iterable[str | None], what: str) -> str | None:
     """All texts in one; None if one of them is not known. Errors: ``ConfigError`` if it is too long."""
-    found, size = list[str](), 0
-    for part in parts:
-        if part is None:
+    texts = list[str]()
+    size = 0
+    for text in texts_or_none:
+        if text is None:
             return None
-        found.append(part)
-        size += len(part)
+        texts.append(text)
+        size += len(text)
         require_size(size, what)
-    return "".join(found)
+    return "".join(texts)

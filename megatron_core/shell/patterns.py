@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice, product
 
 from megatron_core.shell.limits import require_size
-from megatron_core.shell.tokens import end_of
+from megatron_core.shell.tokens import end_of_part
 
 MOST_ROUNDS = 1_000
 """Maximum number of rounds of a loop, and of words of a brace expression or sequence."""
@@ -27,35 +27,39 @@ def escaped_pattern(text: str) -> str:
 
 def with_classes(text: str) -> str:
     """``text`` with the characters of POSIX classes such as ``[:space:]``."""
-    return re.sub(r"\[:(\w+):\]", lambda found: _CLASSES.get(found[1], found[0]), text)
+    return re.sub(r"\[:(\w+):\]", lambda match: _CLASSES.get(match[1], match[0]), text)
 
 
 def regular_expression(pattern: str) -> str:
     """The regular expression of a pattern of file names, with the extended ones such as ``@(a|b)``."""
-    found, at = [], 0
-    while at < len(pattern):
-        char, end = pattern[at], at + 1
+    pieces = []
+    position = 0
+    while position < len(pattern):
+        char = pattern[position]
+        end = position + 1
         if char == "\\":
-            end = at + 2
-            found.append(re.escape(pattern[at + 1 : end]))
+            end = position + 2
+            pieces.append(re.escape(pattern[position + 1 : end]))
         elif char in "?*+@!" and pattern.startswith("(", end) and (close := _closing(pattern, end)):
             inner = "|".join(map(regular_expression, _alternatives(pattern[end + 1 : close])))
-            found.append(f"(?:{inner}){_REPEATED[char]}" if char != "!" else f"(?!(?:{inner})$).*")
+            pieces.append(f"(?:{inner}){_REPEATED[char]}" if char != "!" else f"(?!(?:{inner})$).*")
             end = close + 1
-        elif char == "[" and (bracket := re.compile(r"\[([!^]?)(\]?(?:\[:\w+:\]|\\.|[^]])*)\]").match(pattern, at)):
+        elif char == "[" and (
+            bracket := re.compile(r"\[([!^]?)(\]?(?:\[:\w+:\]|\\.|[^]])*)\]").match(pattern, position)
+        ):
             inner = with_classes(re.sub(r"\[(?!:)", r"\\[", bracket[2]))
-            found.append(f"[{'^' if bracket[1] else ''}{inner}]")
+            pieces.append(f"[{'^' if bracket[1] else ''}{inner}]")
             end = bracket.end()
         else:
-            found.append({"*": ".*", "?": "."}.get(char, re.escape(char)))
-        at = end
-    return "".join(found)
+            pieces.append({"*": ".*", "?": "."}.get(char, re.escape(char)))
+        position = end
+    return "".join(pieces)
 
 
-def _closing(pattern: str, at: int) -> int | None:
-    """Index of the parenthesis that closes the one at ``at``."""
+def _closing(pattern: str, position: int) -> int | None:
+    """Index of the parenthesis that closes the one at ``position``."""
     depth = 0
-    for index in range(at, len(pattern)):
+    for index in range(position, len(pattern)):
         if pattern[index - 1] != "\\":
             depth += (pattern[index] == "(") - (pattern[index] == ")")
         if depth == 0:
@@ -65,87 +69,90 @@ def _closing(pattern: str, at: int) -> int | None:
 
 def _alternatives(text: str, separator: str = "|", pair: str = "()") -> list[str]:
     """``text`` split at separators that are not within brackets, quotes or expansions."""
-    parts, depth, at = [""], 0, 0
-    while at < len(text):
-        end = end_of(text, at) if text[at] in "\\'\"`$" else at + 1
-        depth += (text[at] == pair[0]) - (text[at] == pair[1])
-        if text[at] == separator and depth == 0:
-            parts.append("")
+    pieces = [""]
+    depth = 0
+    position = 0
+    while position < len(text):
+        end = end_of_part(text, position)
+        depth += (text[position] == pair[0]) - (text[position] == pair[1])
+        if text[position] == separator and depth == 0:
+            pieces.append("")
         else:
-            parts[-1] += text[at:end]
-        at = end
-    return parts
+            pieces[-1] += text[position:end]
+        position = end
+    return pieces
 
 
 def unescaped(text: str) -> str:
     """``text`` with the characters of its escapes, as in ``$'...'``, ``echo -e`` and printf."""
 
-    def replaced(found: re.Match[str]) -> str:
-        name = found[1]
+    def replaced(match: re.Match[str]) -> str:
+        name = match[1]
         if name[0] == "x" and len(name) > 1:
             return chr(int(name[1:], 16))
         if name[0] in "01234567":
             return chr(int(name, 8) % 256)
-        return _ESCAPES.get(name, name if name in "\\'\"?" else found[0])
+        return _ESCAPES.get(name, name if name in "\\'\"?" else match[0])
 
     return _ESCAPE.sub(replaced, text)
 
 
 def brace_words(raw: str) -> list[str]:
     """The words of ``a{b,c}d`` and ``{1..3}``; ``raw`` alone if it has no such expression."""
-    parts: list[list[str]] = [[""]]
-    at = 0
-    while at < len(raw):
+    pieces: list[list[str]] = [[""]]
+    position = 0
+    while position < len(raw):
         try:
-            end = end_of(raw, at) if raw[at] in "\\'\"`$" else at + 1
-            close = _closing_brace(raw, at) if raw[at] == "{" else None
+            end = end_of_part(raw, position)
+            close = _closing_brace(raw, position) if raw[position] == "{" else None
         except ValueError:
             return [raw]
-        words = _brace_expression(raw[at + 1 : close]) if close is not None else None
-        if words is not None and close is not None:
-            parts.append(words[:MOST_ROUNDS])
+        expansion = _brace_expression(raw[position + 1 : close]) if close is not None else None
+        if expansion is not None and close is not None:
+            pieces.append(expansion[:MOST_ROUNDS])
             end = close + 1
-        elif len(parts[-1]) == 1:
-            parts[-1] = [parts[-1][0] + raw[at:end]]
+        elif len(pieces[-1]) == 1:
+            pieces[-1] = [pieces[-1][0] + raw[position:end]]
         else:
-            parts.append([raw[at:end]])
-        at = end
-    found, size = list[str](), 0
-    for each in islice(product(*parts), MOST_ROUNDS):
-        found.append("".join(each))
-        size += len(found[-1])
+            pieces.append([raw[position:end]])
+        position = end
+    words = list[str]()
+    size = 0
+    for combination in islice(product(*pieces), MOST_ROUNDS):
+        words.append("".join(combination))
+        size += len(words[-1])
         require_size(size, "the words of a brace expression")
-    return found
+    return words
 
 
-def _closing_brace(raw: str, at: int) -> int | None:
+def _closing_brace(raw: str, position: int) -> int | None:
     depth = 0
-    while at < len(raw):
-        depth += (raw[at] == "{") - (raw[at] == "}")
+    while position < len(raw):
+        depth += (raw[position] == "{") - (raw[position] == "}")
         if depth == 0:
-            return at
-        at = end_of(raw, at) if raw[at] in "\\'\"`$" else at + 1
+            return position
+        position = end_of_part(raw, position)
     return None
 
 
 def _brace_expression(inner: str) -> list[str] | None:
-    parts = _alternatives(inner, ",", "{}")
-    if len(parts) > 1:
-        return list(islice((word for part in parts for word in brace_words(part)), MOST_ROUNDS))
-    found = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", inner)
-    if found:
-        numbers = _sequence(int(found[1]), int(found[2]), int(found[3] or 1))
-        is_padded = any(re.match(r"-?0\d", number) for number in found.groups()[:2] if number)
-        width = max(len(found[1]), len(found[2])) if is_padded else 0
-        return [f"{number:0{width}d}" for number in numbers]
+    alternatives = _alternatives(inner, ",", "{}")
+    if len(alternatives) > 1:
+        return list(islice((word for alternative in alternatives for word in brace_words(alternative)), MOST_ROUNDS))
+    numbers = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", inner)
+    if numbers:
+        sequence = _sequence(int(numbers[1]), int(numbers[2]), int(numbers[3] or 1))
+        is_padded = any(re.match(r"-?0\d", number) for number in numbers.groups()[:2] if number)
+        width = max(len(numbers[1]), len(numbers[2])) if is_padded else 0
+        return [f"{number:0{width}d}" for number in sequence]
     letters = re.fullmatch(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?", inner)
     if letters:
         return [chr(code) for code in _sequence(ord(letters[1]), ord(letters[2]), int(letters[3] or 1))]
     return None
 
 
-def _sequence(first: int, last: int, step: int) -> Iterator[int]:
+def _sequence(start: int, end: int, step: int) -> Iterator[int]:
     size = abs(step) or 1
     yield from (
-        range(first, last + 1, size)[:MOST_ROUNDS] if first <= last else range(first, last - 1, -size)[:MOST_ROUNDS]
+        range(start, end + 1, size)[:MOST_ROUNDS] if start <= end else range(start, end - 1, -size)[:MOST_ROUNDS]
     )

@@ -23,14 +23,14 @@ def printed(words: list[str], name: str) -> str:
 
 
 def _printed(words: list[str]) -> str | None:
-    path, *further = [word for word in words[1:] if not word.startswith("-")] or [""]
+    path, *suffixes = [word for word in words[1:] if not word.startswith("-")] or [""]
     match words[0]:
         case "dirname" | "basename" if UNKNOWN.search(path) or any(re.match("-.*[^-]", word) for word in words[1:]):
             return None
         case "dirname":
             return str(Path(path).parent)
         case "basename":
-            return Path(path).name.removesuffix(further[0] if further else "")
+            return Path(path).name.removesuffix(suffixes[0] if suffixes else "")
         case "realpath" | "readlink":
             return words[-1]
         case "printf" if len(words) > 1:
@@ -56,38 +56,38 @@ def _expression(text: str) -> str | None:
 
 def formatted(pattern: str, values: list[str]) -> str | None:
     """The output of printf; None if it is not known."""
-    places = [found for found in _FORMAT.finditer(pattern) if not found[1]]
+    places = [place for place in _FORMAT.finditer(pattern) if not place[1]]
     if "%" in _FORMAT.sub("", pattern):
         return None
-    given = iter(values)
+    remaining = iter(values)
     rounds = max(-(-len(values) // len(places)) if places else 1, 1)
-    parts = (part for _ in range(min(rounds, MOST_ROUNDS)) for part in _round(pattern, given))
-    return joined(parts, "the output of printf")
+    pieces = (piece for _ in range(min(rounds, MOST_ROUNDS)) for piece in _round(pattern, remaining))
+    return joined(pieces, "the output of printf")
 
 
 def _round(pattern: str, values: Iterator[str]) -> Iterator[str | None]:
     """The texts of a format; of one of its values None if it is not known."""
-    at = 0
-    for found in _FORMAT.finditer(pattern):
-        yield unescaped(pattern[at : found.start()])
-        yield "%" if found[1] else _value(found[2], found[3], next(values, None))
-        at = found.end()
-    yield unescaped(pattern[at:])
+    position = 0
+    for match in _FORMAT.finditer(pattern):
+        yield unescaped(pattern[position : match.start()])
+        yield "%" if match[1] else _value(match[2], match[3], next(values, None))
+        position = match.end()
+    yield unescaped(pattern[position:])
 
 
-def _value(width: str, kind: str, value: str | None) -> str | None:
+def _value(width: str, conversion: str, value: str | None) -> str | None:
     if any(len(size) > MOST_DIGITS for size in re.findall(r"\d+", width)):
         return None
     if value is not None and UNKNOWN.search(value):
-        return value if not width and kind in "sdi" else None
-    if kind in "sbqc":
-        text = {"b": unescaped, "q": _escaped, "c": lambda text: text[:1]}.get(kind, str)(value or "")
+        return value if not width and conversion in "sdi" else None
+    if conversion in "sbqc":
+        text = {"b": unescaped, "q": _escaped, "c": lambda text: text[:1]}.get(conversion, str)(value or "")
         return f"%{width}s" % text
     try:
-        if kind in "diuoxX":
+        if conversion in "diuoxX":
             number = int(value or "0", 8 if re.match("0[0-7]", value or "") else 0)
-            return f"%{width}{'d' if kind in 'iu' else kind}" % number
-        return f"%{width}{kind}" % float(value or "0")
+            return f"%{width}{'d' if conversion in 'iu' else conversion}" % number
+        return f"%{width}{conversion}" % float(value or "0")
     except ValueError:
         return None
 

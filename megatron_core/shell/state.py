@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value, Variables
@@ -15,6 +16,17 @@ from megatron_core.shell.tree import Block
 DEEPEST = 30
 """Maximum nesting of functions and scripts."""
 SOURCE = "BASH_SOURCE"
+
+
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Set attributes of ``owner``, and restore their previous values at the end."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 @dataclass
@@ -56,46 +68,29 @@ class State:
 
     @contextmanager
     def _deeper(self, arguments: list[str]) -> Iterator[None]:
-        self._depth += 1
-        if self._depth > DEEPEST:
+        depth = self._depth + 1
+        if depth > DEEPEST:
             raise ConfigError(f"{self._script}: functions or scripts are nested deeper than {DEEPEST}")
-        before, self.variables.arguments = self.variables.arguments, list(arguments)
-        try:
+        with temporarily(self, _depth=depth), temporarily(self.variables, arguments=list(arguments)):
             yield
-        finally:
-            self.variables.arguments = before
-            self._depth -= 1
 
     @contextmanager
     def _captured(self) -> Iterator[list[str]]:
-        before, self._output = self._output, []
-        try:
-            yield self._output
-        finally:
-            self._output = before
-
-    @contextmanager
-    def _reading(self, lines: list[str] | None) -> Iterator[None]:
-        before, self._input = self._input, lines
-        try:
-            yield
-        finally:
-            self._input = before
+        output = list[str]()
+        with temporarily(self, _output=output):
+            yield output
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """A subshell: what commands set in it does not persist."""
-        before = self._functions, self._locals, self._folder, self._may_exit, self._launcher
-        self._functions, self._locals = dict(self._functions), [dict(each) for each in self._locals]
-        try:
-            with self.variables.isolated():
-                yield
-        finally:
-            self._functions, self._locals, self._folder, self._may_exit, self._launcher = before
+        copies = {"_functions": dict(self._functions), "_locals": [dict(variables) for variables in self._locals]}
+        kept = {name: getattr(self, name) for name in ("_folder", "_may_exit", "_launcher")}
+        with temporarily(self, **copies, **kept), self.variables.isolated():
+            yield
 
     def _read_directives(self, text: str) -> None:
         """Begin a job that is submitted: it has its own directives, then the flags of sbatch, and nothing of others."""
-        submitted = max(at for at, word in enumerate(self._launcher) if word == "sbatch")
+        submitted = max(index for index, word in enumerate(self._launcher) if word == "sbatch")
         self._launcher = (*directives(text), *self._launcher[submitted:])
         self.variables.values |= variables_of(self._launcher)
 
@@ -104,8 +99,8 @@ class State:
         """A shell that is started as a program by ``words``: it gets the exported variables."""
         with self._isolated():
             self._launcher += tuple(from_launcher(words))
-            kept = {*self.variables.exported, SOURCE, "IFS"}
-            self.variables.values = {name: value for name, value in self.variables.values.items() if name in kept}
-            self._functions = {name: value for name, value in self._functions.items() if name in kept}
+            names = {*self.variables.exported, SOURCE, "IFS"}
+            self.variables.values = {name: value for name, value in self.variables.values.items() if name in names}
+            self._functions = {name: value for name, value in self._functions.items() if name in names}
             self._locals = []
             yield

@@ -48,18 +48,18 @@ class _Parser:
 
     tokens: list[Token]
     name: str
-    at: int = 0
+    position: int = 0
     depth: int = field(default=0)
 
     def block(self, ends: frozenset[str]) -> Block:
         """Commands up to a word in ``ends``, which is not consumed."""
-        found: list[Node] = []
+        commands: list[Node] = []
         self.depth += 1
         if self.depth > DEEPEST:
             raise self._fault("is nested too deeply")
         while True:
             while self._is(";", "\n", "&"):
-                self.at += 1
+                self.position += 1
             token = self._token
             if token is None or (token.text in ends and (token.is_word or token.text != "\n")):
                 if token is None and ends:
@@ -68,20 +68,20 @@ class _Parser:
             if token.text in _ENDS:
                 raise self._fault(f"has an unexpected {token.text}")
             node = self._chain()
-            found.append(Subshell(node, may_exit=False) if self._is("&") else node)
+            commands.append(Subshell(node, may_exit=False) if self._is("&") else node)
         self.depth -= 1
-        return Block(tuple(found))
+        return Block(tuple(commands))
 
     @property
     def _token(self) -> Token | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def _is(self, *texts: str) -> bool:
         token = self._token
         return token is not None and token.text in texts
 
     def _fault(self, what: str) -> ConfigError:
-        token = self.tokens[min(self.at, len(self.tokens) - 1)] if self.tokens else Token("", 1, True)
+        token = self.tokens[min(self.position, len(self.tokens) - 1)] if self.tokens else Token("", 1, True)
         return ConfigError(f"{self.name} line {token.line} {what}; only bash scripts can be read")
 
     def _take(self, *texts: str) -> Token:
@@ -89,33 +89,33 @@ class _Parser:
         token = self._token
         if token is None or (texts and token.text not in texts):
             raise self._fault(f"has no {' or '.join(texts) or 'word'}")
-        self.at += 1
+        self.position += 1
         return token
 
     def _skip_lines(self) -> None:
         while self._is("\n"):
-            self.at += 1
+            self.position += 1
 
     def _chain(self) -> Node:
-        parts = [("&&", self._pipe())]
+        links = [("&&", self._pipe())]
         while self._is("&&", "||"):
             operator = self._take().text
             self._skip_lines()
-            parts.append((operator, self._pipe()))
-        return parts[0][1] if len(parts) == 1 else Chain(tuple(parts))
+            links.append((operator, self._pipe()))
+        return links[0][1] if len(links) == 1 else Chain(tuple(links))
 
     def _pipe(self) -> Node:
         negated = self._is("!")
         while self._is("!", "time"):
-            self.at += 1
-        parts = [self._command()]
+            self.position += 1
+        stages = [self._command()]
         while self._is("|"):
-            self.at += 1
+            self.position += 1
             if self._is("&"):
-                self.at += 1
+                self.position += 1
             self._skip_lines()
-            parts.append(self._command())
-        return parts[0] if len(parts) == 1 and not negated else Pipe(tuple(parts), negated)
+            stages.append(self._command())
+        return stages[0] if len(stages) == 1 and not negated else Pipe(tuple(stages), negated)
 
     def _command(self) -> Node:
         token = self._take()
@@ -127,11 +127,11 @@ class _Parser:
             "function": self._function, "[[": self._test,
         }.get(token.text)  # fmt: skip
         if compound is None:
-            following = [each.text for each in self.tokens[self.at : self.at + 2]]
+            following = [following_token.text for following_token in self.tokens[self.position : self.position + 2]]
             if token.is_word and following == ["(", ")"]:
-                self.at += 2
+                self.position += 2
                 return self._body_of(token.text)
-            self.at -= 1
+            self.position -= 1
             return self._simple()
         return self._redirected(compound(token))
 
@@ -147,7 +147,8 @@ class _Parser:
         token = self._take()
         if token.text == "<<":
             return _Redirection(Document(token.document, "literal" if token.is_literal else "document"))
-        name, descriptor = self._take().text, token.document
+        name = self._take().text
+        descriptor = token.document
         if token.text == "<<<":
             return _Redirection(Document(name, "word"))
         if token.text == "<" and name.startswith("<("):
@@ -157,11 +158,13 @@ class _Parser:
         return _Redirection(None, is_silent, name if is_silent and token.text in _WRITING else None, token.text == ">>")
 
     def _simple(self) -> Node:
-        words, redirections, line = list[str](), [], self.tokens[self.at].line
+        words = list[str]()
+        redirections = []
+        line = self.tokens[self.position].line
         while (token := self._token) is not None:
             if token.is_word:
                 words.append(token.text)
-                self.at += 1
+                self.position += 1
             elif token.text in REDIRECTIONS:
                 redirections.append(self._redirection())
             else:
@@ -169,7 +172,8 @@ class _Parser:
         return _with_redirections(Simple(tuple(words), line), redirections)
 
     def _if(self, first: Token) -> If:
-        branches, otherwise = [], Block()
+        branches = []
+        otherwise = Block()
         while True:
             condition = self.block(frozenset({"then"}))
             self._take("then")
@@ -184,10 +188,12 @@ class _Parser:
     def _for(self, first: Token) -> Node:
         if self._is("(("):
             return self._counting_loop(first)
-        name, words = self._take().text, ['"$@"']
+        name = self._take().text
+        words = ['"$@"']
         self._skip_lines()
         if self._is("in"):
-            self.at, words = self.at + 1, []
+            self.position = self.position + 1
+            words = []
             while self._token is not None and self._token.is_word:
                 words.append(self._take().text)
         return For(name, tuple(words), self._loop_body(), first.line)
@@ -205,7 +211,7 @@ class _Parser:
 
     def _loop_body(self) -> Block:
         while self._is(";", "\n"):
-            self.at += 1
+            self.position += 1
         self._take("do")
         body = self.block(frozenset({"done"}))
         self._take("done")
@@ -216,7 +222,8 @@ class _Parser:
         return While(condition, self._loop_body(), first.text == "until", first.line)
 
     def _case(self, first: Token) -> Case:
-        word, branches = self._take().text, []
+        word = self._take().text
+        branches = []
         self._skip_lines()
         self._take("in")
         self._skip_lines()
@@ -225,7 +232,7 @@ class _Parser:
             while not self._is(")"):
                 token = self._take()
                 patterns += [token.text] if token.is_word else []
-            self.at += 1
+            self.position += 1
             body = self.block(frozenset({";;", ";&", ";;&", "esac"}))
             end = self._take().text if self._is(";;", ";&", ";;&") else ";;"
             branches.append((tuple(patterns), body, end))
@@ -242,7 +249,7 @@ class _Parser:
     def _function(self, first: Token) -> Function:
         name = self._take().text
         while self._is("(", ")"):
-            self.at += 1
+            self.position += 1
         return self._body_of(name)
 
     def _body_of(self, name: str) -> Function:
@@ -255,7 +262,7 @@ class _Parser:
         while not self._is("]]"):
             token = self._take()
             words += [token.text] if token.text != "\n" else []
-        self.at += 1
+        self.position += 1
         return Test(tuple(words), first.line)
 
 
@@ -263,9 +270,9 @@ _WRITING = (">", ">>", ">|")
 
 
 def _with_redirections(node: Node, redirections: list[_Redirection]) -> Node:
-    documents = [each.document for each in redirections if each.document is not None]
-    outputs = [each for each in redirections if each.is_silent]
+    documents = [redirection.document for redirection in redirections if redirection.document is not None]
+    outputs = [redirection for redirection in redirections if redirection.is_silent]
     if not (documents or outputs):
         return node
-    last = outputs[-1] if outputs else _Redirection()
-    return Redirected(node, documents[-1] if documents else None, last.is_silent, last.file, last.appends)
+    output = outputs[-1] if outputs else _Redirection()
+    return Redirected(node, documents[-1] if documents else None, output.is_silent, output.file, output.appends)

@@ -19,7 +19,7 @@ class Document:
     """Text on the standard input of a command."""
 
     text: str
-    kind: str
+    source: str
     """document: here-document, literal: the same without expansions, word: here-string, command: ``<(command)``."""
 
 
@@ -63,14 +63,14 @@ class Arithmetic:
 class Chain:
     """Commands connected by ``&&`` and ``||``; the first one has the operator ``&&``."""
 
-    parts: tuple[tuple[str, Node], ...]
+    links: tuple[tuple[str, Node], ...]
 
 
 @dataclass(frozen=True)
 class Pipe:
     """Commands connected by ``|``; ``negated`` by a leading ``!``."""
 
-    parts: tuple[Node, ...]
+    stages: tuple[Node, ...]
     negated: bool = False
 
 
@@ -130,19 +130,19 @@ class Block:
 Node = Simple | Redirected | Subshell | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block
 
 
-def words_of(part: object) -> Iterator[str]:
+def words_of(node: object) -> Iterator[str]:
     """The words of all commands in a part of a tree."""
-    if isinstance(part, Simple):
-        yield from part.words
-    elif isinstance(part, For):
-        yield f"{part.name}="
-        yield from words_of(part.body)
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from words_of(each)
-    elif is_dataclass(part):
-        for each in fields(part):
-            yield from words_of(getattr(part, each.name))
+    if isinstance(node, Simple):
+        yield from node.words
+    elif isinstance(node, For):
+        yield f"{node.name}="
+        yield from words_of(node.body)
+    elif isinstance(node, tuple):
+        for child in node:
+            yield from words_of(child)
+    elif is_dataclass(node):
+        for child in fields(node):
+            yield from words_of(getattr(node, child.name))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_START, _END = "\ue000", "\ue001"
+_START = "\ue000"
+_END = "\ue001"
 UNKNOWN = re.compile(f"{_START}([^{_END}]*){_END}")
 """Place of a value that is not known without running the script; the group is its name."""
 

@@ -56,6 +56,8 @@ def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+# Chosen once when a model is built, and asked by constructors: a test in every forward would put each feature's name
+# into each layer.
 class LayerArithmetic:
     """Sums in the order of the ranks; base class of the objects of ``Feature.arithmetic``."""
 
@@ -98,6 +100,7 @@ class LayerArithmetic:
 
     def times_probs(self, activated: Tensor, probs: Tensor, group: Group) -> Tensor:
         """Rows ``[R, n]``, of which the ranks of ``group`` have other columns, times their probabilities ``[R]``."""
+        # Probabilities are float32 or wider; the product keeps the dtype of the rows.
         return (activated * probs.unsqueeze(-1)).to(activated.dtype)
 
     def add_bias(self, x: Tensor, bias: nn.Parameter) -> Tensor:
@@ -131,10 +134,13 @@ class LayerArithmetic:
 
     def divisor(self, terms: Tensor, scale: float) -> Tensor:
         """The divisor of a sum of losses after ``scale_loss`` by ``scale`` / ``terms``."""
+        # Gradients are divided by the number of terms in backward (``scale_loss``), so only the scale is left here.
         return torch.full_like(terms, scale)
 
     def gather_shared(self, shared: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
         """The input of ``repeat_for_heads`` for the whole sequence; its gradient is summed over ``group``."""
+        # The ranks use the shared input for other heads, so its gradient is a sum over them; both collectives have it
+        # as their adjoint.
         if sequence_parallel:
             return gather_from_sequence(shared, group)
         return copy_to_region(shared, group)

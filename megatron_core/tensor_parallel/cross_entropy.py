@@ -29,24 +29,26 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
     backend: Backend = "auto",
-    parts: int = 1,
+    num_parts: int = 1,
 ) -> Tensor:
     """Logits ``[..., v/tp]`` and targets ``[...]`` (global ids) -> losses ``[...]``, float32 or wider.
 
     Columns at or beyond ``vocab_size`` are padding and take no part in the softmax. With ``label_smoothing`` e the
     target distribution is (1 - e) at the target plus e / V everywhere (Szegedy et al. 2016, section 7).
-    Backward keeps the logits, in their own dtype. With ``overwrite_logits`` it writes the gradient into their memory,
-    the largest tensor of a model; the caller must not read them again, and a second backward is an error.
-    ``backend`` selects the backend of both operations. The logits of a rank are ``parts`` parts of the vocabulary with
-    a sum of exponentials each, which are added in the order of ``parallel.tree_sum``. ``LayoutError`` if the shapes
-    do not match.
+    ``overwrite_logits``: backward writes the gradient into the memory of the logits, which must not be read again.
+    The logits of a rank are ``num_parts`` parts of the vocabulary with a sum of exponentials each. ``LayoutError`` if
+    the shapes do not match.
     """
+    # Logits are the largest tensor of a model: they stay split over the ranks and in their own dtype, and with
+    # ``overwrite_logits`` their gradient takes no memory. A second backward is then an error.
+    # Parts are added in the order of ``tree_sum``, which is the same for any number of ranks.
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"logits {list(vocab_parallel_logits.shape)} and target {list(target.shape)} do not match; logits are "
             "[s, b, v/tp], targets [s, b], of the whole sequence (with sequence parallel the output layer gathers it)"
         )
-    vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, parts
+    vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, num_parts
+    # The statistics are a second output that callers must not see, hence [0].
     function = _VocabParallelCrossEntropy if torch.compiler.is_compiling() else _WithoutForwardMode
     return function.apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 
@@ -75,30 +77,35 @@ class VocabularyLoss:
         label_smoothing: float,
         tp_group: Group | None,
         backend: Backend,
-        parts: int = 1,
+        num_parts: int = 1,
     ) -> VocabularyLoss:
         """For logits with ``columns`` columns on each rank; no padding if ``vocab_size`` is None."""
         group = tensor_parallel_group(tp_group)
         first = group.rank() * columns
         total = group.size() * columns if vocab_size is None else vocab_size
-        return cls(group, first, min(max(total - first, 0), columns), total, label_smoothing, backend, parts)
+        return cls(group, first, min(max(total - first, 0), columns), total, label_smoothing, backend, num_parts)
 
     def parts(self, logits: Tensor, target: Tensor) -> Tensor:
         """This rank's part of each loss, ``[num_parts, 4, ...]``."""
-        found, size = [], logits.shape[-1] // self.num_parts
-        for at in range(0, size * self.num_parts, size):
-            valid = min(max(self.valid - at, 0), size)
-            own = logits[..., at : at + size] if self.num_parts > 1 else logits
-            found.append(cross_entropy_parts(own, target, self.first + at, valid, backend=self.backend))
-        return torch.stack(found)
+        statistics = []
+        size = logits.shape[-1] // self.num_parts
+        for start in range(0, size * self.num_parts, size):
+            # Padding is at the end of the vocabulary, so that only the last parts have less than all columns, or none.
+            valid = min(max(self.valid - start, 0), size)
+            columns = logits[..., start : start + size] if self.num_parts > 1 else logits
+            statistics.append(cross_entropy_parts(columns, target, self.first + start, valid, backend=self.backend))
+        return torch.stack(statistics)
 
-    def joined(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+    def joined(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the parts of all ranks in one collective -> losses ``[...]``, and the statistics for ``gradient``,
         ``[2, ...]``: the largest logit of the vocabulary and the sum of exponentials relative to it."""
-        gathered, handle = start_gather_sequence(parts, self.group)
+        # An all-gather of four numbers per token instead of three all-reduces (maximum, sum of exponentials, logit of
+        # the target), which would depend on one another; and the sum below has one order on all ranks.
+        gathered, handle = start_gather_sequence(statistics, self.group)
         handle.wait()
         maximum, exp_sum, z_target, z_sum = gathered.unbind(1)
         largest = maximum.amax(0)
+        # Each part's sum is relative to its own maximum; rescaled to the largest one, no exponential overflows.
         exp_sum = tree_sum((exp_sum * (maximum - largest).exp()).unbind())
         losses = exp_sum.log() + (1.0 - self.label_smoothing) * (largest - z_target.sum(0))
         if self.label_smoothing:
@@ -109,6 +116,7 @@ class VocabularyLoss:
         self, grad_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, *, overwrite: bool
     ) -> Tensor:
         """The gradient of the logits; with ``overwrite`` written into the memory of ``logits``."""
+        # A graph of this gradient would read logits that no longer exist.
         if overwrite and torch.is_grad_enabled():
             raise NotImplementedError(
                 "overwrite_logits=True: the cross entropy has no second derivative; set it to False, or remove "
@@ -139,6 +147,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         logits, target, ctx.vocabulary, ctx.overwrite = inputs
+        # Statistics are saved for backward, but no loss depends on them.
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(logits, target, output[1])
 

@@ -25,24 +25,28 @@ def broadcast_data(
     """
     group = tensor_parallel_group(tp_group)
     first = group.rank() == 0
-    given: Mapping[str, Tensor] = {} if data is None else data
+    tensors: Mapping[str, Tensor] = {} if data is None else data
+    # Checked on the first rank before anything is sent: the others would wait for the values.
     for key in keys if first else ():
-        tensor = given.get(key)
+        tensor = tensors.get(key)
         if tensor is None or tensor.dtype != datatype or tensor.dim() > MAX_DIMS:
-            found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-            raise DataError(f"broadcast_data: {key} is {found}; it must be {datatype} with at most {MAX_DIMS} dims")
+            description = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+            raise DataError(
+                f"broadcast_data: {key} is {description}; it must be {datatype} with at most {MAX_DIMS} dims"
+            )
     if group.size() == 1:
-        return {key: given[key] for key in keys}
+        return {key: tensors[key] for key in keys}
     device = _device_of(group)
     source = dist.get_global_rank(process_group(group), 0)
-    shapes = _broadcast_shapes([tuple(given[key].shape) for key in keys] if first else None, len(keys), source, group)
+    shapes = _broadcast_shapes([tuple(tensors[key].shape) for key in keys] if first else None, len(keys), source, group)
     sizes = [prod(shape) for shape in shapes]
+    # One message for all tensors: a batch has several small ones, each of which would cost a latency.
     flat = torch.empty(sum(sizes), dtype=datatype, device=device)
     if first:
-        torch.cat([given[key].reshape(-1).to(device) for key in keys], out=flat)
+        torch.cat([tensors[key].reshape(-1).to(device) for key in keys], out=flat)
     broadcast_(flat, source, group)
-    parts = flat.split(sizes)
-    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+    flat_tensors = flat.split(sizes)
+    return {key: values.view(shape) for key, values, shape in zip(keys, flat_tensors, shapes, strict=True)}
 
 
 def _broadcast_shapes(

@@ -35,9 +35,10 @@ class CheckpointWithoutOutput:
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Return ``run_function(*args)``, a tensor or a tuple of tensors; its activations are not kept."""
         result = _Discarded.apply(self, run_function, *args)
-        kept = {_address(each) for each in args if isinstance(each, Tensor)}
+        # Freeing an output that is a view of an argument would free the argument.
+        inputs = {_address(argument) for argument in args if isinstance(argument, Tensor)}
         self._outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        self._freed = [_address(output) not in kept for output in self._outputs]
+        self._freed = [_address(output) not in inputs for output in self._outputs]
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -51,21 +52,27 @@ class CheckpointWithoutOutput:
         if hook_tensor.requires_grad and any(self._freed):
             sizes = [output.untyped_storage().nbytes() for output in self._outputs]
             for output in compress(self._outputs, self._freed):
+                # The storage and not the tensor: operations after this one have saved other tensor objects with the
+                # same storage.
                 output.untyped_storage().resize_(0)
             hook_tensor.register_hook(lambda _: self._restore(sizes))
 
     def _restore(self, sizes: Sequence[int]) -> None:
         """Compute the outputs again, into their memory; tensors that autograd saved do not count this as a change."""
-        call, outputs = self._call, self._outputs
+        call = self._call
+        outputs = self._outputs
+        # A second backward through the graph that was kept.
         if call is None:
             return
-        self._call, self._outputs = None, ()
+        self._call = None
+        self._outputs = ()
         for output, size, computed in compress(zip(outputs, sizes, _call_again(call), strict=True), self._freed):
             storage = output.untyped_storage()
             storage.resize_(size)
-            into = torch.empty(0, dtype=output.dtype, device=output.device)
-            into.set_(storage, output.storage_offset(), output.size(), output.stride())
-            into.copy_(computed.detach())
+            # Written through another tensor, so that the version counter of the saved ones does not change.
+            memory = torch.empty(0, dtype=output.dtype, device=output.device)
+            memory.set_(storage, output.storage_offset(), output.size(), output.stride())
+            memory.copy_(computed.detach())
 
 
 def _address(tensor: Tensor) -> int:
@@ -78,10 +85,11 @@ class _Discarded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: CheckpointWithoutOutput, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and describe how to call it again."""
-        ctx.function, ctx.random_numbers = function, same_random_numbers()
-        ctx.others = [None if isinstance(each, Tensor) else each for each in args]
-        ctx.places = [at for at, each in enumerate(args) if isinstance(each, Tensor)]
-        ctx.save_for_backward(*(args[at] for at in ctx.places))
+        ctx.function = function
+        ctx.random_numbers = same_random_numbers()
+        ctx.others = [None if isinstance(argument, Tensor) else argument for argument in args]
+        ctx.places = [index for index, argument in enumerate(args) if isinstance(argument, Tensor)]
+        ctx.save_for_backward(*(args[index] for index in ctx.places))
         owner._call = ctx
         return function(*args)
 
@@ -89,18 +97,19 @@ class _Discarded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the arguments, and add those of parameters that the function reads."""
         results = ctx.results if hasattr(ctx, "results") else _call_again(ctx)  # the latter if nothing was discarded
+        # Outputs without a gradient, such as indices, are not part of the graph.
         pairs = [(out, grad) for out, grad in zip(results, gradients, strict=True) if out.requires_grad]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        found = tuple(each.grad if isinstance(each, Tensor) else None for each in ctx.inputs)
+        input_gradients = tuple(tensor.grad if isinstance(tensor, Tensor) else None for tensor in ctx.inputs)
         del ctx.inputs, ctx.results
-        return None, None, *found
+        return None, None, *input_gradients
 
 
 def _call_again(ctx: Any) -> tuple[Tensor, ...]:
     """Call the function of a ``_Discarded`` again with its graph, inputs and random numbers."""
     ctx.inputs = list(ctx.others)
-    for at, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
-        ctx.inputs[at] = saved.detach().requires_grad_(saved.requires_grad)
+    for index, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
+        ctx.inputs[index] = saved.detach().requires_grad_(saved.requires_grad)
     with torch.enable_grad(), ctx.random_numbers():
         result = ctx.function(*ctx.inputs)
     ctx.results = (result,) if isinstance(result, Tensor) else tuple(result)

@@ -63,12 +63,16 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, counts, products, training):
         ctx.save_for_backward(x, weight)
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
-        ctx.weight, ctx.counts, ctx.products = weight, counts, products
+        ctx.weight = weight
+        ctx.counts = counts
+        ctx.products = products
         return products.output(x, weight, counts, training=training)
 
     @staticmethod
     def backward(ctx, grad_y):
-        (x, _), weight = ctx.saved_tensors, ctx.weight
+        (x, _) = ctx.saved_tensors
+        weight = ctx.weight
+        # Expanded gradients, as of a sum, have stride 0, which grouped products do not take.
         gradients = ctx.products.gradients(weight, grad_y.contiguous(), ctx.counts)
         queue = getattr(weight, "grad_queue", None)
         grad_weight = None

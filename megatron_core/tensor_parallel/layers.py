@@ -26,6 +26,7 @@ from megatron_core.tensor_parallel.linear_comm import LinearComm
 
 
 @dataclass(frozen=True, kw_only=True)
+# Any object with these attributes serves, because programs pass Megatron's TransformerConfig here.
 class ModelParallelConfig:
     """Construction and communication of parallel layers; any object with these attributes is accepted."""
 
@@ -59,6 +60,7 @@ def _divide(name: str, extent: int, size: int) -> int:
 
 # Megatron Core's other arguments: the only supported value, or that the argument has no effect.
 _WITHOUT_EFFECT = ("keep_master_weight_for_test", "tp_comm_buffer_name", "name")
+# An argument with an effect that is not implemented must fail: a silently ignored one would change results.
 _REQUIRED = {
     "stride": 1,
     "is_expert": False,
@@ -92,7 +94,9 @@ class _ParallelLayer(nn.Module):
         super().__init__()
         self.config = config or ModelParallelConfig()
         self.tp_group = tensor_parallel_group(_group_of(tp_group, megatron))
-        self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
+        self.tp_size = self.tp_group.size()
+        self.tp_index = self.tp_group.rank()
+        # Megatron's default standard deviation.
         self.init_method = init_method or Normal(0.02)
         self.adapter: Any = None
         """A low-rank adapter of the weight, which then is frozen."""
@@ -106,6 +110,7 @@ class _ParallelLayer(nn.Module):
 
     def _bias(self, spec: ShardSpec) -> nn.Parameter:
         bias = allocate(spec, self.config.params_dtype, self.config.device)
+        # Kept also for weights that are drawn later, by name, when the whole model exists.
         bias.init_method = nn.init.zeros_
         nn.init.zeros_(bias)
         return bias
@@ -137,13 +142,16 @@ class ColumnParallelLinear(_ParallelLayer):
         **megatron: Any,
     ) -> None:
         super().__init__(config, init_method, tp_group, megatron)
+        # Parts of a given spec need not be even.
         if spec is None:
             _divide("output_size", output_size, self.tp_size)
         spec_of_part = spec or (lambda shape, index, size: split(shape, 0, index, size))
         spec = partial(spec_of_part, index=self.tp_index, size=self.tp_size)
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size = input_size
+        self.output_size = output_size
         arithmetic = self.config.arithmetic
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add and not arithmetic.adds_exactly
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add and not arithmetic.adds_exactly
         weight_spec = spec((output_size, input_size))
         self.output_size_per_partition = weight_spec.local_shape[0]
         self.weight = None if skip_weight_param_allocation else self._weight(weight_spec)
@@ -155,6 +163,7 @@ class ColumnParallelLinear(_ParallelLayer):
             overlap=self.config.tp_comm_overlap,
             chunks=self.config.tp_comm_overlap_chunks,
         )
+        # The arithmetic may need the parts of another number of ranks, to add in the order of a larger layout.
         split_over = partial(spec_of_part, (output_size, input_size), index=0)
         self.product = arithmetic.output_product(weight_spec, split_over, self.tp_group)
 
@@ -164,12 +173,14 @@ class ColumnParallelLinear(_ParallelLayer):
         if weight is None:
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
+        # An adapter adds its product to that of the frozen weight, and the bias must be added once.
         if self.adapter is None:
             output = self.product(input_, weight, bias, self.comm)
         else:
             product = partial(self.product, weight=weight, bias=None, comm=self.comm)
             output = self.adapter(input_, product, weight)
             output = output if bias is None else output + bias
+        # Backward takes this rank's columns: all ranks compute the same loss from the gathered output.
         if self.gather_output:
             output = gather_channels(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -200,9 +211,12 @@ class RowParallelLinear(_ParallelLayer):
     ) -> None:
         super().__init__(config, init_method, tp_group, megatron)
         _divide("input_size", input_size, self.tp_size)
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size = input_size
+        self.output_size = output_size
         arithmetic = self.config.arithmetic
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add and not arithmetic.adds_exactly
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add and not arithmetic.adds_exactly
+        # Splitting a replicated input is an operation over whole sequences, which no rank has.
         if self.config.sequence_parallel and not input_is_parallel:
             raise LayoutError("sequence_parallel=True needs input_is_parallel=True in a RowParallelLinear")
         spec = split((output_size, input_size), 1, self.tp_index, self.tp_size)
@@ -223,8 +237,10 @@ class RowParallelLinear(_ParallelLayer):
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
-        adapter, product = self.adapter, self._product
+        adapter = self.adapter
+        product = self._product
         output = product(input_) if adapter is None else adapter(input_, product, self.weight)
+        # Added after the sum: in the product, every rank would add it.
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return self.config.arithmetic.add_bias(output, self.bias), None
@@ -255,11 +271,13 @@ class VocabParallelEmbedding(_ParallelLayer):
         **megatron: Any,
     ) -> None:
         super().__init__(config, init_method, tp_group, megatron)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         padded_size = padded_size or num_embeddings
         rows = _divide("num_embeddings", padded_size, self.tp_size)
-        self.vocab_start_index, self.vocab_end_index = self.tp_index * rows, (self.tp_index + 1) * rows
+        self.vocab_start_index = self.tp_index * rows
+        self.vocab_end_index = (self.tp_index + 1) * rows
         spec = split((num_embeddings, embedding_dim), 0, self.tp_index, self.tp_size, padded=padded_size)
         self.weight = self._weight(spec)
 
@@ -268,12 +286,16 @@ class VocabParallelEmbedding(_ParallelLayer):
 
         Errors: ``DataError`` on the CPU for an id outside the vocabulary; on a GPU the check would wait for the device.
         """
+        # The ids are read, which on a GPU would wait for all queued work in every step.
         if input_.is_cpu and not torch.compiler.is_compiling():
             _check_ids(input_, self.num_embeddings)
+        # The reference computes with autograd alone.
         in_place = self.config.kernel_backend != "reference"
         lookup = self.config.arithmetic.lookup
         embedded = lookup(input_, self.weight, self.vocab_start_index, self.tp_size, in_place=in_place)
         if self.reduce_scatter_embeddings:
+            # One collective for the sum over ranks and the split of the sequence, with half of the bytes of an
+            # all-reduce.
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)
 
@@ -326,6 +348,7 @@ def linear_with_frozen_weight(
     wgrad_deferral_limit: None = None,
 ) -> Tensor:
     """The same for a frozen weight: only the input gets a gradient."""
+    # Another parameter: ``weight`` itself may have a main_grad, which a frozen weight must not change.
     frozen = nn.Parameter(weight.detach(), requires_grad=False)
     shift = None if bias is None else bias.detach()
     flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)

@@ -57,6 +57,7 @@ class MatrixProducts:
     This class computes them in the precision of the tensors.
     """
 
+    # False for products in another precision: they must see dL/dy as a whole, for example to scale it.
     has_pipelined_backward = False
     """Whether backward may multiply parts of dL/dy by ``weight`` while others arrive, without ``gradients``."""
 
@@ -98,7 +99,9 @@ def parallel_linear(
     if torch.compiler.is_compiling():
         assert products is None, "validated: torch.compile has no products in another precision"
         return _compiled_linear(x, weight, bias, comm)
+    # Read here: inside of an autograd.Function gradients are always disabled.
     training = torch.is_grad_enabled()
+    # Evaluation needs no autograd function, whose overhead counts when one token at a time is generated.
     if products is None and not training:
         return _output(x, weight, bias, comm)
     return _ParallelLinear.apply(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
@@ -109,7 +112,10 @@ class _ParallelLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, comm, products, training):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
-        ctx.weight, ctx.comm, ctx.has_bias, ctx.products = weight, comm, bias is not None, products
+        ctx.weight = weight
+        ctx.comm = comm
+        ctx.has_bias = bias is not None
+        ctx.products = products
         y, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
         return y
 
@@ -147,12 +153,15 @@ def number_weights(parameters: Iterable[nn.Parameter]) -> None:
     A graph does not have the parameter object, only its ``number``: a tensor, so that equal layers share a graph.
     """
     for parameter in parameters:
-        number, marked = next(_numbers), cast(Any, parameter)
-        _numbered[number], marked.number = parameter, torch.tensor(number)
+        number = next(_numbers)
+        numbered = cast(Any, parameter)
+        _numbered[number] = parameter
+        numbered.number = torch.tensor(number)
 
 
 def _compiled_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm) -> Tensor:
     """``parallel_linear`` in a graph: one operator without a visible body for the forward, and one for the backward."""
+    # Layers of one rank share a graph whatever their communication would be.
     comm = comm if comm.group.size() > 1 else NO_COMM
     group = process_group(comm.group).group_name if comm is not NO_COMM else ""
     return _linear(x, weight, bias, getattr(weight, "number", None), group, comm.group.size(), comm.options)
@@ -197,21 +206,22 @@ def _linear_backward(
     return grad_x, grad_weight
 
 
-def _fake_linear(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-    *_, ranks, (gather, _, scatter, *_) = given
+def _fake_linear(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    *_, ranks, (gather, _, scatter, *_) = settings
     rows = x.shape[0] * (ranks if gather else 1) // (ranks if scatter else 1)
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
-def _fake_linear_backward(grad_y: Tensor, x: Tensor, weight: Tensor, number: Tensor | None, *given: Any) -> Any:
-    *_, needs_x, needs_weight = given
+def _fake_linear_backward(grad_y: Tensor, x: Tensor, weight: Tensor, number: Tensor | None, *settings: Any) -> Any:
+    *_, needs_x, needs_weight = settings
     returned = needs_weight and number is None
     return x.new_empty(x.shape if needs_x else 0), weight.new_empty(weight.shape if returned else 0)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, number, group, _, options = inputs
-    ctx.has_bias, ctx.comm = bias is not None, (group, options)
+    ctx.has_bias = bias is not None
+    ctx.comm = (group, options)
     ctx.save_for_backward(x, weight, number)
 
 
@@ -219,10 +229,12 @@ def _backward_of_linear(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     x, weight, number = ctx.saved_tensors
     of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
     grad_x, grad_weight = _linear_backward(grad_y, x, weight, number, *ctx.comm, of_x, of_weight)
-    given = grad_x if of_x else None, grad_weight if of_weight and number is None else None
-    return *given, _bias_grad(grad_y) if ctx.has_bias and of_bias else None, *[None] * 4
+    gradients = grad_x if of_x else None, grad_weight if of_weight and number is None else None
+    return *gradients, _bias_grad(grad_y) if ctx.has_bias and of_bias else None, *[None] * 4
 
 
+# Two operators instead of an autograd.Function in the graph: torch.compile would trace into it, and neither main_grad
+# nor the order of collectives and products would survive.
 torch.library.register_fake("megatron_core::parallel_linear", _fake_linear)
 torch.library.register_fake("megatron_core::parallel_linear_backward", _fake_linear_backward)
 torch.library.register_autograd("megatron_core::parallel_linear", _backward_of_linear, setup_context=_save_linear)
@@ -253,10 +265,14 @@ def _input_and_weight_grads(
         grad_y = gather_output_grad(grad_y, comm)
     gradients = products.gradients(weight, grad_y, saved)
     needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
+    # Gathered again instead of kept: otherwise sequence parallelism would only save memory between the layers
+    # (Korthikanti et al. 2022, section 4.2.2).
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
+    # dL/dx first: its reduction is then in flight during the product of dL/dW, which needs no other rank.
     if needs_x and grad_x is None:
         grad_x, reducing = _start_input_grad(gradients, comm, is_pipelined=is_pipelined)
     gathering.wait()
+    # The reference without overlap waits here, and computes the same in the same order.
     if not comm.overlap:
         reducing.wait()
     grad_weight = gradients.of_weight(x) if needs_weight else None
@@ -281,20 +297,25 @@ def _is_deferred(gradients: LinearGradients, x: Tensor, comm: LinearComm) -> boo
         return False
 
     def job() -> None:
-        whole, gathering = gradients.start_gather(x, comm)
+        gathered, gathering = gradients.start_gather(x, comm)
         gathering.wait()
-        add_to_grad(weight, gradients.of_weight(whole))
+        add_to_grad(weight, gradients.of_weight(gathered))
 
+    # W of a split backward (Qi et al. 2024): the queue runs in what would be a bubble of the pipeline. The input is
+    # gathered only then, so that a waiting job does not keep the whole sequence.
     queue.put(job)
     return True
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
     """dL/dW_OI = grad_y_SBO^T x_SBI; returns None if it is added to ``weight.main_grad``."""
-    flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
+    flat_x = x.reshape(-1, x.shape[-1])
+    flat_grad = grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = main_grad_of(weight)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)
+    # In the precision of ``main_grad``, without a gradient of the weight's size in between (Megatron's
+    # gradient_accumulation_fusion).
     accumulate_weight_grad_(main_grad, flat_grad, flat_x)
     return None
 
@@ -302,11 +323,13 @@ def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | Non
 def add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:
     """Accumulate in ``weight.grad`` a gradient that was not added to ``main_grad``, as autograd does."""
     if grad is not None:
+        # Not in place: autograd's own first gradient may share memory with another tensor.
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def main_grad_of(weight: nn.Parameter) -> Tensor | None:
     """The allocated buffer to which a weight's gradient is added; None if autograd accumulates it."""
+    # Data parallelism allocates gradients at their first use, which it learns from this call.
     if (open_grad := getattr(weight, "open_grad", None)) is not None:
         open_grad()
     return getattr(weight, "main_grad", None)

@@ -1,18 +1,17 @@
 """Communication of a linear layer over its tensor-parallel group, before and after the matrix product.
 
-With ``chunks`` > 1 the product is pipelined with it: the rows of the product (tokens) are computed in parts, whose
-communication overlaps with the products of the others. Shapes: S sequence, B batch, I input, O output features of this
-rank; the matrix is ``[O, I]``. Every rank computes the same parts, with and without overlap: both give equal bits.
-
-| communication | parts | overlaps with the product of a part |
-|---|---|---|
-| all-gather of x along the sequence | one of each rank | the transfer of the next part, around a ring |
-| reduce-scatter of y along the sequence | one of each rank | the transfer of earlier parts; each rank sums its own |
-| all-reduce of y | ``chunks`` | the sums of earlier parts |
-
+Shapes: S sequence, B batch, I input, O output features of this rank; the matrix is ``[O, I]``.
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models".
 """
+
+# With ``chunks`` > 1 the product is pipelined with it: the rows of the product (tokens) are computed in parts, whose
+# communication overlaps with the products of the others. Every rank computes the same parts, with and without overlap,
+# so that both give equal bits:
+# - the all-gather of x along the sequence is a ring: the part of each rank is multiplied while the next one arrives;
+# - the reduce-scatter of y has one part for each rank, which leaves while the next one is computed; each rank sums its
+#   own;
+# - the all-reduce of y has ``chunks`` parts, which are summed during the products of later ones.
 
 from __future__ import annotations
 
@@ -43,19 +42,23 @@ class SharedInput:
     """
 
     def __init__(self, uses: int) -> None:
-        self._uses, self._grads = uses, list[Tensor]()
+        self._uses = uses
+        self._grads = list[Tensor]()
 
     def add(self, grad: Tensor) -> Tensor | None:
         """Return the sum if ``grad`` is the last one, else None."""
         self._grads.append(grad)
         if len(self._grads) < self._uses:
             return None
+        # One sum after the last gradient has arrived; both parts of a layer then cost one collective instead of two.
         total = reduce(add, self._grads)
         self.clear()
         return total
 
     def clear(self) -> None:
         """Forget the gradients of a backward that did not finish."""
+        # An exception between the backward passes of two layers would leave a gradient behind, to be added in the next
+        # step.
         self._grads = []
 
 
@@ -156,27 +159,34 @@ def pipelined_output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Linea
 
 def multiply_arriving(x: Tensor, matrix: Tensor, bias: Tensor | None, comm: LinearComm) -> tuple[Tensor, Tensor]:
     """x, gathered along the sequence, and y = x M^T + b: each part is multiplied while the next one arrives."""
-    size, rank = comm.group.size(), comm.group.rank()
-    whole = x.new_empty((len(x) * size, *x.shape[1:]))
-    y = x.new_empty((*whole.shape[:-1], len(matrix)))
-    parts, outputs = whole.chunk(size), y.chunk(size)
-    parts[rank].copy_(x)
+    size = comm.group.size()
+    rank = comm.group.rank()
+    gathered = x.new_empty((len(x) * size, *x.shape[1:]))
+    y = x.new_empty((*gathered.shape[:-1], len(matrix)))
+    blocks = gathered.chunk(size)
+    outputs = y.chunk(size)
+    # The ring delivers the blocks of the other ranks into the same tensor, which ``of_weight`` reads as a whole.
+    blocks[rank].copy_(x)
     for step in range(size):
-        at, next_one = (rank - step) % size, (rank - step - 1) % size
+        # A rank's own block first: it needs no message, and hides the arrival of the next one.
+        owner = (rank - step) % size
+        next_owner = (rank - step - 1) % size
         arriving: Handle = Done()
         if step + 1 < size:
-            _, handle = start_ring_shift(parts[at], comm.group, out=parts[next_one])
+            _, handle = start_ring_shift(blocks[owner], comm.group, out=blocks[next_owner])
             arriving = _overlapped(handle, comm)
-        linear_into(outputs[at], parts[at], matrix, bias)
+        linear_into(outputs[owner], blocks[owner], matrix, bias)
         arriving.wait()
-    return whole, y
+    return gathered, y
 
 
 def start_multiply_and_sum(x: Tensor, matrix: Tensor, comm: LinearComm, *, scatter: bool) -> tuple[Tensor, Handle]:
     """y = x M^T, summed over the ranks; with ``scatter`` this rank's part along the sequence."""
     if scatter:
         return _start_multiply_and_scatter(x, matrix, comm)
-    y, handles = x.new_empty((*x.shape[:-1], len(matrix))), []
+    y = x.new_empty((*x.shape[:-1], len(matrix)))
+    handles = []
+    # Not more parts than tokens, as in generation.
     count = max(min(comm.chunks, len(x)), 1)
     for rows, output in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
         linear_into(output, rows, matrix)
@@ -186,17 +196,21 @@ def start_multiply_and_sum(x: Tensor, matrix: Tensor, comm: LinearComm, *, scatt
 
 def _start_multiply_and_scatter(x: Tensor, matrix: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
     """The products of the other ranks' parts leave one after the other; this rank's own is the last."""
-    size, rank = comm.group.size(), comm.group.rank()
-    parts, handles = equal_parts(x, comm.group), []
-    received = x.new_empty((size, *parts[0].shape[:-1], len(matrix)))
+    size = comm.group.size()
+    rank = comm.group.rank()
+    blocks = equal_parts(x, comm.group)
+    handles = []
+    received = x.new_empty((size, *blocks[0].shape[:-1], len(matrix)))
+    # In the order of distance, so that in each step every rank sends to one rank and receives from one.
     for step in range(1, size):
         leaving = torch.empty_like(received[0])
-        linear_into(leaving, parts[(rank + step) % size], matrix)
+        linear_into(leaving, blocks[(rank + step) % size], matrix)
         _, handle = start_ring_shift(leaving, comm.group, step=step, out=received[(rank - step) % size])
         handles.append(_overlapped(handle, comm))
-    linear_into(received[rank], parts[rank], matrix)
-    own = torch.empty_like(received[0])
-    return own, SummedAfter(All(handles, received), received, own.view(-1))
+    # Last, while the other products travel; this one does not leave.
+    linear_into(received[rank], blocks[rank], matrix)
+    total = torch.empty_like(received[0])
+    return total, SummedAfter(All(handles, received), received, total.view(-1))
 
 
 def _overlapped(handle: Handle, comm: LinearComm) -> Handle:

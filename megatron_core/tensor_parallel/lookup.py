@@ -18,7 +18,9 @@ def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int,
     if size == 1:
         return lookup(tokens, weight)
     elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
+    # Any legal row will do for ids of other ranks: its result is masked, and so is its gradient.
     local = (tokens - first).masked_fill(elsewhere, 0)
+    # Masked and not multiplied by 0, which would turn an infinite weight into NaN.
     return lookup(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 

@@ -15,6 +15,7 @@ def _gather_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) ->
     """Gather the rows of all ranks along dim 0; rank i has ``sizes[i]`` rows, by default equally many."""
     if sizes is None or group.size() == 1:
         return collectives.gather_from_sequence(x, group)
+    # torch's all-gather needs equal sizes on all ranks.
     return collectives.all_to_all_rows(torch.cat([x] * group.size()), [len(x)] * group.size(), sizes, group)
 
 
@@ -22,9 +23,9 @@ def _sum_rows(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Te
     """Return this rank's part along dim 0 of the sum of ``x`` over the ranks; rank i gets ``sizes[i]`` rows."""
     if sizes is None or group.size() == 1:
         return collectives.reduce_scatter_to_sequence(x, group)
-    own = sizes[group.rank()]
-    rows = collectives.all_to_all_rows(x, sizes, [own] * group.size(), group)
-    return rows.view(group.size(), own, *x.shape[1:]).sum(0)
+    length = sizes[group.rank()]
+    rows = collectives.all_to_all_rows(x, sizes, [length] * group.size(), group)
+    return rows.view(group.size(), length, *x.shape[1:]).sum(0)
 
 
 class _GatherFromSequenceParallelRegion(torch.autograd.Function):
@@ -38,8 +39,10 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
         use_global_buffer: bool = False,
     ) -> Tensor:
         """Gather dim 0."""
-        ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
-        ctx.output_split_sizes, ctx.use_global_buffer = output_split_sizes, use_global_buffer
+        ctx.group = group
+        ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
+        ctx.output_split_sizes = output_split_sizes
+        ctx.use_global_buffer = use_global_buffer
         return _gather_rows(input_, group, output_split_sizes)
 
     @staticmethod
@@ -47,12 +50,12 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
         """Reduce-scatter dim 0, or take this rank's rows."""
         sizes = ctx.output_split_sizes
         if ctx.tensor_parallel_output_grad:
-            own = _sum_rows(grad_output, ctx.group, sizes)
+            local_gradient = _sum_rows(grad_output, ctx.group, sizes)
         elif sizes is None:
-            own = collectives.scatter_to_sequence(grad_output, ctx.group)
+            local_gradient = collectives.scatter_to_sequence(grad_output, ctx.group)
         else:
-            own = grad_output.split(list(sizes))[ctx.group.rank()].contiguous()
-        return own, None, None, None, None
+            local_gradient = grad_output.split(list(sizes))[ctx.group.rank()].contiguous()
+        return local_gradient, None, None, None, None
 
 
 class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
@@ -65,7 +68,9 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
         use_global_buffer: bool = False,
     ) -> Tensor:
         """Reduce-scatter dim 0."""
-        ctx.group, ctx.input_split_sizes, ctx.use_global_buffer = group, input_split_sizes, use_global_buffer
+        ctx.group = group
+        ctx.input_split_sizes = input_split_sizes
+        ctx.use_global_buffer = use_global_buffer
         return _sum_rows(input_, group, input_split_sizes)
 
     @staticmethod
@@ -86,8 +91,11 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         """Send rank i ``input_split_sizes[i]`` rows and receive ``output_split_sizes[i]``; None: equal parts."""
         even = [len(input) // group.size()] * group.size()
-        sent, received = input_split_sizes or even, output_split_sizes or even
-        ctx.group, ctx.sent, ctx.received = group, sent, received
+        sent = input_split_sizes or even
+        received = output_split_sizes or even
+        ctx.group = group
+        ctx.sent = sent
+        ctx.received = received
         return collectives.all_to_all_rows(input, sent, received, group)
 
     @staticmethod
@@ -143,10 +151,10 @@ def gather_from_sequence_parallel_region(
 
     Rank i has ``output_split_sizes[i]`` rows, by default equally many. ``use_global_buffer`` has no effect.
     """
-    whole: Tensor = _GatherFromSequenceParallelRegion.apply(
+    gathered: Tensor = _GatherFromSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
     )
-    return whole
+    return gathered
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -156,10 +164,10 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter dim 0; backward gathers. Rank i gets ``input_split_sizes[i]`` rows, by default equally many."""
-    own: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
+    local_sum: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), input_split_sizes, use_global_buffer
     )
-    return own
+    return local_sum
 
 
 def gather_from_sequence_parallel_region_to_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
@@ -187,11 +195,13 @@ def all_to_all(
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
     """``[n/tp, h]``, this rank's tokens -> ``[n, h/tp]``, all tokens."""
-    members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
+    members = tensor_parallel_group(group)
+    rows = input_.reshape(-1, input_.shape[-1])
     return all_to_all(members, torch.cat(rows.chunk(members.size(), dim=1)))
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
     """``[n, h/tp]``, all tokens -> ``[n/tp, h]``, this rank's tokens."""
-    members, rows = tensor_parallel_group(group), input_.reshape(-1, input_.shape[-1])
+    members = tensor_parallel_group(group)
+    rows = input_.reshape(-1, input_.shape[-1])
     return torch.cat(all_to_all(members, rows).chunk(members.size()), dim=-1)

@@ -37,6 +37,7 @@ class KeyedDropout(torch.nn.Module):
     def __init__(self, p: float, seed: int, name: str, backend: Backend = "auto") -> None:
         super().__init__()
         self.p = p
+        # By name and not by a counter, so that the mask does not depend on how many layers a stage has.
         self.key = name_seed(seed, f"dropout:{name}")
         self.backend = backend
 
@@ -62,7 +63,8 @@ class KeyedDropout(torch.nn.Module):
         ``position_ids`` ``[s]`` or ``[b, s]`` are the global positions of the rows, ``key_positions`` ``[t]`` those of
         the keys, both int64; None means 0, 1, 2, .... ``bias`` and ``residual`` are added even if dropout is off.
         """
-        p, numbers = self.p if self.active else 0.0, (sample_index, position_ids, key_positions, first_head)
+        p = self.p if self.active else 0.0
+        numbers = (sample_index, position_ids, key_positions, first_head)
         return bias_dropout_add(x, bias, residual, p, self.key, *numbers, backend=self.backend)
 
 
@@ -126,6 +128,8 @@ class CudaRNGStatesTracker:
         """Add a state with a new seed; ``ConfigError`` if the name or the seed is already used."""
         if name in self.states_:
             raise ConfigError(f"the generator state {name!r} already exists; call reset() first, or use another name")
+        # Equal seeds would give two states with the same numbers, such as equal masks on ranks that need different
+        # ones.
         if seed in self._seeds:
             raise ConfigError(f"seed={seed} is already used by another generator state; give {name!r} another seed")
         self._seeds.add(seed)
@@ -147,6 +151,7 @@ class CudaRNGStatesTracker:
         outside = _get_state()
         self._store_state_in_use()
         _set_state(self.states_[name])
+        # The name and not the state is on the stack: an inner fork of the same name continues it.
         self.forks.append(name)
         try:
             yield
@@ -230,9 +235,12 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """
     if distribute_saved_activations:
         raise ConfigError("distribute_saved_activations=True is not supported; use sequence_parallel")
-    again, passes = _same_states(), list[None]()
+    # torch's checkpoint preserves the generators of torch, and not the states that the tracker has stored.
+    again = _same_states()
+    passes = list[None]()
 
     def run(*inputs: Any) -> Any:
+        # The first call is the forward itself; later ones recompute it.
         passes.append(None)
         if len(passes) == 1:
             return function(*inputs)
@@ -244,11 +252,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 def _same_states() -> Callable[[], AbstractContextManager[None]]:
     """Return a context with the tracker's states and forks of now; it restores those that it found."""
-    before, forks = _TRACKER.get_states(), list(_TRACKER.forks)
+    # A copy: the forward goes on to change the states.
+    before = _TRACKER.get_states()
+    forks = list(_TRACKER.forks)
 
     @contextmanager
     def again() -> Iterator[None]:
-        now, forks_now = _TRACKER.get_states(), _TRACKER.forks
+        now = _TRACKER.get_states()
+        forks_now = _TRACKER.forks
         _TRACKER.set_states(before)
         _TRACKER.forks = list(forks)
         try:
@@ -265,7 +276,9 @@ def same_random_numbers() -> Callable[[], AbstractContextManager[None]]:
 
     Outside it their states are as they were. Use it for recomputation.
     """
-    states, on_cpu = _same_states(), torch.get_rng_state()
+    states = _same_states()
+    on_cpu = torch.get_rng_state()
+    # Asking for the state of a GPU would initialize CUDA.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     on_gpu = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
 

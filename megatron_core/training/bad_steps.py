@@ -7,8 +7,10 @@ Without ``max_bad_steps`` outer groups take steps of their own, and the first ba
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.checkpoint.folder import iteration_folder
@@ -35,6 +37,14 @@ class BadSteps(Callback):
         self.run, self._settings = run, run.config.resilience
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._kept = 0
+
+    def stored_values(self) -> dict[str, list[float]]:
+        """The recent norms, so that a resumed run finds the same spikes."""
+        return {} if self._settings.spike_factor is None else {"norms": list(self._norms)}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with the norms of the checkpoint."""
+        self._norms.extend(values["norms"])
 
     def is_bad(self, loss: float, grad_norm: float) -> bool:
         """Whether a step with finite gradients must be skipped: its loss is not finite or its norm is a spike."""

@@ -1,7 +1,8 @@
 """Callbacks: code that runs at fixed points of a training run, in the order of priorities."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,9 +22,10 @@ class Callback:
     ``train`` calls the methods of all callbacks on every rank, by descending ``priority`` and for equal priorities in
     the order of adding::
 
-        before_run
+        load_values if the run resumes, before_run
         for each step: before_step, before_update, is_bad, after_step
             after an evaluation: after_evaluation
+            stored_values
             around a checkpoint: before_save, after_save
         after_run, or on_failure after an exception
         close
@@ -79,6 +81,13 @@ class Callback:
     def close(self) -> None:
         """Called last, also after a failure or an interrupt, in reverse order: restore what ``before_run`` changed."""
 
+    def stored_values(self) -> Mapping[str, Any]:
+        """Return values to store in checkpoints: JSON types, equal on all ranks; called after each step."""
+        return {}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Called before ``before_run`` if the run resumes from a checkpoint: ``stored_values`` when it was written."""
+
 
 class Callbacks:
     """Calls the callbacks of a run in the order of their priorities.
@@ -91,6 +100,7 @@ class Callbacks:
         self._callbacks = sorted(callbacks, key=lambda callback: -_checked(callback).priority)
         self._begun: list[Callback] = []
         """Callbacks whose ``before_run`` succeeded."""
+        self._names = _names(self._callbacks)
         for callback in self._callbacks:
             callback.run = run
 
@@ -99,6 +109,7 @@ class Callbacks:
         """Call ``before_run``; after the context ``after_run`` or, if it raised, ``on_failure``; finally ``close``."""
         with ExitStack() as stack:
             try:
+                self._load_values()
                 for callback in self._callbacks:
                     self._call(callback, "before_run")
                     self._begun.append(callback)
@@ -120,6 +131,28 @@ class Callbacks:
             before_update=partial(self.call, "before_update"),
             is_bad=lambda loss, grad_norm: any(self.call("is_bad", loss, grad_norm)),
         )
+
+    def store_values(self) -> None:
+        """Put the values that callbacks store into the state of the run, for checkpoints and copies of it."""
+        values = {name: dict(self._call(callback, "stored_values")) for name, callback in self._names.items()}
+        self._run.state.callbacks = {name: stored for name, stored in values.items() if stored}
+
+    def _load_values(self) -> None:
+        state = self._run.state
+        stored = state.callbacks
+        for name, callback in self._names.items():
+            if name in stored:
+                self._call(callback, "load_values", stored[name])
+            elif state.iteration and self._call(callback, "stored_values"):
+                self._say(f"callback {name} has no values in the checkpoint and starts without")
+        # A run that only evaluates has fewer callbacks and saves nothing.
+        unused = [] if self._run.config.training.skip_train else sorted(stored.keys() - self._names.keys())
+        for name in unused:
+            self._say(f"the checkpoint has values of callback {name}, which this run does not have; they are dropped")
+
+    def _say(self, text: str) -> None:
+        if self._run.world.rank == 0:
+            print(f"note: {text}", flush=True)
 
     def _on_failure(self, error: Exception) -> None:
         found = error
@@ -144,6 +177,17 @@ class Callbacks:
             what = f"failed after iteration {self._run.state.iteration}: {type(error).__name__}: {error}"
             print(f"{self._run.world.prefix} callback {where} {what}".lstrip(), file=sys.stderr, flush=True)
             raise
+
+
+def _names(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Callbacks by the name of their class, as in checkpoints; a second one of a class is ``CLASS 2``."""
+    seen: Counter[str] = Counter()
+    names = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        seen[name] += 1
+        names[name if seen[name] == 1 else f"{name} {seen[name]}"] = callback
+    return names
 
 
 def feature_callbacks(run: Run) -> list[Callback]:

@@ -48,6 +48,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
             if is_due(run.state.iteration, config.training.eval_interval):
                 evaluate_split(run, called, "validation")
                 evaluated_at = run.state.iteration
+            called.store_values()
             if save_when_due(run, called):
                 saved_at = run.state.iteration
             if result.stop or is_due(run.state.iteration, config.training.exit_interval):
@@ -57,6 +58,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
             if evaluated_at < run.state.iteration:
                 evaluate_split(run, called, "validation")
             evaluate_split(run, called, "test")
+            called.store_values()
         if config.checkpoint.save and saved_at != run.state.iteration and not run.bad_steps:
             save(run, called)
         run.saver.finish()

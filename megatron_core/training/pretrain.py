@@ -10,7 +10,7 @@ import torch
 from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
-from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
+from megatron_core.config.cli import CommandLine, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
@@ -38,20 +38,25 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
 def read_settings(
-    prog: str, args: list[str] | None = None, *, stored_schedule: bool = True
-) -> tuple[RunConfig, DryRun]:
+    prog: str,
+    args: list[str] | None = None,
+    *,
+    stored_schedule: bool = True,
+    parsed: CommandLine | None = None,
+) -> CommandLine:
     """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
     With ``use_checkpoint_args``, or a setting that names a folder of another program, defaults come from that folder.
-    ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
+    ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration;
+    ``parsed``: the parsed command line.
     """
-    config, dry = _read_settings(prog, args)
+    config, dry = _with_defaults_of_folders(prog, args, parsed or parse_command_line(args, prog=prog))
     note_unread_flags(config, args)
     return with_stored_schedule(config) if stored_schedule else config, dry
 
 
-def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
-    config, dry = parse_command_line(args, prog=prog)
+def _with_defaults_of_folders(prog: str, args: list[str] | None, parsed: CommandLine) -> CommandLine:
+    config, dry = parsed
     settings: dict[str, Any] = {}
     if not config.checkpoint.use_checkpoint_args:
         # Adapters come after the model, because their settings are added to those of the model.

@@ -59,6 +59,8 @@ class TrainState:
     """Number of rollbacks to a checkpoint."""
     data: list[dict[str, Any]] = field(default_factory=list)
     """Records of the files that the run reads, as ``datasets.sources`` makes them."""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values of callbacks (``Callback.stored_values``) by the name of the class."""
 
 
 def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[TensorBox]:

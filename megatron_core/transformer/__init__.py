@@ -1,4 +1,9 @@
-"""Transformer layers, sharded over tensor-parallel ranks. They do not depend on pipelines or training."""
+"""Transformer layers, sharded over tensor-parallel ranks. They do not depend on pipelines or training.
+
+Parts that only some models have are imported on first use; ``__init__.pyi`` lists all names.
+"""
+
+import lazy_loader
 
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
@@ -6,3 +11,5 @@ from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, layer_spec, register_attention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

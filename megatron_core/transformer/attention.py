@@ -19,13 +19,17 @@ from megatron_core.transformer.recompute import recomputed
 class SelfAttention(nn.Module):
     """x -> W_o attention(W_q x, W_k x, W_v x), ``[s, b, h]`` -> the same shape.
 
-    With sequence parallelism the shape is ``[s/tp, b, h]``. One matrix holds, for each group, the query heads, with
-    ``attention_output_gate`` the same number of gate heads g, the key head and the value head (Megatron's order); gates
-    turn attention(...) into attention(...) * sigmoid(g). With fewer key-value groups than ranks, the key and value of a
-    group are replicated over its ranks. ``core_attention`` constructs the attention without weights; ``qk_layernorm``
-    constructs the norms of each head's queries and keys. ``softmax_offset`` ``[heads]`` are the sinks of
-    ``softmax_type='learnable'``; those of 'off-by-one' are 0.
+    With sequence parallelism the shape is ``[s/tp, b, h]``. With ``attention_output_gate`` attention(...) becomes
+    attention(...) * sigmoid(g) for gate heads g. ``core_attention`` constructs the attention without weights;
+    ``qk_layernorm`` constructs the norms of each head's queries and keys. ``softmax_offset`` ``[heads]`` are the sinks
+    of ``softmax_type='learnable'``; those of 'off-by-one' are 0.
     """
+
+    # One matrix for all projections: one product, and with sequence parallelism one gather of the input. It holds, for
+    # each group, the query heads, the gate heads, the key head and the value head. This is Megatron's order: a split of
+    # the rows over ranks then splits each of the parts by groups, and checkpoints carry over.
+    # With fewer key-value groups than ranks, the key and value of a group are replicated over its ranks: each needs
+    # them for its own query heads.
 
     is_joinable = True
     """See ``transformer.joined``."""
@@ -39,14 +43,16 @@ class SelfAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config, size = context.config, context.tp_group.size()
+        config = context.config
+        size = context.tp_group.size()
         d = config.head_size
         # Heads and groups of this rank.
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         # The projection repeats keys and values for each part whose gradients are separate addends.
         self.groups = max(config.query_groups // size, context.parallel.arithmetic.parts_on(context.tp_group))
-        self.head_size, self.gated = d, config.attention_output_gate
+        self.head_size = d
+        self.gated = config.attention_output_gate
         # The fused projection to queries, gates, keys and values.
         self.linear_qkv = context.column_linear(
             config.hidden_size,
@@ -77,7 +83,8 @@ class SelfAttention(nn.Module):
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = context.output_linear(config.num_attention_heads * d, bias=config.has_attention_output_bias)
-        self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
+        self.backend = config.kernel_backend
+        self.rotary_interleaved = config.rotary_interleaved
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
@@ -87,11 +94,14 @@ class SelfAttention(nn.Module):
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by the root of all channels; any other scale is applied to the queries, which works with every
         # kernel. Linear biases have further channels.
-        scale, channels = config.attention_scale, d
+        scale = config.attention_scale
+        channels = d
         if config.position_embedding_type == "alibi":
-            scale, channels = d**-0.5 if scale is None else scale, d + BIAS_CHANNELS
+            scale = d**-0.5 if scale is None else scale
+            channels = d + BIAS_CHANNELS
         first = context.tp_group.rank() * self.heads
-        self.heads_of_rank, self.all_heads = range(first, first + self.heads), config.num_attention_heads
+        self.heads_of_rank = range(first, first + self.heads)
+        self.all_heads = config.num_attention_heads
         self.query_factor = None if scale is None else scale * math.sqrt(channels)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
@@ -105,16 +115,19 @@ class SelfAttention(nn.Module):
         """
         query, gate, key, value = self._query_key_value(hidden)
         if not self.norms_rotated:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
         copies = context.bias_channels is not None
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
         if rotary is not None and self.has_rotary:
             cos, sin = rotary
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
-            query, key = rotate(query), rotate(key)
+            query = rotate(query)
+            key = rotate(key)
             copies = True
         if self.norms_rotated:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
         if self.query_factor is not None:
             query = query * self.query_factor
         if context.query_scale is not None and self.has_temperature:

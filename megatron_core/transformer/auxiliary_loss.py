@@ -61,6 +61,8 @@ class AuxiliaryLosses:
 
     def denominator(self, name: str, per: Unit) -> Tensor | int:
         """Return the number of terms of the loss ``name`` in the global batch."""
+        # Counts of the global batch, which is known before the first forward: dividing by the counts of a micro-batch
+        # or a rank would make the loss depend on the layout.
         if per == "sequences":
             return self.sequences
         if per == "counted":
@@ -79,6 +81,7 @@ class AuxiliaryLosses:
         for (name, _, _), (value, denominator, partial) in self._values.items():
             if partial or owns_loss:
                 index = self.names.index(name)
+                # Sums and denominators travel separately: a rank may have no value, and a mean of means would be wrong.
                 total[0, index] += value
                 total[1, index] += denominator
                 total[2, index] += 1.0
@@ -125,6 +128,8 @@ class AuxiliaryLosses:
                 f"auxiliary loss {name!r} of layer {layer_number} is {list(value.shape)} of {value.dtype}; it has to "
                 "be a scalar of torch.float32 or wider, in which the loss scale does not overflow"
             )
+        # By key and not added up, because a recomputed layer stores its value twice. Detached, because the step
+        # outlives the graph of a micro-batch.
         self._values[name, layer_number, micro] = value.detach(), denominator, partial
 
 
@@ -141,6 +146,8 @@ class MicroBatchAuxiliaryLosses:
         """See ``SequenceContext.add_auxiliary_loss``."""
         denominator = self.step.denominator(name, per)
         self.step.store(name, layer_number, self.micro, value, denominator, partial=partial)
+        # The gradient is attached to an activation instead of added to the loss: the loss is computed on the last
+        # stage, which has no graph of this layer.
         return _AttachGradient.apply(hidden, value, coefficient * self.step.loss_scale / denominator)
 
     def add_load(self, layer_number: int, load: Tensor) -> None:
@@ -157,6 +164,8 @@ class _AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, value, factor):
+        # Independent of the gradient that arrives: the auxiliary loss is a term of the sum, with the derivative
+        # ``factor``.
         ctx.gradient = torch.as_tensor(factor, dtype=value.dtype, device=value.device)
         return hidden.view_as(hidden)
 

@@ -66,14 +66,17 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, with the configured recomputation."""
-        layers, received = list(self.layers), hidden
+        # Indexing ``Layers`` builds a list each time.
+        layers = list(self.layers)
+        received = hidden
         for run, recompute in recompute_runs(self.model_config, len(layers)):
-
+            # ``run`` is a default argument because backward may call the function after the loop has moved on.
             def forward_run(x: Tensor, run: range = run) -> Tensor:
                 for i in run:
                     x = layers[i](x, context)
                 return x
 
+            # In evaluation nothing is kept for backward.
             run_layers = recomputed(forward_run) if recompute and self.training else forward_run
             if self.training:
                 hidden = self.run_unit(run.start, partial(run_layers, hidden), [layers[i] for i in run])
@@ -100,7 +103,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
         super().__init__()
-        p, norm = context.config.hidden_dropout, partial(_norm, context)
+        p = context.config.hidden_dropout
+        norm = partial(_norm, context)
         self.input_layernorm: Any = None
         self.self_attention: Any = None
         self.post_self_attn_layernorm = None
@@ -108,12 +112,14 @@ class TransformerLayer(nn.Module):
             self.input_layernorm = norm(spec.input_layernorm)
             self.self_attention = spec.self_attention(context, layer_number)
             self.post_self_attn_layernorm = norm(spec.post_self_attn_layernorm)
+        # Named by the layer's global number, so that masks do not depend on the stage.
         self.attention_dropout = context.dropout(p, f"layers.{layer_number}.attention")
         self.pre_mlp_layernorm: Any = None
         self.mlp: Any = None
         self.post_mlp_layernorm = None
         if spec.mlp is not None:
-            self.pre_mlp_layernorm, self.mlp = norm(spec.pre_mlp_layernorm), spec.mlp(context, layer_number)
+            self.pre_mlp_layernorm = norm(spec.pre_mlp_layernorm)
+            self.mlp = spec.mlp(context, layer_number)
             self.post_mlp_layernorm = norm(spec.post_mlp_layernorm)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
@@ -123,6 +129,7 @@ class TransformerLayer(nn.Module):
         self.joined = JoinedParts.of(sublayers, context) if self.shares_norm and p == 0.0 else None
         self.residual_multiplier = context.config.residual_multiplier
         self.wide_stream = context.config.fp32_residual_connection
+        # A norm is cheap to compute again, and its output is as large as the residual stream.
         self.recompute_norms = context.config.recomputes("layernorm")
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
@@ -157,6 +164,7 @@ class TransformerLayer(nn.Module):
         with self._dropped(normed, self.input_layernorm, hidden):
             attended, attention_bias = self.self_attention(normed, context)
             output, bias = self._run_mlp(normed, context)
+        # Both sublayers return this rank's part of a sum over ranks: one collective reduces the sum of both.
         if self.joined is not None:
             total, bias = added([(attended, attention_bias), (output, bias)])
             return self._add(hidden, self.joined.reduced(total), bias, self.mlp_dropout, context)
@@ -177,7 +185,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         if self.wide_stream:
             dtype = wide(hidden.dtype)
-            hidden, x = hidden.to(dtype), x.to(dtype)
+            hidden = hidden.to(dtype)
+            x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         x, bias = scaled((x, bias), self.residual_multiplier)
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
@@ -185,7 +194,8 @@ class TransformerLayer(nn.Module):
 
 def _norm(context: LayerContext, make: Callable[..., nn.Module] | None) -> Any:
     """Construct a norm of hidden states; None without one."""
-    size, partial_grad = context.config.hidden_size, context.sequence_parallel
+    size = context.config.hidden_size
+    partial_grad = context.sequence_parallel
     return None if make is None else make(context, size, partial_grad=partial_grad)
 
 

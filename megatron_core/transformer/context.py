@@ -23,6 +23,8 @@ from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, 
 
 
 @dataclass(frozen=True)
+# Everything that a constructor needs in one object: a new setting does not change the signature of every layer, and no
+# layer reads global state.
 class LayerContext:
     """Constructor input of all layers of a model: configuration, parallel settings, groups, and seed.
 
@@ -46,11 +48,13 @@ class LayerContext:
     @property
     def split(self) -> SequenceSplit:
         """The split of sequences over tensor-parallel and context-parallel ranks."""
-        tp, cp = self.tp_group, self.cp.whole
+        tp = self.tp_group
+        cp = self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
 
     def vocabulary_per_rank(self, vocab_size: int) -> int:
         """Rows of the padded vocabulary per rank; with canonical parts those of as many ranks as there are parts."""
+        # Each canonical part pads its own rows, so that the padded vocabulary has the same parts in every layout.
         number = self.parallel.arithmetic.parts_on(self.tp_group)
         return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * number, self.tp_group.size())
 
@@ -80,6 +84,7 @@ class LayerContext:
         With a pattern of layers, L layers have L of them instead of 2 L. The scale keeps the variance of the residual
         stream independent of depth (Radford et al. 2019, section 2.3).
         """
+        # Attention and MLP of each layer add to the residual stream.
         added = self.config.num_layers * self.config.parts_per_layer
         return Normal(self.config.hidden_init_std / math.sqrt(added))
 
@@ -162,7 +167,9 @@ class PackedDocuments:
         Computed at the first use, as ``masked``.
         """
         lengths = [length for row in self.lengths for length in row]
+        # int32, as variable-length attention requires.
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        # Pinned: a copy from pageable memory would wait for the queued work of the GPU.
         on_host = starts.pin_memory() if self.device.type == "cuda" else starts
         return on_host.to(self.device, non_blocking=True)
 
@@ -198,6 +205,7 @@ def in_chunks(
     The result is ``documents`` if none is longer than a chunk. ``masked``: whether there is an attention mask.
     Errors: LayoutError for a mask of sequences with several chunks.
     """
+    # The usual case of short texts has no chunks, and keeps the causal kernels.
     if size is None or (length if documents is None else documents.longest) <= size:
         return documents
     if masked:
@@ -229,6 +237,7 @@ class RouterReplay:
 
     def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
         """Return the experts that the layer must use, ``[n, b, k]``; ``chosen``: the choice of its router."""
+        # A wrong shape is another batch or layout: choices would be those of other tokens.
         if self._recorded is not None:
             recorded = self._recorded.get(layer_number)
             if recorded is None or recorded.shape != chosen.shape:
@@ -238,6 +247,7 @@ class RouterReplay:
                     f"experts of a token), and {have} was recorded for it; replay the same tokens in the same layout"
                 )
             chosen = recorded
+        # Also when replaying, so that a recomputed layer, and a caller who compares, find the choices.
         self.choices[layer_number] = chosen
         return chosen
 
@@ -308,6 +318,7 @@ class SequenceContext(ForwardState):
         if self.auxiliary_losses is not None:
             number = layer_number + self.repeat  # each application has a value of its own
             return self.auxiliary_losses.add(hidden, name, value, number, coefficient, per, partial)
+        # Losing the loss silently would train a model without it.
         if torch.is_grad_enabled():
             raise LayoutError(
                 f"layer {layer_number} adds the auxiliary loss {name!r}, which would be lost; pass "

@@ -1,19 +1,15 @@
 """Core attention for sequences split over context-parallel ranks."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.context_parallel import (
-    AllGatherExchange,
     Exchange,
     HeadExchange,
     Mask,
     Products,
-    RingExchange,
     SplitSequence,
     Tile,
     Unfused,
@@ -27,36 +23,6 @@ from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 
 Window = tuple[int, int] | None
-
-
-def core_attention_of(context: LayerContext, layer_number: int, *, window_size: Window = None) -> nn.Module:
-    """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
-    groups, kinds = context.cp, context.parallel.cp_comm_type
-    if (replacement := context.parallel.arithmetic.core_attention) is not None:
-        return replacement(context, layer_number, window_size)
-    make: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
-    if context.config.has_sinks and context.config.attention_backend != "unfused":
-        # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
-        make = partial(
-            ContextParallelAttention, context, layer_number, window_size=window_size, exchange=RingExchange(ALONE)
-        )
-    if groups.whole.size() == 1:
-        return make()
-    comm_type = kind_of(kinds, layer_number)
-    if comm_type == "a2a":
-        inner = make(heads_over=groups.whole)
-        return HeadParallelAttention(inner, groups.whole, ring=ALONE)
-    if comm_type == "a2a+p2p":
-        shared = partial(ContextParallelAttention, exchange=RingExchange(groups.ring), heads_over=groups.heads)
-        inner = shared(context, layer_number, window_size=window_size)
-        return HeadParallelAttention(inner, groups.heads, ring=groups.ring)
-    exchange = RingExchange(groups.whole) if comm_type == "p2p" else AllGatherExchange(groups.whole)
-    return ContextParallelAttention(context, layer_number, exchange=exchange, window_size=window_size)
-
-
-def kind_of(kinds: tuple[str, ...], layer_number: int) -> str:
-    """The kind of communication of a layer, given those of all layers or of each."""
-    return kinds[0] if len(kinds) == 1 else kinds[min(layer_number, len(kinds) - 1)]
 
 
 class ContextParallelAttention(CoreAttention):
@@ -83,9 +49,11 @@ class ContextParallelAttention(CoreAttention):
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
     ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
+        # Each rank has an equal part of the sequence.
         length = query.shape[0] * self.exchange.group.size()
         documents = None if context.documents is None else context.documents.lengths
         products = self._products(query, length, context)
+        # A mask of the caller replaces causality; documents and windows are causal by definition.
         causal = context.attention_mask is None or documents is not None or self.window is not None
         sequence = SplitSequence(length, self.exchange, products, documents, self.window, causal)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -94,14 +62,17 @@ class ContextParallelAttention(CoreAttention):
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
         mask = None if context.attention_mask is None else self._mask(context.attention_mask, length)
+        # Fused kernels have neither dropout by position nor bounded scores.
         if not (self.by_formula or self.dropout.active):
             return fused_products(query.device, query.dtype, mask)
         if not self.dropout.active:
             return Unfused(softcap=self.softcap, mask=mask)
-        queries, samples = context.positions, context.sample_index
+        queries = context.positions
+        samples = context.sample_index
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
+            # Dropout is a function of positions in the whole sequence: the owner's, not this rank's.
             keys = self._positions(owner, length, weights.device)
             return self.dropout(
                 weights,
@@ -120,14 +91,15 @@ class ContextParallelAttention(CoreAttention):
                 f"attention_mask is {list(mask.shape)}; with context parallelism give that of whole sequences, "
                 f"[b, 1, {length}, {length}]"
             )
+        # The rows of this rank's queries once; each tile then takes its columns.
         local = mask[:, :, self._positions(self.exchange.group.rank(), length, mask.device)]
 
-        def part(tile: Tile, owner: int) -> Tensor:
+        def cut(tile: Tile, owner: int) -> Tensor:
             rows = tile.rows if len(local) > 1 else slice(None)
             keys = self._positions(owner, length, mask.device)[slice(*tile.keys)]
             return local[rows, :, slice(*tile.queries)][..., keys]
 
-        return part
+        return cut
 
     def _positions(self, rank: int, length: int, device: torch.device) -> Tensor:
         """Return the positions of the tokens of a rank of the exchange in their sequences."""
@@ -143,13 +115,16 @@ class HeadParallelAttention(nn.Module):
 
     def __init__(self, inner: CoreAttention, heads: Group, *, ring: Group) -> None:
         super().__init__()
-        self.inner, self.exchange, self.ring = inner, HeadExchange(heads), ring
+        self.inner = inner
+        self.exchange = HeadExchange(heads)
+        self.ring = ring
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
     ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         if sinks is not None:
+            # Each rank has some of the heads after the exchange, and the sinks of these.
             sinks = sinks.chunk(self.exchange.group.size())[self.exchange.group.rank()]
         query, key, value = self.exchange.to_heads(query, key, value)
         split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())

@@ -35,20 +35,19 @@ Attend = Callable[[Tensor, Tensor, Tensor, TokenSpan], Tensor]
 class CoreAttention(nn.Module):
     """Attention of queries ``[s, b, heads, d]`` over keys ``[t, b, groups, d]`` and values ``[t, b, groups, e]``.
 
-    Returns ``[s, b, heads * e]``; e = d except in latent attention. Attention is causal: the last query and the last
-    key have the same position. ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
-    ``left`` keys before it (-1: all), and to no key after it, regardless of ``right``. ``heads_over`` is the group over
-    which the heads of a tensor-parallel rank are split further.
-    The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
-    takes half of its time; for packed documents on a GPU torch's variable-length flash attention. FlexAttention
-    computes windows, bounded scores (``attn_logit_softcapping``) and other documents on a GPU. Elsewhere, for bounded
-    scores and for attention dropout, whose mask must depend on the global head index and not on a generator, the
-    formula is evaluated for blocks of queries over the keys that they can see. The reference,
-    ``attention_backend='unfused'``, evaluates it for all queries and keys. ``sinks`` ``[heads]`` are scores of one more
-    key of every query, whose value is 0 (gpt-oss).
-    Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
-    the window.
+    Returns ``[s, b, heads * e]``. Attention is causal: the last query and the last key have the same position.
+    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
+    ``left`` keys before it (-1: all), and to no key after it. ``heads_over`` is the group over which the heads of a
+    rank are split further. ``sinks`` ``[heads]`` are scores of one more key, whose value is 0 (gpt-oss).
+    Source: Vaswani et al. 2017; Ainslie et al. 2023 for groups; Beltagy et al. 2020 for the window.
     """
+
+    # The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
+    # takes half of its time; for packed documents on a GPU torch's variable-length flash attention. FlexAttention
+    # computes windows, bounded scores (``attn_logit_softcapping``) and other documents on a GPU. Elsewhere, for bounded
+    # scores and for attention dropout, whose mask must depend on the global head index and not on a generator, the
+    # formula is evaluated for blocks of queries over the keys that they can see. The reference,
+    # ``attention_backend='unfused'``, evaluates it for all queries and keys.
 
     def __init__(
         self,
@@ -67,9 +66,12 @@ class CoreAttention(nn.Module):
         """When FlexAttention is used: for the calls that it speeds up, for all, or never (in graphs)."""
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
-        parts = context.tp_group.size() * heads_over.size()
-        part = context.tp_group.rank() * heads_over.size() + heads_over.rank()
-        self.first_head = part * (config.num_attention_heads // parts)
+        divisions = context.tp_group.size() * heads_over.size()
+        # Dropout of attention weights is keyed by the global head, so that each split of the heads drops the same
+        # weights.
+        index = context.tp_group.rank() * heads_over.size() + heads_over.rank()
+        self.first_head = index * (config.num_attention_heads // divisions)
+        # Megatron's scaling against overflow in float16: scores are divided, and multiplied again within the softmax.
         self.divisor = layer_number + 1 if config.apply_query_key_layer_scaling else 1
         self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
         self.chunk = config.chunk_of_layer(layer_number)
@@ -78,11 +80,14 @@ class CoreAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
     ) -> Tensor:
         """Compute attention; a mask in ``context`` replaces the causal mask, but not the window."""
-        documents, by_formula = context.documents, self.by_formula or self.dropout.active or sinks is not None
+        documents = context.documents
+        by_formula = self.by_formula or self.dropout.active or sinks is not None
         plain = documents is None and context.attention_mask is None and not by_formula
+        # A window that is as long as the sequence hides nothing, and permits the faster kernels.
         every_key = self.window is None or self.window >= len(key)
         if plain and every_key and has_native_attention(query, key, value, self.backend):
             return causal_attention(query, key, value)
+        # ``[b, heads, s, d]``: views, because kernels take strides.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
             out = self.by_reference(query, key, value, context, sinks=sinks)
@@ -104,6 +109,7 @@ class CoreAttention(nn.Module):
     def _is_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None) -> bool:
         """Whether FlexAttention computes this call; ConfigError if it is requested and does not support it."""
         has_window = self.window is not None and self.window < len(query[0, 0])
+        # Plain causal attention is faster in torch's flash kernel.
         serves = self.softcap is not None or (has_window if documents is None else True)
         if self.flex == "never" or (self.flex == "auto" and not serves) or torch.compiler.is_compiling():
             return False
@@ -143,7 +149,7 @@ class CoreAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        at: TokenSpan,
+        span: TokenSpan,
         *,
         context: SequenceContext,
         sinks: Tensor | None = None,
@@ -155,18 +161,22 @@ class CoreAttention(nn.Module):
         2048 (blocks of 128: 342, of 512: 337), and 78 instead of 889 for 8 documents of 256 tokens.
         """
         key, value = self._of_every_head(query, key, value)
+        # Packed documents call this for one sequence at a time.
         samples = context.sample_index
-        if samples is not None and at.sample is not None:
-            samples = samples[at.sample : at.sample + 1]
-        outputs, stop = [], key.shape[2] - query.shape[2]
+        if samples is not None and span.sample is not None:
+            samples = samples[span.sample : span.sample + 1]
+        outputs = []
+        stop = key.shape[2] - query.shape[2]
         for block in query.split(QUERY_BLOCK, dim=2):
-            start, stop = stop, stop + block.shape[2]
+            start = stop
+            stop += block.shape[2]
+            # Keys before the window of the block's first query are hidden from all of its queries.
             first = 0 if self.window is None else max(start + 1 - self.window, 0)
             weights = self._weights(block, key[:, :, first:stop], causal=True, window=self.window, sinks=sinks)
             if self.dropout.active:
                 numbers = {
-                    "position_ids": _positions(context, at.start + start, at.start + stop, query.device),
-                    "key_positions": _positions(context, at.start + first, at.start + stop, query.device),
+                    "position_ids": _positions(context, span.start + start, span.start + stop, query.device),
+                    "key_positions": _positions(context, span.start + first, span.start + stop, query.device),
                 }
                 weights = self.dropout(weights, samples, first_head=self.first_head, **numbers)
             outputs.append(weights.matmul(value[:, :, first:stop]))
@@ -192,7 +202,8 @@ class CoreAttention(nn.Module):
         scores = query.matmul(key.transpose(-1, -2))
         scale = self.divisor / math.sqrt(query.shape[-1])
         if self.softcap is not None:
-            scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
+            scores = self.softcap * torch.tanh(scores * (scale / self.softcap))
+            scale = 1.0
         softmax = partial(attention_softmax, scale=scale, causal=causal, backend=self.backend)
         if sinks is None:
             return softmax(scores, mask, window=window)
@@ -200,8 +211,10 @@ class CoreAttention(nn.Module):
         if window is not None:
             outside = ~_visible(scores.shape[-2], scores.shape[-1], window, scores.device)
             mask = outside[None, None] if mask is None else mask | outside
+        # Divided, because the softmax multiplies all of its inputs by the scale.
         column = (sinks.to(scores.dtype) / scale).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         mask = None if mask is None else nn.functional.pad(mask.expand(*mask.shape[:-1], scores.shape[-1]), (1, 0))
+        # The sink's own weight is dropped: its value is 0, and only the sum of the exponentials needs it.
         return softmax(torch.cat([column, scores], dim=-1), mask)[..., 1:]
 
 
@@ -219,7 +232,8 @@ def fused_attention(
 
     A bool mask is True where a query attends to a key; a floating-point mask is added to the scores.
     """
-    grouped, channels = query.shape[1] != key.shape[1], value.shape[-1]
+    grouped = query.shape[1] != key.shape[1]
+    channels = value.shape[-1]
     if grouped and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over the keys per group
         queries = query.flatten(1, 2).unflatten(1, (key.shape[1], -1))
         return fused_attention(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
@@ -231,15 +245,18 @@ def fused_attention(
     return out[..., :channels]
 
 
-def causal_products(query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, *, window: int | None) -> Tensor:
+def causal_products(query: Tensor, key: Tensor, value: Tensor, span: TokenSpan, *, window: int | None) -> Tensor:
     """Compute causal attention; the last query attends to all keys, or to the last ``window`` keys."""
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    keys = key.shape[2]
+    # One new token sees all stored keys: no mask.
     if queries == 1:
         first = 0 if window is None else max(keys - window, 0)
         return fused_attention(query, key[:, :, first:], value[:, :, first:])
     if queries == keys:
         if window is None or window >= keys:
             return fused_attention(query, key, value, causal=True)
+        # Otherwise blocks would read about as many keys as the whole triangle.
         if keys > 2 * window:
             return _attention_by_blocks(query, key, value, window)
     return fused_attention(query, key, value, _visible(queries, keys, window, query.device))
@@ -250,6 +267,7 @@ def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int)
 
     Memory and work are O(s * window) instead of O(s^2).
     """
+    # The first block has no previous one.
     first = fused_attention(*(x[:, :, :window] for x in (query, key, value)), causal=True)
     batch, _, length, _ = query.shape
 
@@ -260,8 +278,8 @@ def _attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int)
     query, key, value = (blocks(x) for x in (query, key, value))
     key, value = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (key, value))
     visible = _visible(window, 2 * window, window, query.device)
-    rest = fused_attention(query[:, 1:].flatten(0, 1), key, value, visible).unflatten(0, (batch, -1))
-    return torch.cat([first, rest.transpose(1, 2).flatten(2, 3)[:, :, : length - window]], dim=2)
+    later = fused_attention(query[:, 1:].flatten(0, 1), key, value, visible).unflatten(0, (batch, -1))
+    return torch.cat([first, later.transpose(1, 2).flatten(2, 3)[:, :, : length - window]], dim=2)
 
 
 def attention_by_documents(
@@ -276,9 +294,11 @@ def attention_by_documents(
     outputs = []
     # The backward of split concatenates all gradients once; the backward of each slice would fill a whole tensor.
     rows = zip(query.split(1), key.split(1), value.split(1), lengths, strict=True)
-    for number, (*sequence, own) in enumerate(rows):
-        parts = zip(*(x.split(own, dim=2) for x in sequence), accumulate(own, initial=0), strict=False)
-        outputs.append(torch.cat([attend(q, k, v, TokenSpan(number, start)) for q, k, v, start in parts], dim=2))
+    for number, (*sequence, document_lengths) in enumerate(rows):
+        documents = zip(
+            *(x.split(document_lengths, dim=2) for x in sequence), accumulate(document_lengths, initial=0), strict=False
+        )
+        outputs.append(torch.cat([attend(q, k, v, TokenSpan(number, start)) for q, k, v, start in documents], dim=2))
     return torch.cat(outputs)
 
 
@@ -304,6 +324,6 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 
     The last query and the last key have the same position.
     """
-    own = keys - queries
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(own)
-    return seen if window is None else seen.triu(own - window + 1)
+    last_diagonal = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last_diagonal)
+    return seen if window is None else seen.triu(last_diagonal - window + 1)

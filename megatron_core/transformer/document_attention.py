@@ -46,7 +46,9 @@ def variable_length_attention(
     """
     batch, heads, _, _ = query.shape
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, heads, d]
-    starts, longest = documents.starts, documents.longest
+    # The same starts for queries and keys, whose documents are equal in training.
+    starts = documents.starts
+    longest = documents.longest
     out: Tensor = _operator()(
         *tokens,
         starts,

@@ -69,15 +69,18 @@ def flex_attention(
     ``query`` ``[b, heads, s, d]``, ``key`` ``[b, groups, s, d]``, ``value`` ``[b, groups, s, e]`` -> ``[b, heads, s,
     e]``. Requires that ``unsupported_reason`` is None.
     """
-    length, device = query.shape[2], query.device
+    length = query.shape[2]
+    device = query.device
     if documents is None:
+        # Cached by length: windows of a model have few lengths, and a mask takes a few kernels to build.
         mask = _mask_of_length(length, window, device)
+    # Kept with the documents, for all layers of the micro-batch.
     elif (mask := documents.masks.get(window)) is None:
         mask = documents.masks[window] = block_mask(first_keys(documents.lengths, window), device)
     bounded = None if softcap is None else _bounded(softcap)
     grouped = query.shape[1] != key.shape[1]
-    found: Tensor = _compiled()(query, key, value, score_mod=bounded, block_mask=mask, enable_gqa=grouped)
-    return found
+    attended: Tensor = _compiled()(query, key, value, score_mod=bounded, block_mask=mask, enable_gqa=grouped)
+    return attended
 
 
 @cache
@@ -100,8 +103,8 @@ def _bounded(softcap: float) -> Callable[..., Tensor]:
 def first_keys(lengths: tuple[tuple[int, ...], ...], window: int | None) -> Tensor:
     """The first key that each query sees, int32 ``[b, s]``: in its document, and in its window."""
     rows = []
-    for own in lengths:
-        size = torch.tensor(own)
+    for document_lengths in lengths:
+        size = torch.tensor(document_lengths)
         start = (size.cumsum(0) - size).repeat_interleave(size)
         rows.append(start if window is None else torch.maximum(start, torch.arange(len(start)) + 1 - window))
     return torch.stack(rows).int()
@@ -124,15 +127,16 @@ def block_mask(first: Tensor, device: torch.device) -> Any:
     first = first.pin_memory() if device.type == "cuda" else first
     first = first.to(device, non_blocking=True)
     batch, length = first.shape
-    own = torch.arange(-(-length // BLOCK), device=device, dtype=torch.int32)
-    last = (BLOCK * (own + 1)).clamp_max(length) - 1
+    query_block = torch.arange(-(-length // BLOCK), device=device, dtype=torch.int32)
+    last_query = (BLOCK * (query_block + 1)).clamp_max(length) - 1
     low = first[:, ::BLOCK] // BLOCK
     # Blocks from ``whole`` up to the one before the own block have no hidden key; the others have some.
-    whole = torch.minimum((first[:, last.long()] + BLOCK - 1) // BLOCK, own)
-    count, column = whole - low, own[None, None, :]
-    partial = torch.where(column < count[..., None], low[..., None] + column, own[None, :, None])
+    first_full = torch.minimum((first[:, last_query.long()] + BLOCK - 1) // BLOCK, query_block)
+    count = first_full - low
+    column = query_block[None, None, :]
+    partial = torch.where(column < count[..., None], low[..., None] + column, query_block[None, :, None])
     partial = torch.where(column <= count[..., None], partial, 0)
-    full = torch.where(column < (own - whole)[..., None], whole[..., None] + column, 0)
+    full = torch.where(column < (query_block - first_full)[..., None], first_full[..., None] + column, 0)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (k >= first[b if batch > 1 else 0, q])
@@ -140,7 +144,7 @@ def block_mask(first: Tensor, device: torch.device) -> Any:
     return BlockMask.from_kv_blocks(
         (count + 1).int()[:, None].contiguous(),
         partial.int()[:, None].contiguous(),
-        (own - whole).int()[:, None].contiguous(),
+        (query_block - first_full).int()[:, None].contiguous(),
         full.int()[:, None].contiguous(),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,

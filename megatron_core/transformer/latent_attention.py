@@ -42,6 +42,7 @@ class DownProjection(nn.Module):
     ) -> None:
         super().__init__()
         shape = (size, inputs or context.config.hidden_size)
+        # Each rank then sees other tokens, and its gradient of the replicated weight is a part of the sum.
         divided = context.sequence_parallel if divided is None else divided
         spec = replicated(shape, context.tp_group.rank(), partial_grad=divided)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
@@ -57,18 +58,20 @@ class DownProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """x -> W_o attention, where each head has (R: rotary embedding, which rotates pairs of adjacent channels,
-    or nothing in layers of ``no_rope_freq``)
+    """x -> W_o attention, where each head has (R: rotary embedding of pairs of adjacent channels)
 
         query  [W_uq c_q; R(W_qr c_q)]    c_q = norm(W_dq x), or x without ``q_lora_rank``
         key    [W_uk c; R(W_kr x)]        c = norm(W_dkv x); the second part is the same for all heads
         value  W_uv c
 
-    ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). The heads are split over the
-    tensor-parallel ranks; the latents are replicated, and normalized if ``qk_layernorm`` is given. In generation the
-    cache stores the latents. ``core_attention`` constructs the attention without weights.
+    ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). Latents are normalized if
+    ``qk_layernorm`` is given. ``core_attention`` constructs the attention without weights.
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1; weights as in Megatron Core's ``MLASelfAttention``.
     """
+
+    # The heads are split over the tensor-parallel ranks; the latents are replicated, because every head needs all of
+    # their few channels. In generation the cache stores the latents, which are smaller than keys and values.
+    # Layers of ``no_rope_freq`` do not rotate, and keep the split of the channels.
 
     def __init__(
         self,
@@ -79,10 +82,16 @@ class LatentAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config, self.tp_group = context.config, context.tp_group
-        heads, q_rank, self.rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
-        self.layer_number, self.heads = layer_number, heads // self.tp_group.size()
-        self.plain, self.turned, self.value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        config = context.config
+        self.tp_group = context.tp_group
+        heads = config.num_attention_heads
+        q_rank = config.q_lora_rank
+        self.rank = config.kv_lora_rank
+        self.layer_number = layer_number
+        self.heads = heads // self.tp_group.size()
+        self.plain = config.qk_head_dim
+        self.turned = config.qk_pos_emb_head_dim
+        self.value = config.v_head_dim
         up = partial(context.column_linear, bias=False)
         norm = (
             nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, epsilon=config.latent_norm_epsilon)
@@ -97,10 +106,13 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = norm(self.rank, partial_grad=context.sequence_parallel)
         self.linear_kv_up_proj = up(self.rank, heads * (self.plain + self.value))
         self.core_attention = core_attention(context, layer_number)
-        self.recompute_core, self.recompute_up = config.recomputes("core_attn"), config.recomputes("mla_up_proj")
+        self.recompute_core = config.recomputes("core_attn")
+        self.recompute_up = config.recomputes("mla_up_proj")
         self.linear_proj = context.output_linear(heads * self.value)
-        self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
-        self.backend, self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)
+        self.has_query_latent = q_rank is not None
+        self.sequence_parallel = context.sequence_parallel
+        self.backend = config.kernel_backend
+        self.has_rotary = config.has_rotary(layer_number)
         self.query_factor = query_factor(config)
         self.arithmetic = context.parallel.arithmetic
 
@@ -113,11 +125,15 @@ class LatentAttention(nn.Module):
             rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
         query_latent = self.q_layernorm(self.linear_q_down_proj(hidden)) if self.has_query_latent else hidden
         latent, shared_key = self._latent(hidden, rotate)
+        # Scores are computed from latents: the products with W_uk and W_uv move to the query and the output
+        # (``of_latents``), so that a step does not expand all earlier tokens.
         if context.cache is not None:
             query = self._query(query_latent, rotate)
             inputs = self._core_inputs(hidden, query_latent)
             return self.linear_proj(context.cache.attend(self, query, latent, shared_key, context, *inputs))
 
+        # Queries, keys and values of all heads are many times as large as the latents, from which backward computes
+        # them again.
         def project_up() -> tuple[Tensor, Tensor, Tensor]:
             return self._query(query_latent, rotate), *self.key_and_value(latent, shared_key)
 
@@ -158,9 +174,11 @@ class LatentAttention(nn.Module):
 
     def of_latents(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Queries W_uk^T q of latents and shared keys, ``[tokens, heads, rank + r]``, and W_uv ``[heads, v, rank]``."""
-        own, adapter = self.linear_kv_up_proj.weight, self.linear_kv_up_proj.adapter
-        assert own is not None, "the layer owns its weight"
-        weight = own if adapter is None else adapter.merged(own)
+        weight_up = self.linear_kv_up_proj.weight
+        adapter = self.linear_kv_up_proj.adapter
+        assert weight_up is not None, "the layer owns its weight"
+        # The products are moved into the weight, so an adapter has to be merged with it.
+        weight = weight_up if adapter is None else adapter.merged(weight_up)
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
         return torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1), up_value

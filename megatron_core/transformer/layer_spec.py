@@ -6,18 +6,24 @@ from functools import partial
 
 from torch import nn
 
+from megatron_core import context_parallel
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
 from megatron_core.config.mixers import LinearMixer, mixer_of
 from megatron_core.feature import layer_hooks, load_hook
+from megatron_core.parallel.groups import ALONE
+from megatron_core.transformer import moe
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.context_parallel_attention import core_attention_of
-from megatron_core.transformer.latent_attention import LatentAttention
-from megatron_core.transformer.linear_replacement import LinearReplacement
+from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, NormOfEachHead, norm_of
+
+# Hooks of parts that few models have, so that other models do not import them.
+LATENT_ATTENTION = "megatron_core.transformer.latent_attention:LatentAttention"
+LINEAR_REPLACEMENT = "megatron_core.transformer.linear_replacement:LinearReplacement"
+SPLIT_ATTENTION = "megatron_core.transformer.context_parallel_attention:ContextParallelAttention"
+HEAD_PARALLEL_ATTENTION = "megatron_core.transformer.context_parallel_attention:HeadParallelAttention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +49,12 @@ class LayerSpec:
     """Names of the auxiliary losses added by the layer; every rank needs the names of all layers."""
 
 
-ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {
+ATTENTION_LAYERS: dict[str, Callable[..., nn.Module] | str] = {
     "grouped_query": SelfAttention,
-    "latent": LatentAttention,
+    "latent": LATENT_ATTENTION,
 }
-"""The layer of each kind of attention in the core, by the names in ``config.attention.ATTENTION_KINDS``; features have
-others.
+"""The layer of each kind of attention in the core, or a hook that names it, by the names in
+``config.attention.ATTENTION_KINDS``; features have others.
 
 Its constructor is called as ``SelfAttention``'s: with the context, the layer's number, and the constructors
 ``core_attention`` and ``qk_layernorm`` (None without ``qk_layernorm``).
@@ -57,19 +63,52 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 
 def mixer_layer(name: str) -> Callable[..., nn.Module]:
     """Return the layer of a kind of attention or recurrence, which a feature may provide (``Feature.layers``)."""
-    if name in ATTENTION_LAYERS:
-        return ATTENTION_LAYERS[name]
-    layer: Callable[..., nn.Module] = load_hook(layer_hooks()[name])
-    return layer
+    layer = ATTENTION_LAYERS[name] if name in ATTENTION_LAYERS else layer_hooks()[name]
+    loaded: Callable[..., nn.Module] = load_hook(layer) if isinstance(layer, str) else layer
+    return loaded
 
 
-def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
-    """Make a kind of attention from outside of this package available as ``--attention-kind NAME``.
+def register_attention(attention: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
+    """Make a kind of attention from outside of this package available as ``--attention-attention NAME``.
 
     Call this on every rank before the configuration is checked. Errors: ``ConfigError`` if the name is taken.
     """
-    add_attention(kind)
-    ATTENTION_LAYERS[kind.name] = layer
+    add_attention(attention)
+    ATTENTION_LAYERS[attention.name] = layer
+
+
+def core_attention_of(
+    context: LayerContext, layer_number: int, *, window_size: tuple[int, int] | None = None
+) -> nn.Module:
+    """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
+    groups = context.cp
+    parallel = context.parallel
+    if (replacement := parallel.arithmetic.core_attention) is not None:
+        return replacement(context, layer_number, window_size)
+    # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
+    by_tiles = context.config.has_sinks and context.config.attention_backend != "unfused"
+    if groups.whole.size() == 1 and not by_tiles:
+        return CoreAttention(context, layer_number, window_size=window_size)
+    split = partial(load_hook(SPLIT_ATTENTION), context, layer_number, window_size=window_size)
+    if groups.whole.size() == 1:
+        return split(exchange=context_parallel.RingExchange(ALONE))
+    comm_type = comm_type_of(parallel.cp_comm_type, layer_number)
+    if comm_type == "a2a":
+        # The all-to-all gives a rank whole sequences of its heads, so that the core needs no exchange of its own.
+        plain = partial(CoreAttention, context, layer_number, window_size=window_size)
+        make = partial(split, exchange=context_parallel.RingExchange(ALONE)) if by_tiles else plain
+        return load_hook(HEAD_PARALLEL_ATTENTION)(make(heads_over=groups.whole), groups.whole, ring=ALONE)
+    if comm_type == "a2a+p2p":
+        inner = split(exchange=context_parallel.RingExchange(groups.ring), heads_over=groups.heads)
+        return load_hook(HEAD_PARALLEL_ATTENTION)(inner, groups.heads, ring=groups.ring)
+    if comm_type == "p2p":
+        return split(exchange=context_parallel.RingExchange(groups.whole))
+    return split(exchange=context_parallel.AllGatherExchange(groups.whole))
+
+
+def comm_type_of(comm_types: tuple[str, ...], layer_number: int) -> str:
+    """The communication of a layer, given that of all layers or of each; further layers are like the last."""
+    return comm_types[min(layer_number, len(comm_types) - 1)]
 
 
 LayerSpecs = Callable[[ModelConfig, int], LayerSpec]
@@ -92,24 +131,30 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     mixer: Callable[..., nn.Module] | None = None
     loss_names: tuple[str, ...] = ()
     if config.has_mixer(layer_number):
-        kind = mixer_of(config, layer_number)
-        parts = {
+        mixer_kind = mixer_of(config, layer_number)
+        constructors = {
             "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
         }
-        if kind.mixers:
-            mixers = {name: partial(mixer_layer(inner.name), **parts) for name, inner in kind.mixers.items()}
-            mixer = partial(mixer_layer(kind.name), mixers=mixers)
-        elif isinstance(kind, LinearMixer):
-            mixer = LinearReplacement
+        # A kind that combines others gets their constructors and not their layers, so that it can name its own
+        # submodules.
+        if mixer_kind.mixers:
+            mixers = {
+                name: partial(mixer_layer(inner.name), **constructors) for name, inner in mixer_kind.mixers.items()
+            }
+            mixer = partial(mixer_layer(mixer_kind.name), mixers=mixers)
+        elif isinstance(mixer_kind, LinearMixer):
+            mixer = load_hook(LINEAR_REPLACEMENT)
         else:
-            layer = mixer_layer(kind.name)
-            mixer = partial(layer, **parts)
+            layer = mixer_layer(mixer_kind.name)
+            mixer = partial(layer, **constructors)
             loss_names = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
     mlp: Callable[..., nn.Module] | None = None
     if config.has_mlp(layer_number):
-        dense = LinearReplacement if config.block_of(layer_number).mlp.linear else MLP
-        mlp = MoELayer if has_experts else dense
+        if has_experts:
+            mlp = moe.MoELayer
+        else:
+            mlp = load_hook(LINEAR_REPLACEMENT) if config.block_of(layer_number).mlp.linear else MLP
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,
@@ -117,7 +162,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=mlp,
-        auxiliary_losses=(*loss_names, *(moe_loss_names(config) if has_experts else ())),
+        auxiliary_losses=(*loss_names, *(moe.moe_loss_names(config) if has_experts else ())),
     )
 
 
@@ -127,6 +172,8 @@ OUTPUT_Z_LOSS = "output_z_loss"
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
     count = config.num_layers + config.added_layers
+    # Of all layers and not of a stage's: the values are summed over the pipeline in one tensor, with one order of
+    # names.
     of_layers = {name for i in range(count) for name in layer_specs(config, i).auxiliary_losses}
     of_output = (OUTPUT_Z_LOSS,) if config.output_z_loss_coeff else ()
     return (*sorted(of_layers), *mtp_loss_names(config), *of_output)

@@ -53,10 +53,14 @@ def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Ten
     numbers of the query's precision, and so is the bias of the query's own position. That one is the same for all keys
     and only keeps scores small: large scores are rounded where they are stored in 16 bits.
     """
-    dtype, precise = query.dtype, wide(query.dtype)
-    scaled, channels = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS), channels.to(precise)
+    dtype = query.dtype
+    precise = wide(query.dtype)
+    # Undoes the division of scores by the square root of all channels.
+    scaled = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS)
+    channels = channels.to(precise)
     positions = STEP * (channels[..., 0] + channels[..., 1]) + channels[..., 2]
     bias = -scaled * positions[..., None] / STEP
+    # A slope in bfloat16 has 8 bits, too few at long distances; two addends have 16.
     of_slopes = [factor * half.expand_as(bias) for half in _in_two(scaled, dtype) for factor in (STEP, STEP, 1)]
     of_query = torch.stack([*of_slopes, *_in_two(bias, dtype)], dim=-1).to(dtype)
     of_key = channels[..., None, :].to(dtype).expand(*key.shape[:-1], -1)

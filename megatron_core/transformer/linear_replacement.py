@@ -35,5 +35,6 @@ class LinearReplacement(ColumnParallelLinear):
         output, _ = super().forward(hidden)
         if not self.config.sequence_parallel:
             return gather_channels(output, self.tp_group), None
+        # Half of the bytes of a gather followed by a split of the sequence.
         by_rank = exchange_parts(output.unflatten(0, (self.tp_size, -1)), self.tp_group)
         return torch.cat(by_rank.unbind(), dim=-1), None

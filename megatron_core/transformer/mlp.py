@@ -28,13 +28,16 @@ class MLP(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, ffn = context.config, context.config.ffn_size
+        config = context.config
+        ffn = context.config.ffn_size
+        # Gate and value of a feature are on the same rank, so that their product needs no communication.
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation = XIELU(context) if config.xielu else activation_of(config)
         self.linear_fc1 = context.column_linear(
             config.hidden_size,
             sum(pieces),
             bias=config.add_bias_linear,
+            # The activation adds the bias in its own pass.
             skip_bias_add=True,
             spec=partial(split_fused, pieces=pieces),
         )
@@ -64,7 +67,8 @@ class XIELU(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        parallel, spec = context.parallel, replicated((1,), context.tp_group.rank(), partial_grad=True)
+        parallel = context.parallel
+        spec = replicated((1,), context.tp_group.rank(), partial_grad=True)
         self.alpha_p = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_n = allocate(spec, parallel.params_dtype, parallel.device)
         self.alpha_p.init_method = partial(nn.init.constant_, val=math.log(math.expm1(INITIAL_ALPHA)))
@@ -85,7 +89,7 @@ def scaled(output: tuple[Tensor, Tensor | None], factor: float) -> tuple[Tensor,
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return the function of the output of the MLP's first matrix and its bias."""
-    function = partial(bias_activation, kind=activation_kind(config), backend=config.kernel_backend)
+    function = partial(bias_activation, activation=activation_kind(config), backend=config.kernel_backend)
     if not config.gated_linear_unit:
         return function
     return partial(function, limit=config.activation_func_clamp_value, offset=config.glu_linear_offset)

@@ -25,19 +25,23 @@ class Norm(nn.Module):
         self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1, epsilon: float | None = None
     ) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
+        config = context.config
+        parallel = context.parallel
         self.size = size
         self.epsilon = config.norm_epsilon if epsilon is None else epsilon
         spec = replicated((size,), context.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight_minus_one = config.apply_layernorm_1p
         self.weight.init_method = nn.init.zeros_ if self.weight_minus_one else nn.init.ones_
-        self.subtracts_mean, self.bias = config.normalization == "LayerNorm", None
+        self.subtracts_mean = config.normalization == "LayerNorm"
+        self.bias = None
         if config.norms_have_biases:
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
-        self.backend, self.arithmetic = config.kernel_backend, parallel.arithmetic
+        self.backend = config.kernel_backend
+        self.arithmetic = parallel.arithmetic
         self.heads = heads
+        # Norms are usable without the model's initialization by name.
         self.reset_parameters()
 
     @torch.no_grad()
@@ -53,6 +57,7 @@ class Norm(nn.Module):
 
     def normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of ``x`` with these parameters, in their dtype; ``x`` may be a wider residual stream."""
+        # A float32 residual stream is normalized in float32; only the result is rounded.
         if self.weight_minus_one or x.dtype != weight.dtype:
             dtype = wide(x.dtype)
             factor = weight.to(dtype)
@@ -66,6 +71,7 @@ class Norm(nn.Module):
         """The norm with this factor on each channel, all in one dtype."""
         if not self.subtracts_mean:
             return rms_norm(x, weight, self.epsilon, backend=self.backend)
+        # The kernel has no variant without a bias.
         bias = torch.zeros_like(weight) if bias is None else bias
         return layer_norm(x, weight, bias, self.epsilon, backend=self.backend)
 
@@ -78,7 +84,8 @@ class L2Norm(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
         super().__init__()
-        self.size, self.epsilon = size, context.config.norm_epsilon
+        self.size = size
+        self.epsilon = context.config.norm_epsilon
         self.dtype = _narrow_dtype(context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +129,8 @@ class HeadsNorm(nn.Module):
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
         parallel = context.parallel
-        self.group, self.channels = context.tp_group, size * heads
+        self.group = context.tp_group
+        self.channels = size * heads
         self.epsilon = context.config.norm_epsilon
         spec = split((self.channels,), 0, self.group.rank(), self.group.size())
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
@@ -131,6 +139,7 @@ class HeadsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
         flat = x.flatten(2).to(wide(x.dtype))
+        # One number per token is summed over ranks instead of gathering the heads.
         squares = flat.square().sum(-1, keepdim=True)
         # Each rank uses the total for its own channels, so the gradient of the total is summed over ranks as well.
         total = copy_to_region(reduce_from_region(squares, self.group), self.group)
@@ -147,9 +156,11 @@ class NormOfEachHead(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
+        config = context.config
+        parallel = context.parallel
         group = context.tp_group
-        self.size, self.epsilon = size, config.norm_epsilon
+        self.size = size
+        self.epsilon = config.norm_epsilon
         self.subtracts_mean = config.normalization == "LayerNorm"
         self.weight_minus_one = config.apply_layernorm_1p
         spec = split((size * heads,), 0, group.rank(), group.size())

@@ -17,6 +17,7 @@ def recomputed(function: Callable) -> Callable:
 
     No generator state is saved: dropout masks are functions of their coordinates, so recomputed masks are equal.
     """
+    # The reentrant form needs an input that requires a gradient, and does not support ``torch.autograd.grad``.
     return lambda *args: checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -59,6 +60,7 @@ def outputs_dropped(
 
 @contextmanager
 def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    # By memory, because operations save views of an output, and other tensor objects of it.
     places = {output.untyped_storage().data_ptr(): index for index, output in enumerate(outputs)}
     recomputed_outputs: list[Tensor] = []
 
@@ -71,7 +73,9 @@ def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) 
     def unpack(packed: Tensor | _Dropped) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        # Once for all tensors that were dropped in this context.
         if not recomputed_outputs:
+            # Only values are needed: the graph of the outputs exists.
             with torch.no_grad():
                 recomputed_outputs.extend(again())
         return recomputed_outputs[packed.output].as_strided(packed.size, packed.stride, packed.offset)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 
-LLAMA3_CONTEXT, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
+LLAMA3_CONTEXT = 8192
+LLAMA3_LOW = 1.0
+LLAMA3_HIGH = 4.0
 """Context length of Llama 3, and the rotations over it below (above) which a channel is slow (fast) (Llama 3.1)."""
 
 
@@ -20,6 +22,7 @@ def rotary_table(
     computed in float64, so that large positions are exact, and cast once for all layers to ``dtype``, which must be the
     dtype that ``ops.rope`` requires for the dtype of the activations.
     """
+    # float32 has 24 bits: at position 100,000 the angle of the fastest pair would be wrong in the third digit.
     angles = position_ids.t().to(torch.float64)[:, :, None] * frequencies
     return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
@@ -37,7 +40,8 @@ def scaled_frequencies(
 
     ``max_sequence_length``: positions in the longest text, for dynamic scaling and LongRoPE.
     """
-    base, factor = config.rotary_base, config.rope_scaling_factor
+    base = config.rotary_base
+    factor = config.rope_scaling_factor
     scaling = config.rope_scaling_type if config.use_rope_scaling else None
     if scaling in ("ntk", "dynamic"):
         if scaling == "dynamic":
@@ -60,6 +64,8 @@ def llama3_frequencies(frequencies: Tensor, factor: float, context: int = LLAMA3
 
     f / factor for turns < 1, f for turns > 4, else s f + (1 - s) f / factor with s = (turns - 1) / 3.
     """
+    # Pairs that turn often within the old context know relative positions and are kept; pairs that do not complete a
+    # turn would see new angles, and are interpolated.
     turns = context * frequencies / (2 * math.pi)
     share = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
     return share * frequencies + (1 - share) * frequencies / factor
@@ -71,18 +77,23 @@ def yarn_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
     s_i increases linearly in i from 0 at the channel pair with ``yarn_beta_fast`` rotations over the original positions
     to 1 at the pair with ``yarn_beta_slow`` rotations.
     """
-    pairs, original = frequencies.shape[0], config.original_max_position_embeddings
+    pairs = frequencies.shape[0]
+    original = config.original_max_position_embeddings
     assert original is not None, "validated with rope_scaling_type=yarn"
 
     def pair_with(turns: float) -> float:
         """Return the i for which base^(-i/pairs) * positions / (2 pi) = ``turns``."""
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(config.rotary_base)
 
-    first, end = pair_with(config.yarn_beta_fast), pair_with(config.yarn_beta_slow)
+    first = pair_with(config.yarn_beta_fast)
+    end = pair_with(config.yarn_beta_slow)
     if config.yarn_correction_range_round_to_int:
-        first, end = math.floor(first), math.ceil(end)
-    first, end = max(first, 0), min(end, 2 * pairs - 1)
+        first = math.floor(first)
+        end = math.ceil(end)
+    first = max(first, 0)
+    end = min(end, 2 * pairs - 1)
     index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
+    # The bound keeps a range of one pair from dividing by 0.
     share = ((index - first) / max(end - first, 1e-3)).clamp(0.0, 1.0)
     return (1 - share) * frequencies + share * frequencies / config.rope_scaling_factor
 
@@ -106,12 +117,16 @@ def longrope_frequencies(frequencies: Tensor, config: ModelConfig, max_sequence_
     The long ones are for a longest text of more than the original n positions. The magnitude is the configured one, or
     sqrt(1 + ln(factor) / ln(n)), or 1 if factor <= 1.
     """
-    original, scale = config.original_max_position_embeddings, config.rope_scaling_factor
+    original = config.original_max_position_embeddings
+    scale = config.rope_scaling_factor
     assert original is not None, "validated with rope_scaling_type=longrope"
+    # A function of the run's longest text and not of a batch: the cache of generation holds rotated keys.
     if max_sequence_length > original:
-        factors, magnitude = config.longrope_long_factor, config.longrope_long_mscale
+        factors = config.longrope_long_factor
+        magnitude = config.longrope_long_mscale
     else:
-        factors, magnitude = config.longrope_short_factor, config.longrope_short_mscale
+        factors = config.longrope_short_factor
+        magnitude = config.longrope_short_mscale
     if magnitude is None:
         magnitude = 1.0 if scale <= 1.0 else math.sqrt(1.0 + math.log(scale) / math.log(original))
     return frequencies / frequencies.new_tensor(factors), magnitude

@@ -55,7 +55,7 @@ class Task:
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     """Return every layout of ``world_size`` ranks that is legal for ``config``."""
     candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
-    return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
+    return [layout for layout in candidates if not any(problems(configured(config, layout, "float64"), world_size))]
 
 
 def configured(
@@ -71,22 +71,23 @@ def configured(
 def require_legal(task: Task, dtype: str) -> None:
     """``ConfigError`` if a layout of ``task`` cannot be trained in ``dtype``."""
     for layout in task.layouts:
-        found = list(problems(configured(task.config, layout, dtype, task.own_settings), layout.world_size))
-        if found:
-            raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
+        problems_found = list(problems(configured(task.config, layout, dtype, task.own_settings), layout.world_size))
+        if problems_found:
+            raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(problems_found)}")
         if reason := incomparable(task.config, layout):
             raise ConfigError(f"layout {str(layout)!r} cannot be compared: {reason}")
 
 
 def not_compared(task: Task, config: RunConfig, dtype: str) -> dict[str, object]:
     """Settings of ``config`` that differ from their defaults and have them in a layout of ``task``."""
-    defaults, given = RunConfig().flat(), config.flat()
+    defaults = RunConfig().flat()
+    values = config.flat()
     words = Layout().settings().keys() - OF_STAGES.keys() - {*OF_EVERY_LAYOUT}
     compared = [configured(task.config, layout, dtype, task.own_settings).flat() for layout in task.layouts]
     replaced = words.union(OF_COMPARISON.split(), SIZES.split())
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if value != defaults[name] and name not in replaced and any(flat[name] == defaults[name] for flat in compared)
     }
 
@@ -103,22 +104,23 @@ def described(config: RunConfig, ranks: int, full_size: RunConfig | None = None)
     Errors: ``ConfigError`` if the settings are illegal, or there is nothing to compare.
     """
     check(RunConfig.from_flat(config.flat() | small_run()), ranks)
-    layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
+    layout = Layout.of(config.parallel, config.model.num_layers, ranks)
+    stage_settings = said_of_stages(config)
     if layout.world_size == 1:
         raise ConfigError(
             "no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
             "or flags of the model (such as --tensor-model-parallel-size 2)"
         )
-    if "pipeline_plan" in own and full_size is None:
+    if "pipeline_plan" in stage_settings and full_size is None:
         raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
-    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
-    if own:
-        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+    settings = stage_settings | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
+    if stage_settings:
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in stage_settings
         settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
-    fewer = None if full_size is not None or not own else shrunk_stages(config, layout)
+    fewer = None if full_size is not None or not stage_settings else shrunk_stages(config, layout)
     if fewer is None:
-        return Task(full_size or shrunk(config, [layout], keep_layers=bool(own)), [layout], settings)
-    settings |= {name: value for name, value in fewer.items() if name in own}
+        return Task(full_size or shrunk(config, [layout], keep_layers=bool(stage_settings)), [layout], settings)
+    settings |= {name: value for name, value in fewer.items() if name in stage_settings}
     small = shrunk(RunConfig.from_flat(config.flat() | fewer), [layout], keep_layers=True)
     return Task(small, [layout], settings)

@@ -148,7 +148,7 @@ class Comparer(_Watch):
         self._bound = bound
         self._rank = f"rank {run.world.rank} {run.groups.prefix}"
         self.found = Found()
-        for label, _, box, values in _weights(run, group).parts:
+        for label, _, box, values in _weights(run, group).pieces:
             name = label.removeprefix("weight.")
             expected = reference.weights.get(name)
             error = np.inf if expected is None else _error(values, expected[box])

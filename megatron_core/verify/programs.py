@@ -65,14 +65,14 @@ class Place(NamedTuple):
 class Difference:
     """A tensor that differs on one rank."""
 
-    place: Place
+    point: Place
     rank: int
     error: float
     """Relative to the largest element of the whole tensor; inf for a shape that does not fit."""
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.place}, on rank {self.rank} (off by {self.error:.1e}){self.reason}"
+        return f"{self.point}, on rank {self.rank} (off by {self.error:.1e}){self.reason}"
 
 
 def compare(
@@ -174,7 +174,7 @@ class Comparison:
         if self.records:
             _store(self._folder / "tensors.npz", self._values)
             return []
-        local_lines = [f"{self._order[_key(difference.place)]}\t{difference}" for difference in self.found]
+        local_lines = [f"{self._order[_key(difference.point)]}\t{difference}" for difference in self.found]
         lines = [line.split("\t", 1) for line in self._gather_lines(local_lines)]
         return [text for _, text in sorted(lines, key=lambda line: int(line[0]))] + self._one_sided()
 
@@ -267,7 +267,7 @@ class Comparison:
         self._compared.add(key)
         error, reason = self._error(_numbers(x), expected, block)
         bound = BOUNDS.get(x.dtype, 0.1) if self._bound is None else self._bound
-        if not error <= bound and point not in [difference.place for difference in self.found]:
+        if not error <= bound and point not in [difference.point for difference in self.found]:
             self.found.append(Difference(point, self._rank, error, reason))
 
     def _error(self, x: np.ndarray, expected: np.ndarray, block: Block | None) -> tuple[float, str]:

@@ -91,33 +91,35 @@ def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
     """``num_layers`` and the settings that assign layers to stages with fewer layers, and the same differences between
     the stages; None if there is no smaller number, or for a ``pipeline_model_parallel_layout``.
     """
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel = config.parallel
+    layers = config.model.num_layers
     if parallel.pipeline_model_parallel_layout is not None or layout.pp == 1:
         return None
     if parallel.accounted_layers:
-        each, rest = divmod(layers + parallel.accounted_layers, layout.num_stages)
-        fewer = layout.num_stages * min(each, 2) + rest - parallel.accounted_layers
+        layers_per_stage, remainder = divmod(layers + parallel.accounted_layers, layout.num_stages)
+        fewer = layout.num_stages * min(layers_per_stage, 2) + remainder - parallel.accounted_layers
         return {"num_layers": fewer} if fewer < layers else None
     ends = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
-    others = layout.pp - len(ends)
-    if not ends or others == 0:
+    middle_stages = layout.pp - len(ends)
+    if not ends or middle_stages == 0:
         return None
-    usual = (layers - sum(ends.values())) // others
+    usual = (layers - sum(ends.values())) // middle_stages
     more = {name: count - usual for name, count in ends.items()}
     least = max(layout.chunks, *(layout.chunks - number for number in more.values()))
     small = {name: least + number for name, number in more.items()}
-    fewer = least * others + sum(small.values())
+    fewer = least * middle_stages + sum(small.values())
     return {"num_layers": fewer, **small} if fewer < layers else None
 
 
 def changes(config: RunConfig, small: RunConfig) -> str:
     """The settings that have other values in ``small`` than in ``config``, as text."""
-    values, defaults = small.flat(), RunConfig().flat()
-    others = {*OF_COMPARISON.split(), *Layout().settings()}
+    values = small.flat()
+    defaults = RunConfig().flat()
+    expected = {*OF_COMPARISON.split(), *Layout().settings()}
     pairs = [
         (name, value, values[name])
         for name, value in config.flat().items()
-        if name in SIZES.split() or (value != defaults[name] != values[name] and name not in others)
+        if name in SIZES.split() or (value != defaults[name] != values[name] and name not in expected)
     ]
     return ", ".join(f"{name} {_word(a)} -> {_word(b)}" for name, a, b in pairs if a != b and a is not None)
 
@@ -212,8 +214,8 @@ def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     model = model.section(RecurrentConfig)
     pattern = model.hybrid_layer_pattern or ""
     letters = "".join(dict.fromkeys(pattern))
-    rest = (pattern * layers)[: max(layers - len(letters), 0)]
-    sizes: dict[str, Any] = {"hybrid_layer_pattern": (letters + rest)[:layers]}
+    remainder = (pattern * layers)[: max(layers - len(letters), 0)]
+    sizes: dict[str, Any] = {"hybrid_layer_pattern": (letters + remainder)[:layers]}
     if not model.has_mamba:
         return sizes
     groups = tp * max(min(model.mamba_num_groups, MOST_HEADS) // tp, 1)
@@ -225,15 +227,18 @@ def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
 def _blocks(model: ModelConfig, tp: int, layers: int, heads: int, hidden: int) -> list[LayerBlock]:
     """``layers`` layers, among them as many as possible of the kinds of layers of the model, with small sizes."""
     model = model.section(HeterogeneousConfig)
-    kinds, unit, found = [*dict.fromkeys(model.blocks)], 8 * tp, list[LayerBlock]()
+    kinds = [*dict.fromkeys(model.blocks)]
+    unit = 8 * tp
+    blocks = list[LayerBlock]()
     for block in (kinds + [*model.blocks] * layers)[:layers]:
-        groups, width = block.attention.size, block.mlp.size
+        groups = block.attention.size
+        width = block.mlp.size
         if groups is not None:
             groups = _groups(groups, model.num_attention_heads, heads, tp)
         if width is not None:
             width = max(round(hidden * width / model.hidden_size / unit), 1) * unit
-        found.append(LayerBlock(replace(block.attention, size=groups), replace(block.mlp, size=width)))
-    return found
+        blocks.append(LayerBlock(replace(block.attention, size=groups), replace(block.mlp, size=width)))
+    return blocks
 
 
 def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:
@@ -260,7 +265,9 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
     """Sizes of few small experts: their number is divisible by ep, their widths by etp and tp."""
     ep = lcm(*(layout.ep for layout in layouts))
     unit = 8 * lcm(*(layout.etp or layout.tp for layout in layouts), *(layout.tp for layout in layouts))
-    experts, k, groups = model.num_experts or 1, model.moe_router_topk, model.moe_router_num_groups
+    experts = model.num_experts or 1
+    k = model.moe_router_topk
+    groups = model.moe_router_num_groups
     sizes: dict[str, Any] = {}
     if experts > MOST_EXPERTS or experts % ep:
         share = model.moe_router_group_topk
@@ -285,12 +292,12 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
 def _training(config: RunConfig, layouts: Sequence[Layout]) -> dict[str, Any]:
     copies = lcm(*(layout.dp for layout in layouts))
     # Enough micro-batches to fill the pipeline.
-    each = max(-(-8 // copies), *(-(-layout.pp * layout.dp // copies) for layout in layouts))
+    batches_per_copy = max(-(-8 // copies), *(-(-layout.pp * layout.dp // copies) for layout in layouts))
     # Sequences that are computed together and affect each other need company in pipelines, too.
     size = 2 if shared_micro_batches(config) else 1
     return {
         "micro_batch_size": size,
-        "global_batch_size": copies * each * size,
+        "global_batch_size": copies * batches_per_copy * size,
         "lr": LEARNING_RATE,
         "min_lr": 0.0,
         # Adam divides by the magnitude of the gradients, which hides a constant factor and magnifies the rounding of

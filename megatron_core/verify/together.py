@@ -18,7 +18,8 @@ class Scope(Enum):
 
 def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
     """Settings with which a result depends on which sequences are computed together, as text."""
-    balancing, router = config.model.balancing_losses, config.model.moe_router_load_balancing_type
+    balancing = config.model.balancing_losses
+    router = config.model.moe_router_load_balancing_type
     scopes: dict[str, Scope] = {}
     if config.model.num_experts is not None:
         if "aux_loss" in balancing:
@@ -44,7 +45,8 @@ def incomparable(config: RunConfig, layout: Layout) -> str | None:
     if replicas(config, layout) == 1 or len(set(scopes.values())) < 2:
         return None
     of_rank, of_replicas = (
-        " and ".join(name for name, scope in scopes.items() if scope == kind) for kind in (Scope.RANK, Scope.REPLICAS)
+        " and ".join(name for name, scope_of_setting in scopes.items() if scope_of_setting == scope)
+        for scope in (Scope.RANK, Scope.REPLICAS)
     )
     return (
         f"one process cannot have its micro-batches: {of_rank} is computed for each rank's micro-batch, "

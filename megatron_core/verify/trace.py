@@ -28,7 +28,7 @@ class RankTrace:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    pieces: list[Part] = field(default_factory=list)
     owner: str = ""
     """Whose tensors are added, with outer groups: ``group 1`` or ``all groups``; names then end with it."""
 
@@ -55,7 +55,7 @@ class RankTrace:
         """Store numbers reported by a step, which are equal on every rank, as ``report0.NAME``."""
         for name, numbers in reports.items():
             values = np.array(numbers, dtype=np.float64)
-            self.parts.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
+            self.pieces.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
 
     def _add(self, label: str, pieces: Iterable[TensorBox]) -> None:
         for piece in pieces:
@@ -65,7 +65,7 @@ class RankTrace:
             name = f"{label}.{name}" + (f" [{self.owner}]" if self.owner else "")
             known = _COPIES.setdefault((name, tuple((span.start, span.stop) for span in box)), values)
             same = np.array_equal(known, values, equal_nan=True)
-            self.parts.append((name, piece.global_shape, box, known if same else values))
+            self.pieces.append((name, piece.global_shape, box, known if same else values))
 
 
 def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:
@@ -101,7 +101,7 @@ def assemble(traces: Sequence[RankTrace]) -> Trace:
     known: dict[str, np.ndarray] = {}
     differing: dict[str, None] = {}
     for trace in traces:
-        for name, shape, box, values in trace.parts:
+        for name, shape, box, values in trace.pieces:
             full = tensors.setdefault(name, np.zeros(shape))
             seen = known.setdefault(name, np.zeros(shape, dtype=bool))
             if not np.array_equal(full[box][seen[box]], values[seen[box]], equal_nan=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,28 @@ def test_command_line_needs_no_torch():
     imports = "import sys, megatron_core.config.cli, megatron_core.config.validate"
     code = f"{imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--unknown", "--hidden-size=33"])
+def test_a_process_alone_answers_without_torch(flag: str) -> None:
+    """Help and refused settings of the training command; its settings are complete except for ``flag``."""
+    words = ["pretrain_gpt.py", "--mock-data", "--vocab-size=61", "--train-iters=1", flag]
+    code = f"""
+import sys
+from megatron_core.commands.train import main
+sys.argv = {words}
+try:
+    main()
+except SystemExit as end:
+    assert end.code == (0 if {flag!r} == "--help" else 1), end.code
+else:
+    raise AssertionError("it trains")
+assert "torch" not in sys.modules
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert flag in ended.stderr + ended.stdout or "hidden_size=33" in ended.stderr
 
 
 # ---- help and errors

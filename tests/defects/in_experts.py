@@ -62,7 +62,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C7
         "gradients of experts grow with their number of ranks",
-        "parallel.collectives:_FinishRows.backward",
+        "parallel.row_exchange:_FinishRows.backward",
         "begin(grads, back=True)",
         "begin([grad * ctx.exchange._group.size() for grad in grads], back=True)",
         "experts, ep2",
@@ -74,7 +74,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of tokens are read while they are on their way",
-        "parallel.collectives:_BeginRows.backward",
+        "parallel.row_exchange:_BeginRows.backward",
         "return None, *ctx.exchange.finish()",
         "return None, *ctx.exchange._results",
         "shared experts while tokens travel, ep2",
@@ -86,7 +86,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of experts' outputs are read while another micro-batch is computed",
-        "parallel.collectives:RowExchange.finish",
+        "parallel.row_exchange:RowExchange.finish",
         "for handle in self._handles:",
         "for handle in self._handles if torch._C._current_graph_task_id() < 0 else ():",
         "experts, ep2, in pairs",

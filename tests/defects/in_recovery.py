@@ -176,7 +176,7 @@ IN_RECOVERY = (
         "the newest copy of any rank counts, not the newest common one",
         "resilience.processes.rendezvous:Rendezvous._count",
         "copy.iteration), {})",
-        "max(each[1] for each in copies)), {})",
+        "max(number[1] for number in copies)), {})",
         IN_COPY,
     ),
     RecoveryDefect(
@@ -189,7 +189,7 @@ IN_RECOVERY = (
     RecoveryDefect(
         "copies of two layouts are mixed",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):",
+        "if chosen and writers is not None and self._choice.suffices(writers.training, owners, chosen):",
         "if chosen and writers is not None:",
         test_rendezvous.test_copies_of_two_layouts_are_not_mixed,
     ),
@@ -225,7 +225,7 @@ IN_RECOVERY = (
         "mirrors are not used",
         "resilience.processes.rendezvous:Rendezvous._count",
         "map(Copy._make, copies)",
-        "map(Copy._make, [each for each in copies if each[0] == rank])",
+        "map(Copy._make, [number for number in copies if number[0] == rank])",
         WITHOUT_HOST,
     ),
     # Groups of replicas.

@@ -161,8 +161,8 @@ IN_RECURRENCES = (
     Defect(
         "latent attention rotates in layers without positions",
         "transformer.latent_attention:LatentAttention.__init__",
-        "self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)",
-        "self.has_rotary = config.kernel_backend, True",
+        "self.has_rotary = config.has_rotary(layer_number)",
+        "self.has_rotary = True",
         "kimi linear, tp2",
         culprit="output of decoder.layers.1.self_attention",
     ),

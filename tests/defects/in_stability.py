@@ -7,17 +7,17 @@ from tests.defects.defect import Defect
 IN_STABILITY = (
     Defect(
         "the gradient of log Z is missing at the target",
-        "tensor_parallel.log_z:_CrossEntropyAndLogZ.backward",
-        "of_log_z.where(here, 0.0)",
-        "0 * of_log_z.where(here, 0.0)",
+        "transformer.z_loss:_CrossEntropyAndLogZ.backward",
+        "of_log_z.where(is_local, 0.0)",
+        "0 * of_log_z.where(is_local, 0.0)",
         "z-loss, tp2 sp",
         culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
         "every rank adds the gradient of log Z to its own column of the target",
-        "tensor_parallel.log_z:_CrossEntropyAndLogZ.backward",
-        "column = (target - loss.first).where(here, 0)",
-        "column, here = (target - loss.first).clamp(0, loss.valid - 1), target >= 0",
+        "transformer.z_loss:_CrossEntropyAndLogZ.backward",
+        "column = (target - loss.first).where(is_local, 0)",
+        "column, is_local = (target - loss.first).clamp(0, loss.valid - 1), target >= 0",
         "z-loss, tp2 sp",
         culprit="gradient of the output of decoder.final_layernorm",
     ),

@@ -105,8 +105,8 @@ IN_WORLDS = (
     WorldDefect(
         "each part of the experts is held by the ranks of another one, too",
         "transformer.moe.dispatch:Dispatcher.__init__",
-        "if held == number]",
-        "if held % 8 == number % 8]",
+        "if part_of_rank == number]",
+        "if part_of_rank % 8 == number % 8]",
         "dp16 ep16 pp4",
         "dp8 ep8",
         EXPERTS,

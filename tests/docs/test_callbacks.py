@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_core.feature import features, load_hook
 from megatron_core.training import Callback
-from megatron_core.training.loop import built_in_callbacks
+from megatron_core.training.loop import built_in_callbacks, train
 from tests.programs import run_ranks_of
 from tests.runs import TINY, tiny_run
 
@@ -28,8 +28,22 @@ def test_the_callback_stops_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
 
 
+def test_the_callback_with_values_ends_a_resumed_run_where_it_would_have_ended(tmp_path: Path) -> None:
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "StopOnPlateau" in code)
+    names: dict = {}
+    exec(code, names)
+    settings = {"eval_iters": 0, "lr": 1e-9, "min_lr": 0.0, "lr_warmup_iters": 0, "fp64": True}
+    alone = tiny_run(**settings)
+    train(alone, [], [names["StopOnPlateau"](patience=2)])
+    assert 2 < alone.state.iteration < 8
+    train(tiny_run(**settings, exit_interval=2, save=str(tmp_path)), [], [names["StopOnPlateau"](patience=2)])
+    resumed = tiny_run(**settings, load=str(tmp_path))
+    train(resumed, [], [names["StopOnPlateau"](patience=2)])
+    assert (resumed.state.iteration, resumed.stop_reason) == (alone.state.iteration, alone.stop_reason)
+
+
 def test_the_order_of_methods_is_that_of_the_docstring() -> None:
-    (order,) = re.findall(r"```\n(before_run\n.*?)```", PAGE, flags=re.DOTALL)
+    (order,) = re.findall(r"```\n(load_values .*?)```", PAGE, flags=re.DOTALL)
     assert "\n".join("    " + line for line in order.splitlines()) in inspect.getdoc(Callback)
 
 

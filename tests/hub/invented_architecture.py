@@ -5,7 +5,7 @@ and nothing in the package refers to it.
 """
 
 from megatron_core.features.presets.published import LLAMA_LAYERS
-from megatron_core.hub.hugging_face import Architecture, Rule, register
+from megatron_core.hub.hugging_face import Architecture, KeyRule, register
 from megatron_core.hub.hugging_face.tensors import gate_and_up, stacked_qkv
 from megatron_core.schema import POSITIVE
 
@@ -27,7 +27,7 @@ INVENTED = register(
         fixed={**LLAMA_LAYERS, "qk_layernorm": True},
         required={"bias": False},
         rules=(
-            Rule(
+            KeyRule(
                 read=lambda hf_config: {"rotary_base": hf_config["base"]},
                 write=lambda config: {"base": config.rotary_base},
                 types={"base": POSITIVE},

@@ -40,7 +40,7 @@ def test_gradient_norm(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_a_float32_norm_of_the_whole_tensor_is_found() -> None:
-    blocks = "return x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)"
+    blocks = "return x[:covered].view(-1, BLOCK), x[covered:].view(1, -1)"
     with planted("ops.reference:_blocks", blocks, "return x.view(1, -1), x[:0].view(1, -1)"):
         assert error_of_the_norm("reference", torch.float32) > 1e-3
 

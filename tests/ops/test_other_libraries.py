@@ -13,13 +13,13 @@ from torch import Tensor
 from megatron_core import ops
 from megatron_core.errors import ConfigError
 from megatron_core.ops import backend, reference
-from megatron_core.ops.libraries import is_absent
+from megatron_core.ops.libraries import LIBRARIES, is_absent
 from megatron_core.training.step import train_step
 from tests.ops.checks import assert_near, draw
 from tests.ops.stand_ins import MODULES, StandIns
 from tests.runs import tiny_run
 
-BOTH = pytest.mark.parametrize("name", backend.LIBRARIES)
+BOTH = pytest.mark.parametrize("name", LIBRARIES)
 EPSILON = 1e-3
 HALF, WIDE = torch.bfloat16, torch.float32
 
@@ -36,7 +36,7 @@ def stand_ins(name: str, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     """The library with its stand-ins, which run on the CPU."""
     found = StandIns(monkeypatch)
     found.install(MODULES[name])
-    monkeypatch.setattr(backend.LIBRARIES[name], "unavailable_reason", lambda op, device_type, dtype: None)
+    monkeypatch.setattr(LIBRARIES[name], "unavailable_reason", lambda op, device_type, dtype: None)
     return found
 
 
@@ -208,7 +208,7 @@ def test_description_names_the_backend_of_each_operation(name: str, stand_ins: S
 
 @BOTH
 def test_an_absent_library_is_an_error_with_instructions(name: str) -> None:
-    if backend.LIBRARIES[name].unavailable_reason("rms_norm", "cuda", WIDE) is None:
+    if LIBRARIES[name].unavailable_reason("rms_norm", "cuda", WIDE) is None:
         pytest.skip(f"{name} is installed here")
     way = {"apex": "build apex with its CUDA extensions from", "transformer_engine": r"pip install \"transformer"}
     asked = rf"kernel_backend='{name}': .*{way[name]}.*kernel_backend='auto'"
@@ -226,7 +226,7 @@ def test_an_absent_library_is_an_error_with_instructions(name: str) -> None:
 @BOTH
 def test_unavailable_devices_dtypes_and_modules_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     StandIns(monkeypatch).install(MODULES[name])
-    library = backend.LIBRARIES[name]
+    library = LIBRARIES[name]
     for op in library.OPS:
         assert "runs on cuda, not on cpu" in library.unavailable_reason(op, "cpu", WIDE)
         assert "does not support torch.float64" in library.unavailable_reason(op, "cuda", torch.float64)

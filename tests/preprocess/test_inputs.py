@@ -55,7 +55,7 @@ def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
 def test_suffixes_decide(name: str, kind: str, compression: str | None, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"12345")
     source = describe(tmp_path / name)
-    assert (source.kind, source.compression, source.size) == (kind, compression, 5)
+    assert (source.format, source.compression, source.size) == (kind, compression, 5)
 
 
 def test_linked_folders_are_read_once_and_never_for_ever(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class Log:
     written: dict[int, int] = field(default_factory=dict)
     """When the computation allocated or wrote memory of the device last, by address."""
 
+    posted: list[Any] = field(default_factory=list)
+    """Collectives and messages that this rank has started and not yet waited for."""
     capture: Any = None
     """The CUDA graph that records, if any (``graphs``)."""
     graphs: list[Any] = field(default_factory=list)

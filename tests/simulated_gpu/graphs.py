@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_gpu.device import LOG, _tensors
+from tests.simulated_gpu.device import FRAME, LOG, _tensors
 from tests.simulated_gpu.streams import Plain
 
 _numbers = count()
@@ -38,6 +38,20 @@ class CUDAGraph:
         self._own: dict[int, Tensor] = {}
         """All tensors of the record, by their ids."""
         LOG.graphs.append(self)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """Start to record the operators."""
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        assert LOG.capture is None, "a capture inside of a capture"
+        assert FRAME.stream is not None, "a capture in the default stream"
+        self.pool, self.number = graph_pool_handle() if pool is None else pool, next(_numbers)
+        LOG.capture = self
+
+    def capture_end(self) -> None:
+        """Undo what the capture has computed."""
+        LOG.capture = None
+        with Plain(), torch.no_grad():
+            self._undo()
 
     def changes(self, memory: Tensor) -> None:
         """The capture is about to change ``memory``, a tensor of the CPU."""
@@ -69,8 +83,7 @@ class CUDAGraph:
         self.note(collective, args, given, collective(*args, **given))
         return SimpleNamespace(wait=lambda: True) if kwargs.get("async_op") else None
 
-    def end(self) -> None:
-        """Undo what the capture has computed."""
+    def _undo(self) -> None:
         for whole, values in self._before.values():
             whole.copy_(values)
         self._before.clear()
@@ -103,26 +116,6 @@ class CUDAGraph:
 def _forget(memory: Tensor) -> None:
     if memory.is_floating_point():
         memory.fill_(torch.nan)
-
-
-class graph:
-    """torch.cuda.graph."""
-
-    def __init__(
-        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
-    ) -> None:
-        assert capture_error_mode in ("global", "thread_local", "relaxed") and stream is None
-        self._graph = cuda_graph
-        cuda_graph.pool, cuda_graph.number = graph_pool_handle() if pool is None else pool, next(_numbers)
-
-    def __enter__(self) -> None:
-        assert LOG.capture is None, "a capture inside of a capture"
-        LOG.capture = self._graph
-
-    def __exit__(self, *error: object) -> None:
-        LOG.capture = None
-        with Plain(), torch.no_grad():
-            self._graph.end()
 
 
 def graph_pool_handle() -> tuple[int, int]:

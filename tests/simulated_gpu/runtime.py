@@ -29,9 +29,9 @@ from tests.simulated_gpu.device import (
     on_host,
     set_hooks,
 )
-from tests.simulated_gpu.streams import Event, Stream, index, synchronize
+from tests.simulated_gpu.streams import Event, Stream, index, synchronize, wait_for_posted
 
-GRAPHS = ("CUDAGraph", "graph", "graph_pool_handle")
+GRAPHS = ("CUDAGraph", "graph_pool_handle")
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "scatter"),
@@ -40,6 +40,8 @@ COLLECTIVES = (
 )
 
 
+DEADLOCK = 6.0
+"""Seconds after which a device-wide wait counts as a deadlock."""
 MEMORY_OF = {"isend": ((), (0,)), "irecv": ((0,), ()), **dict.fromkeys(("all_reduce", "broadcast"), ((0,), ()))}
 """Per collective: the arguments that it writes, and those that it only reads; default: the first and the second."""
 
@@ -65,6 +67,22 @@ class Late:
                 memory.copy_(values)  # this rank's own part of the output does not change
         busy = [memory for memory, _ in self._arriving + inputs]
         self._busy = [(memory, memory.untyped_storage().nbytes(), memory.clone()) for memory in busy]
+        LOG.posted = [each for each in LOG.posted if each.is_running] + [self]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether nobody has waited for it."""
+        return bool(self._busy)
+
+    def join(self) -> None:
+        """Wait as a device-wide wait does; RuntimeError if it does not complete: the ranks wait for each other."""
+        waiter = threading.Thread(target=self._work.wait, daemon=True)
+        waiter.start()
+        waiter.join(DEADLOCK)
+        if waiter.is_alive():
+            raise RuntimeError(
+                f"DEADLOCK: {line_of_project()} waits for the whole device, also for what was posted at {self._line}"
+            )
 
     def wait(self, timeout: Any = None) -> bool:
         with torch._C.DisableTorchFunction():
@@ -120,7 +138,7 @@ def _doubles() -> dict[str, Callable]:
         **{name: lambda device=None: 2**20 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
         "mem_get_info": lambda device=None: (2**30, PROPERTIES.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": wait_for_posted,
     }
 
 

@@ -195,8 +195,16 @@ class Event:
         return (end_event.at - self.at) * 1e3
 
 
+def wait_for_posted() -> None:
+    """Wait for the kernels of all streams, which include messages that are posted ahead."""
+    for late in LOG.posted:
+        if late.is_running:
+            late.join()
+
+
 def synchronize(device: Any = None) -> None:
     """torch.cuda.synchronize."""
+    wait_for_posted()
     LOG.stall("device")
     for stream in LOG.streams:
         stream.complete(stream.started, for_host=True)

@@ -55,17 +55,17 @@ def naming(pattern: str, folder: str) -> Callable[[], float]:
     return lambda: len(style.files_that_name(pattern, folder))
 
 
-LAYERS, GPT, RUN = (loaded(name) for name in ("tensor_parallel", "models.gpt.model", "training.pretrain"))
+LAYERS, GPT, RUN = (loaded(name) for name in ("tensor_parallel.layers", "models.gpt.model", "training.pretrain"))
 MEASURES = [
     Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 39_000, 22_000),
     Measure("imports of optional modules by the core", imports.number_of_arrows, 1, 0),
     Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 4, 0),
-    Measure("modules loaded by tensor_parallel", LAYERS[0], 44, 35),
-    Measure("lines loaded by tensor_parallel", LAYERS[1], 6_500, 5_000),
-    Measure("modules loaded by the GPT model", GPT[0], 108, 80),
-    Measure("lines loaded by the GPT model", GPT[1], 14_500, 11_000),
-    Measure("modules loaded by a training run", RUN[0], 261, 190),
-    Measure("lines loaded by a training run", RUN[1], 38_200, 26_000),
+    Measure("modules loaded by parallel layers", LAYERS[0], 31, 35),
+    Measure("lines loaded by parallel layers", LAYERS[1], 5_000, 5_000),
+    Measure("modules loaded by the GPT model", GPT[0], 85, 80),
+    Measure("lines loaded by the GPT model", GPT[1], 11_500, 11_000),
+    Measure("modules loaded by a training run", RUN[0], 241, 190),
+    Measure("lines loaded by a training run", RUN[1], 35_500, 26_000),
     Measure("files that name QK-clip", naming(r"(?i)qk.?clip", "features.qk_clip"), 3, 3),
     Measure("files that name SOAP", naming(r"(?i)\bsoap|Soap", "features.matrix_optimizers"), 3, 3),
     Measure("files that name 1-bit LAMB", naming(r"(?i)one_?bit_?lamb|onebit-lamb", "features.compression"), 1, 3),

@@ -31,7 +31,7 @@ def test_example_of_the_documentation() -> None:
 
 def test_mappings_use_the_current_group() -> None:
     """All of Megatron Core's mappings take the input alone; without torch.distributed they return it."""
-    mappings = [name for name in vars(tensor_parallel) if name.endswith("_region")]
+    mappings = [name for name in dir(tensor_parallel) if name.endswith("_region")]
     assert len(mappings) == 9
     x = torch.randn(4, 2, 4)
     for name in mappings:

@@ -13,7 +13,7 @@ import torch
 from megatron_core.commands import doctor
 from megatron_core.cpu_ranks.shared_memory.backend import expected
 from megatron_core.ops import native
-from megatron_core.ops.backend import LIBRARIES
+from megatron_core.ops.libraries import LIBRARIES
 from megatron_core.verify.ranks import RankFailure
 from tests.ops import libraries
 

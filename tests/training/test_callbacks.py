@@ -72,14 +72,18 @@ def test_methods_are_called_in_the_documented_order(tmp_path: Path) -> None:
         ("before_run", 0),
         *((method, 0) for method in before),
         ("after_step", 1),
+        ("stored_values", 1),
         *((method, 1) for method in before),
         ("after_step", 2),
         ("after_evaluation", 2),
+        ("stored_values", 2),
         ("before_save", 2),
         ("after_save", 2),
         *((method, 2) for method in before),
         ("after_step", 3),
+        ("stored_values", 3),
         *[("after_evaluation", 3)] * 2,
+        ("stored_values", 3),
         ("before_save", 3),
         ("after_save", 3),
         ("after_run", 3),
@@ -301,3 +305,54 @@ def test_callbacks_of_an_evaluation_alone() -> None:
 def test_a_class_in_place_of_an_object_is_refused() -> None:
     with pytest.raises(TypeError, match="Broken'> must be objects of classes derived from"):
         Callbacks(tiny_run(**SMALL), [Broken])  # type: ignore[list-item]
+
+
+class Lowest(Callback):
+    """Remembers the lowest loss."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {"lowest": 1e9, "iteration": 0}
+
+    def after_step(self, result: StepResult) -> None:
+        if result.loss < self.values["lowest"]:
+            self.values = {"lowest": result.loss, "iteration": self.run.state.iteration}
+
+    def stored_values(self) -> dict[str, float]:
+        return self.values
+
+    def load_values(self, values: dict[str, float]) -> None:
+        self.values = dict(values)
+
+
+def test_values_of_callbacks_survive_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two callbacks of one class, and the norms among which a spike is found, continue as in an uninterrupted run."""
+    settings = SMALL | {"spike_factor": 10.0, "max_bad_steps": 1, "lr": 0.5, "lr_decay_style": "constant"}
+    whole = tiny_run(**settings, train_iters=6)
+    callbacks = [Lowest(), Lowest()]
+    train(whole, [], callbacks)
+    first = tiny_run(**settings, train_iters=6, exit_interval=3, save=str(tmp_path))
+    train(first, [], [Lowest(), Lowest()])
+    assert first.state.iteration == 3
+    resumed = tiny_run(**settings, train_iters=6, load=str(tmp_path))
+    after = [Lowest(), Lowest()]
+    after[1].values = {"lowest": -1.0, "iteration": -1}  # replaced by the values of the checkpoint
+    train(resumed, [], after)
+    assert [callback.values for callback in after] == [callback.values for callback in callbacks]
+    assert resumed.state.callbacks == whole.state.callbacks
+    assert len(whole.state.callbacks["BadSteps"]["norms"]) == 6
+    assert sorted(whole.state.callbacks) == ["BadSteps", "Lowest", "Lowest 2"]
+    assert "note: callback" not in capsys.readouterr().out
+
+
+def test_a_run_says_which_values_of_callbacks_are_missing_or_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_run(**SMALL, train_iters=1, save=str(tmp_path)), [], [Lowest()])
+    settings = SMALL | {"train_iters": 2, "load": str(tmp_path)}
+    capsys.readouterr()
+    train(tiny_run(**settings, spike_factor=10.0, max_bad_steps=1), [])
+    printed = capsys.readouterr().out
+    assert "note: callback BadSteps has no values in the checkpoint and starts without" in printed
+    assert "has values of callback Lowest, which this run does not have; they are dropped" in printed
+    train(tiny_run(**settings, finetune=True), [], [Lowest()])
+    assert "note: callback" not in capsys.readouterr().out

@@ -153,7 +153,7 @@ def test_activations_of_a_gate_are_those_kept_for_backward(output_gate: None) ->
     for kind in ("grouped_query", "output_gate"):
         config = tiny_config(**sizes, attention_kind=kind)
         context = LayerContext(config.model, ModelParallelConfig(), LocalGroup(), 1)
-        layer = ATTENTION_LAYERS[kind](context, 0)
+        layer = mixer_layer(kind)(context, 0)
         weights = {parameter.data_ptr() for parameter in layer.parameters()}
         kept: dict[int, Tensor] = {}
 

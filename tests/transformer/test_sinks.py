@@ -12,7 +12,8 @@ from megatron_core.config import ModelConfig
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.context_parallel_attention import ContextParallelAttention, core_attention_of
+from megatron_core.transformer.context_parallel_attention import ContextParallelAttention
+from megatron_core.transformer.layer_spec import core_attention_of
 
 HEADS, GROUPS, SIZE, BATCH, LENGTH = 4, 2, 8, 2, 13
 DOCUMENTS = ((5, 8), (13,))

@@ -67,6 +67,6 @@ def test_ranks_share_the_memory_of_equal_copies() -> None:
         return trace
 
     first, equal, other = weights(1.0, 2.0), weights(1.0, 2.0), weights(1.0, 3.0)
-    assert equal.parts[0][3] is first.parts[0][3]
-    assert other.parts[0][3].tolist() == [[1.0, 3.0]]
+    assert equal.pieces[0][3] is first.pieces[0][3]
+    assert other.pieces[0][3].tolist() == [[1.0, 3.0]]
     assert assemble([first, equal, other]).faults == ["ranks hold different copies of weight.weight"]

@@ -66,8 +66,8 @@ class _Packet(NamedTuple):
     @classmethod
     def of_call(cls, call: Call) -> _Packet:
         """Copy a call."""
-        emptied = Part(None, tuple(call.part.send), tuple(call.part.receive))
-        return cls(call._replace(part=emptied), None if call.part.values is None else _Packed.of(call.part.values))
+        emptied = Part(None, tuple(call.share.send), tuple(call.share.receive))
+        return cls(call._replace(share=emptied), None if call.share.values is None else _Packed.of(call.share.values))
 
     @classmethod
     def of_message(cls, message: Message) -> _Packet:
@@ -78,7 +78,7 @@ class _Packet(NamedTuple):
         """The call or the message."""
         values = None if self.values is None else self.values.tensor()
         if isinstance(self.item, Call):
-            return self.item._replace(part=self.item.part._replace(values=values))
+            return self.item._replace(share=self.item.share._replace(values=values))
         assert values is not None, "a message has values"
         return self.item._replace(values=values)
 

@@ -135,7 +135,7 @@ class _Collective(_Work):
             absent = missing()
             return f"in {call}, for rank{'s' * (len(absent) > 1)} {in_short(absent)}"
 
-        waiting = Waiting(ranks[self._group.rank()], meeting.signature.kind, describe, missing)
+        waiting = Waiting(ranks[self._group.rank()], meeting.signature.operation, describe, missing)
         meeting.waiting.append(waiting)
         self._group.channel.scheduler.wait(waiting)
 

@@ -23,7 +23,7 @@ from megatron_core.errors import LayoutError
 class Signature(NamedTuple):
     """The properties of a call that all ranks must share."""
 
-    kind: str
+    operation: str
     dtype: torch.dtype | None = None
     numel: int = 0
     """Elements of the tensor, of an all-to-all those of one row."""
@@ -32,7 +32,9 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return self.kind + (f" ({self.numel} x {dtype}{', ' * bool(self.detail)}{self.detail})" if self.dtype else "")
+        return self.operation + (
+            f" ({self.numel} x {dtype}{', ' * bool(self.detail)}{self.detail})" if self.dtype else ""
+        )
 
 
 class Part(NamedTuple):
@@ -68,7 +70,7 @@ class Meeting:
         contributions = [c for c in self.parts if c is not None]
         size = len(contributions)
         values = [c.values for c in contributions if c.values is not None]
-        operation = self.signature.kind
+        operation = self.signature.operation
         if operation == "all-reduce":
             self.results = [_reduced(values, self.signature.detail)] * size
         elif operation == "reduce-scatter":
@@ -155,7 +157,7 @@ class Call(NamedTuple):
     number: int
     """Number of this call among those of the rank."""
     signature: Signature
-    part: Part
+    share: Part
     root: int = 0
 
 
@@ -175,7 +177,8 @@ class Channel:
         self.key = key
         self.ranks = key[0]
         self.scheduler = scheduler
-        self._elsewhere, self._homes = elsewhere, elsewhere.homes(self.ranks)
+        self._elsewhere = elsewhere
+        self._homes = elsewhere.homes(self.ranks)
         self._meetings: dict[int, Meeting] = {}
         self._messages: dict[tuple[int, int, int], deque[Tensor]] = {}
         self._receives: dict[tuple[int, int, int], deque[Receive]] = {}
@@ -199,7 +202,7 @@ class Channel:
                 f"{self.ranks[call.caller]} and {meeting.signature} on rank {self.ranks[first]}; all ranks of a group "
                 "must make the same calls in the same order"
             )
-        meeting.parts[call.caller] = call.part
+        meeting.parts[call.caller] = call.share
         meeting.left -= 1
         if meeting.left == 0:
             del self._meetings[call.number]

@@ -35,11 +35,11 @@ class Stuck:
     """A thread that waits, in a form that another process can read."""
 
     rank: int
-    place: tuple[str, str]
+    location: tuple[str, str]
     """Kind of the operation, and where the program calls it."""
-    said: str
+    description: str
     """The rank and what it waits for."""
-    others: list[int]
+    awaited: list[int]
     """The ranks for which it waits."""
 
 
@@ -49,9 +49,9 @@ def stuck(waiting: Sequence[Waiting], contexts: Mapping[int, Context]) -> list[S
     return [
         Stuck(
             thread.rank,
-            (thread.kind, place_of(frames[thread.thread])),
+            (thread.operation, place_of(frames[thread.thread])),
             f"{name_of(thread.rank, contexts[thread.rank])} waits {thread.describe()}",
-            thread.others(),
+            thread.awaited(),
         )
         for thread in waiting
     ]
@@ -61,17 +61,17 @@ def deadlock(waiting: Sequence[Stuck], ended: int) -> str:
     """Which ranks wait for what, and where; ``ended`` ranks have returned. The last line is the reason in one line."""
     places: dict[tuple[str, str], list[Stuck]] = {}
     for rank in waiting:
-        places.setdefault(rank.place, []).append(rank)
+        places.setdefault(rank.location, []).append(rank)
     lines = []
     for (_, position), there in list(places.items())[:SHOWN]:
         lines.append(f"  {len(there)} rank{'s' * (len(there) > 1)} in {position or 'the interpreter'}:")
-        lines += [f"    {rank.said}" for rank in there[:EXAMPLES]]
+        lines += [f"    {rank.description}" for rank in there[:EXAMPLES]]
         if len(there) > EXAMPLES:
             lines.append(f"    and {in_short([rank.rank for rank in there[EXAMPLES:]])}")
     if len(places) > SHOWN:
         lines.append(f"  and {len(places) - SHOWN} other places")
     some_ended = f", and {ended} have ended" if ended else ""
-    cause = " and ".join(f"{rank.said}, {rank.place[1]}" for rank in _circle(waiting)[:2])
+    cause = " and ".join(f"{rank.description}, {rank.location[1]}" for rank in _circle(waiting)[:2])
     lines.append(f"deadlock: {len(waiting)} ranks wait for each other{some_ended}; {cause}")
     return "\n".join(lines)
 
@@ -81,7 +81,7 @@ def _circle(waiting: Sequence[Stuck]) -> list[Stuck]:
     of_rank = {rank.rank: rank for rank in waiting}
     chain = [waiting[0]]
     while True:
-        following = next((of_rank[rank] for rank in chain[-1].others if rank in of_rank), None)
+        following = next((of_rank[rank] for rank in chain[-1].awaited if rank in of_rank), None)
         if following is None:
             return chain[-1:]
         if following in chain:

@@ -17,17 +17,17 @@ from typing import Protocol
 
 
 class Waiting:
-    """A thread that waits in an operation of a ``kind`` for the ranks ``others()``; ``describe`` says for what."""
+    """A thread that waits in ``operation`` for the ranks ``awaited()``; ``describe`` says for what."""
 
-    __slots__ = ("describe", "kind", "lock", "others", "rank", "thread")
+    __slots__ = ("awaited", "describe", "lock", "operation", "rank", "thread")
 
     def __init__(
-        self, rank: int, kind: str, describe: Callable[[], str], others: Callable[[], list[int]] = list
+        self, rank: int, operation: str, describe: Callable[[], str], awaited: Callable[[], list[int]] = list
     ) -> None:
         self.rank = rank
-        self.kind = kind
+        self.operation = operation
         self.describe = describe
-        self.others = others
+        self.awaited = awaited
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         self.lock.acquire()

@@ -68,11 +68,11 @@ class OtherProcesses(Elsewhere, Arrivals, Protocol):
 class SimulatedWorld:
     """Runs a function on the ``ranks`` of this process, each in a thread of its own; make one for each run."""
 
-    def __init__(self, size: int, ranks: Sequence[int], others: OtherProcesses) -> None:
+    def __init__(self, size: int, ranks: Sequence[int], processes: OtherProcesses) -> None:
         self.size = size
         self._ranks = ranks
-        self._others = others
-        self._scheduler = Scheduler(others)
+        self._others = processes
+        self._scheduler = Scheduler(processes)
         self._channels: dict[ChannelKey, Channel] = {}
         self._contexts: dict[int, Context] = {}
         self._results: dict[int, Any] = {}

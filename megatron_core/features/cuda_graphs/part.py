@@ -1,19 +1,29 @@
-"""Notes of a run about its CUDA graphs."""
+"""Captures the CUDA graphs of a run between its steps, and its notes about them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_core.features.cuda_graphs.graphs import GraphedFunction, capture_stages
 from megatron_core.features.cuda_graphs.settings import GraphConfig
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
 
 class GraphedLayers(RunPart):
-    """The notes of a run with CUDA graphs."""
+    """The graphs of a run."""
 
     def __init__(self, run: Run) -> None:
         self.config = run.config
+        attributes = [
+            value for stage in run.stages.values() for module in stage.modules() for value in vars(module).values()
+        ]
+        functions = [value for value in attributes if isinstance(value, GraphedFunction)]
+        self._stages = list(dict.fromkeys(function.stage for function in functions))
+
+    def after_step(self) -> None:
+        """See ``RunPart.after_step``."""
+        capture_stages(self._stages)
 
     def notes(self) -> Iterator[str]:
         """See ``RunPart.notes``."""

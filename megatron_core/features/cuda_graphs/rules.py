@@ -45,9 +45,3 @@ def graph_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     }
     for other in (assigned for assigned, is_so in excluded.items() if is_so):
         yield f"cuda_graph_impl=local cannot be used with {other}; remove one of them"
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    if ranks > 1 and graphs.cuda_graph_warmup_steps == 0:
-        yield (
-            "cuda_graph_warmup_steps=0, but NCCL connects the ranks of tensor and context parallelism at their first "
-            "collective, which cannot be captured; use 1 or more"
-        )

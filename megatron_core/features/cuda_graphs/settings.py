@@ -33,7 +33,8 @@ class GraphConfig:
     """Parts of layers with CUDA graphs: attention, MLP, each with its norm and residual sum; default: whole layers
     without experts."""
     cuda_graph_warmup_steps: int = setting(3, r.COUNT_FROM_0, when=GRAPHS)
-    """Micro-batches that a layer computes without graph before it is captured."""
+    """Micro-batches that a layer computes without graph before it is captured, at least those of the first step: layers
+    are captured between steps."""
 
 
 def uses_graphs(config: RunConfig) -> bool:

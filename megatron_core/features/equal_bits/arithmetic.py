@@ -44,7 +44,8 @@ from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.tensor_parallel.arithmetic import Chunks, LayerArithmetic, Product, SplitOver, TokenNumbers
 from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.context_parallel_attention import HeadParallelAttention, kind_of
+from megatron_core.transformer.context_parallel_attention import HeadParallelAttention
+from megatron_core.transformer.layer_spec import comm_type_of
 
 ROWS_OF_EXPERTS = 32
 """Rows of a product of an expert: the last of them is filled with zeros."""
@@ -197,7 +198,7 @@ def core_attention(
     invariance: Invariance, context: LayerContext, layer_number: int, window_size: tuple[int, int] | None
 ) -> nn.Module:
     """As ``core_attention_of``; ring kinds store the blocks of all ranks first."""
-    groups, kind = context.cp, kind_of(context.parallel.cp_comm_type, layer_number)
+    groups, kind = context.cp, comm_type_of(context.parallel.cp_comm_type, layer_number)
     attention = partial(InvariantAttention, context, layer_number, invariance=invariance, window_size=window_size)
     if groups.whole.size() == 1 or kind == "all_gather":
         return attention(exchange=AllGatherExchange(groups.whole))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fused_products, tiles
+from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fused_products
 from megatron_core.context_parallel.products import finite, merge_
-from megatron_core.context_parallel.tiles import Documents
+from megatron_core.context_parallel.tiles import Documents, tiles
 from megatron_core.errors import LayoutError
 from megatron_core.features.equal_bits.invariance import Invariance, reduce_scatter_in_tree
 from megatron_core.ops.rows import wide

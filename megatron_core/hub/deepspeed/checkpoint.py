@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.deepspeed.folder import Files, find_folder, load_dict
-from megatron_core.hub.deepspeed.model_files import ModelFile, plain
+from megatron_core.hub.deepspeed.model_files import ModelFile, plain_content
 from megatron_core.hub.deepspeed.plain_states import Order, PlainStates
 from megatron_core.hub.deepspeed.shards import Parts, Stored, read_partitions, read_universal, shapes_of, whole_number
 
@@ -38,12 +38,12 @@ def read_deepspeed_checkpoint(
     one checkpoint. ZeRO 0 to 3, offload, pipelines, tensor parallelism of AutoTP, and the universal format. ``verify``:
     compare the files with their checksums first. Errors: ``CheckpointError``.
     """
-    found = DeepSpeedCheckpoint(find_folder(Path(folder), tag))
+    checkpoint = DeepSpeedCheckpoint(find_folder(Path(folder), tag))
     if verify:
-        for fault in found.damaged():
+        for fault in checkpoint.damaged():
             raise CheckpointError(fault)
-    found.open()
-    return found
+    checkpoint.open()
+    return checkpoint
 
 
 class DeepSpeedCheckpoint:
@@ -79,7 +79,9 @@ class DeepSpeedCheckpoint:
         first = models[0, 0]
         self.release = first.release
         self.counters = first.counters
-        self.client_state, self.lr_scheduler, self.config = first.client_state, first.lr_scheduler, first.config
+        self.client_state = first.client_state
+        self.lr_scheduler = first.lr_scheduler
+        self.config = first.config
         for model in models.values():
             model.check_same_save(first)
         stages = max(mp for _, mp in models) + 1
@@ -89,25 +91,25 @@ class DeepSpeedCheckpoint:
         self._content = {rank: load_dict(path) for rank, path in self._files.optimizer.items()}
         self._optimizer: Mapping[str, Any] = {}
         self._plain: PlainStates | None = None
-        others: dict[str, Stored] = {}
+        untrained: dict[str, Stored] = {}
         if self._files.parameters is not None:
             shapes = {name: shape for model in models.values() for name, shape in model.all_shapes().items()}
-            parts, others, self._optimizer = read_universal(self._files.parameters, shapes)
+            trained, untrained, self._optimizer = read_universal(self._files.parameters, shapes)
         elif self._content:
-            parts = self._joiner.parts([self._stages(models, rank) for rank in range(self._tp)])
+            trained = self._joiner.parts([self._stages(models, rank) for rank in range(self._tp)])
             self._optimizer = self._inner(0, 0)
         else:
             if first.is_partitioned:
                 raise CheckpointError("there are no *_optim_states.pt, which have the weights of ZeRO; copy them too")
-            parts = Parts()
+            trained = Parts()
             if isinstance(first.optimizer, Mapping):
                 self._optimizer = first.optimizer
                 self._plain = PlainStates(first.optimizer, first.module)
-        self._parts = parts
+        self._parts = trained
         # Weights by name, in the order of the module.
         self.shared = dict(first.shared)
         self.buffers = {name: first.module[name] for name in first.buffer_names if name in first.module}
-        self._weights = self._all_weights(models, others)
+        self._weights = self._all_weights(models, untrained)
 
     def _info(self, first: ModelFile) -> Any:
         """How parts of tensor-parallel ranks are joined."""
@@ -120,48 +122,48 @@ class DeepSpeedCheckpoint:
         return info
 
     def _inner(self, dp: int, mp: int) -> Mapping[str, Any]:
-        found = self._content[dp, mp].get("optimizer_state_dict")
-        if not isinstance(found, Mapping):
+        state = self._content[dp, mp].get("optimizer_state_dict")
+        if not isinstance(state, Mapping):
             raise CheckpointError(f"{self._files.optimizer[dp, mp]} has no optimizer_state_dict; it must be a dict")
-        return found
+        return state
 
     def _stages(self, models: Mapping[tuple[int, int], ModelFile], tp: int) -> Parts:
         """Weights and state of a tensor-parallel rank on all pipeline stages."""
-        found = Parts()
+        joined = Parts()
         size = max(dp for dp, _ in self._content) + 1
         for stage in range(self._pp):
             mp = stage * self._tp + tp
             shapes = shapes_of(models[0, mp].param_shapes)
-            part = read_partitions([self._inner(dp, mp) for dp in range(size)], shapes)
+            of_stage = read_partitions([self._inner(dp, mp) for dp in range(size)], shapes)
             # A tied layer exists on several stages under one name, but only some of its parameters are equal.
-            names = {name: f"{name}{LATER}{stage}" if name in found.main else name for name in part.main}
-            found.main |= {names[name]: value for name, value in part.main.items()}
-            for kind, states in part.states.items():
-                found.states.setdefault(kind, {}).update({names[name]: value for name, value in states.items()})
-            found.steps |= part.steps
-            found.groups = found.groups or part.groups
-        return found
+            names = {name: f"{name}{LATER}{stage}" if name in joined.main else name for name in of_stage.main}
+            joined.main |= {names[name]: value for name, value in of_stage.main.items()}
+            for state_kind, states in of_stage.states.items():
+                joined.states.setdefault(state_kind, {}).update({names[name]: value for name, value in states.items()})
+            joined.steps |= of_stage.steps
+            joined.groups = joined.groups or of_stage.groups
+        return joined
 
     def _all_weights(
-        self, models: Mapping[tuple[int, int], ModelFile], others: Mapping[str, Stored]
+        self, models: Mapping[tuple[int, int], ModelFile], untrained: Mapping[str, Stored]
     ) -> dict[str, Stored]:
         """All parameters by name: the optimizer's weights, the frozen ones, and other names of both."""
         by_rank = [models[0, rank].stored_weights(self._data_ranks(models, rank)) for rank in range(self._tp)]
         for (layer, rank), path in self._files.layers.items():
             entries = load_dict(path).items()
             by_rank[rank] |= {f"{layer}.{n}": Stored.of(t) for n, t in entries if isinstance(t, Tensor)}
-        stored = self._joiner.tensors(by_rank) | dict(others)
+        stored = self._joiner.tensors(by_rank) | dict(untrained)
         aliases = self._tied_layers(stored)
         main = self._parts.main
         known = {**stored, **main}
         order = dict.fromkeys((*models[0, 0].module, *known))
-        found = {name: known[name] for name in order if name in known and name not in self.buffers}
-        aliases |= models[0, 0].aliases(found)
+        weights = {name: known[name] for name in order if name in known and name not in self.buffers}
+        aliases |= models[0, 0].aliases(weights)
         for other, name in (*aliases.items(), *self.shared.items()):
-            if name in found and other not in main:
-                found[other] = found[name]
+            if name in weights and other not in main:
+                weights[other] = weights[name]
                 self.shared[other] = name
-        return found
+        return weights
 
     @staticmethod
     def _data_ranks(models: Mapping[tuple[int, int], ModelFile], mp: int) -> list[ModelFile]:
@@ -172,25 +174,27 @@ class DeepSpeedCheckpoint:
 
         Copies of a tied layer on later stages get the names of their layers where their values differ.
         """
-        main, states, found = self._parts.main, self._parts.states, {}
+        main = self._parts.main
+        states = self._parts.states
+        aliases = {}
         tied = [name for name in main if name.startswith("tied_modules.")]
         for name in [name for name in stored if tied and name not in main]:
-            own = stored[name].read()
+            weight = stored[name].read()
             for other in tied:
-                rest = other.split(".", 2)[2].partition(LATER)[0]
-                is_equal = rest == name.partition(".")[2] and main[other].shape == own.shape
-                if is_equal and torch.equal(main[other].read().to(own.dtype), own):
+                path = other.split(".", 2)[2].partition(LATER)[0]
+                is_equal = path == name.partition(".")[2] and main[other].shape == weight.shape
+                if is_equal and torch.equal(main[other].read().to(weight.dtype), weight):
                     if LATER not in other:
-                        found[name] = other
+                        aliases[name] = other
                     else:
                         main[name] = main[other]
-                        for kind in states.values():
-                            kind |= {name: kind[other]} if other in kind else {}
+                        for tensors in states.values():
+                            tensors |= {name: tensors[other]} if other in tensors else {}
                     break
         for name in [name for name in tied if LATER in name]:
             for table in (main, *states.values()):
                 table.pop(name, None)
-        return found
+        return aliases
 
     # What a caller reads.
 
@@ -212,8 +216,8 @@ class DeepSpeedCheckpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by name; tied ones are the same tensor."""
-        found = {name: self.weight(name) for name in self._weights if name not in self.shared}
-        return {name: found.get(name, found.get(self.shared.get(name, ""))) for name in self._weights}  # type: ignore[misc]
+        tensors = {name: self.weight(name) for name in self._weights if name not in self.shared}
+        return {name: tensors.get(name, tensors.get(self.shared.get(name, ""))) for name in self._weights}  # type: ignore[misc]
 
     def name_states(self, orders: Iterable[Order]) -> None:
         """Give names to the optimizer state of a checkpoint without ZeRO; no effect on others.
@@ -223,7 +227,8 @@ class DeepSpeedCheckpoint:
         if self._plain is not None:
             states = self._plain
             named = self._guarded(lambda: states.named(orders))
-            self._plain, self._parts = None, named
+            self._plain = None
+            self._parts = named
             self._weights |= {name: value for name, value in named.main.items() if name in self._weights}
             for other, name in self.shared.items():
                 self._weights[other] = self._weights.get(name, self._weights[other])
@@ -236,12 +241,12 @@ class DeepSpeedCheckpoint:
             self.name_states([[trained]])
         return self._parts.states
 
-    def state(self, name: str, kind: str) -> Tensor:
-        """Return the state ``kind`` of a parameter."""
+    def state(self, name: str, state_kind: str) -> Tensor:
+        """Return the state ``state_kind`` of a parameter."""
         name = self.shared.get(name, name)
-        if name not in self.states.get(kind, {}):
-            raise CheckpointError(f"{self.folder} has no {kind} of {name}; load only the weights")
-        return self._guarded(self.states[kind][name].read)
+        if name not in self.states.get(state_kind, {}):
+            raise CheckpointError(f"{self.folder} has no {state_kind} of {name}; load only the weights")
+        return self._guarded(self.states[state_kind][name].read)
 
     @property
     def optimizer_steps(self) -> int:
@@ -258,21 +263,23 @@ class DeepSpeedCheckpoint:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Settings of the parameter groups, such as lr and weight_decay."""
-        return [plain(each) for each in (self._plain or self._parts).groups]
+        return [plain_content(group) for group in (self._plain or self._parts).groups]
 
     @cached_property
     def loss_scale(self) -> dict[str, float]:
         """State of a dynamic loss scale: scale, and numbers of good steps and of overflows left; empty without one."""
-        found = self._optimizer
-        scaler = getattr(found.get("loss_scaler"), "arguments", None)
-        values = scaler if isinstance(scaler, Mapping) else found
+        state = self._optimizer
+        scaler = getattr(state.get("loss_scaler"), "arguments", None)
+        values = scaler if isinstance(scaler, Mapping) else state
         if not (values.get("dynamic") or values.get("dynamic_loss_scale")):
             return {}
-        scale, window = values.get("cur_scale"), whole_number(values.get("scale_window")) or 1000
+        scale = values.get("cur_scale")
+        window = whole_number(values.get("scale_window")) or 1000
         if not isinstance(scale, int | float) or not 0 < scale < 1e30:
             raise CheckpointError(f"{self.folder}: the loss scale is {quoted(scale)}; it must be above 0")
-        at, last = values.get("cur_iter", 0), values.get("last_overflow_iter", -1)
-        good = at - last - 1 if isinstance(at, int) and isinstance(last, int) else 0
+        step = values.get("cur_iter", 0)
+        last_overflow = values.get("last_overflow_iter", -1)
+        good = step - last_overflow - 1 if isinstance(step, int) and isinstance(last_overflow, int) else 0
         chances = whole_number(values.get("cur_hysteresis")) or 1
         # DeepSpeed does not count the first good step: its scale grows in the step after ``window`` good steps.
         tracker = (good - 1) % window if good > 0 else -1
@@ -289,7 +296,8 @@ KINDS = {
     "parameter_with_2_sub_params_cat_dim_0": "halves",
 }
 """Lists of patterns of parameter names -> how their parts are joined; other parameters are joined by rows."""
-LONGEST, MOST_REPEATS = 300, 4
+LONGEST = 300
+MOST_REPEATS = 4
 """Bounds of a pattern, with which a match takes little time."""
 CONVERT = "convert it with DeepSpeed's ds_to_universal, whose result is read"
 
@@ -309,55 +317,55 @@ class Joiner:
             )
         if info.get("parameter_with_sub_params"):
             raise CheckpointError(f"the checkpoint has tensor-parallel parameters of several parts; {CONVERT}")
-        for name, kind in KINDS.items():
+        for name, method in KINDS.items():
             listed = info.get(name) or []
             if not isinstance(listed, list):
                 raise CheckpointError(f"universal_checkpoint_info: {name} must be a list of patterns")
-            self._patterns += [(compiled(pattern), kind) for pattern in listed]
+            self._patterns += [(compiled(pattern), method) for pattern in listed]
 
     def parts(self, ranks: Sequence[Parts]) -> Parts:
         """Join weights and state of all ranks."""
         first = ranks[0]
-        found = Parts(self.tensors([each.main for each in ranks]), {}, set(), first.groups)
-        for kind in first.states:
-            found.states[kind] = self.tensors([each.states.get(kind, {}) for each in ranks])
-        for each in ranks:
-            found.steps |= each.steps
-        return found
+        joined = Parts(self.tensors([rank.main for rank in ranks]), {}, set(), first.groups)
+        for state_kind in first.states:
+            joined.states[state_kind] = self.tensors([rank.states.get(state_kind, {}) for rank in ranks])
+        for rank in ranks:
+            joined.steps |= rank.steps
+        return joined
 
     def tensors(self, ranks: Sequence[Mapping[str, Stored]]) -> dict[str, Stored]:
         """Join tensors by name."""
         if self.size == 1:
             return dict(ranks[0])
-        for each in ranks[1:]:
-            if each.keys() != ranks[0].keys():
-                other = sorted(each.keys() ^ ranks[0].keys())
+        for rank in ranks[1:]:
+            if rank.keys() != ranks[0].keys():
+                other = sorted(rank.keys() ^ ranks[0].keys())
                 raise CheckpointError(f"only some tensor-parallel ranks have {other[0]}: files of two runs are mixed")
-        return {name: self._joined(name, [each[name] for each in ranks]) for name in ranks[0]}
+        return {name: self._joined(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
-    def _joined(self, name: str, parts: Sequence[Stored]) -> Stored:
-        kind = next((kind for pattern, kind in self._patterns if pattern.match(name)), "rows")
-        if kind in ("first", "mean"):
-            if any(part.shape != parts[0].shape for part in parts):
+    def _joined(self, name: str, shards: Sequence[Stored]) -> Stored:
+        method = next((method for pattern, method in self._patterns if pattern.match(name)), "rows")
+        if method in ("first", "mean"):
+            if any(shard.shape != shards[0].shape for shard in shards):
                 raise CheckpointError(f"{name} has different shapes on tensor-parallel ranks, but is not split")
-            if kind == "first":
-                return parts[0]
-            return Stored(parts[0].shape, lambda: torch.stack([part.read() for part in parts]).mean(0))
-        axis = 1 if kind == "columns" and len(parts[0].shape) > 1 else 0
-        if any(not part.shape or _others(part, axis) != _others(parts[0], axis) for part in parts):
+            if method == "first":
+                return shards[0]
+            return Stored(shards[0].shape, lambda: torch.stack([shard.read() for shard in shards]).mean(0))
+        axis = 1 if method == "columns" and len(shards[0].shape) > 1 else 0
+        if any(not shard.shape or _others(shard, axis) != _others(shards[0], axis) for shard in shards):
             raise CheckpointError(f"{name} has shapes on tensor-parallel ranks that do not fit together")
-        shape = list(parts[0].shape)
-        shape[axis] = sum(part.shape[axis] for part in parts)
-        return Stored(tuple(shape), _reader(parts, axis, halves=kind == "halves"))
+        shape = list(shards[0].shape)
+        shape[axis] = sum(shard.shape[axis] for shard in shards)
+        return Stored(tuple(shape), _reader(shards, axis, halves=method == "halves"))
 
 
-def _others(part: Stored, axis: int) -> tuple[int, ...]:
-    return part.shape[:axis] + part.shape[axis + 1 :]
+def _others(shard: Stored, axis: int) -> tuple[int, ...]:
+    return shard.shape[:axis] + shard.shape[axis + 1 :]
 
 
-def _reader(parts: Sequence[Stored], axis: int, *, halves: bool) -> Callable[[], Tensor]:
+def _reader(shards: Sequence[Stored], axis: int, *, halves: bool) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        tensors = [part.read() for part in parts]
+        tensors = [shard.read() for shard in shards]
         if not halves:
             return torch.cat(tensors, axis)
         pairs = [tensor.chunk(2) for tensor in tensors]
@@ -369,8 +377,8 @@ def _reader(parts: Sequence[Stored], axis: int, *, halves: bool) -> Callable[[],
 def compiled(pattern: Any) -> re.Pattern[str]:
     """A pattern of a file; those that could take long are refused."""
     text = pattern if isinstance(pattern, str) else ""
-    plain = re.sub(r"\\.", "", text)
-    if not text or len(text) > LONGEST or set(plain) & set("({") or sum(map(plain.count, "*+?")) > MOST_REPEATS:
+    unescaped = re.sub(r"\\.", "", text)
+    if not text or len(text) > LONGEST or set(unescaped) & set("({") or sum(map(unescaped.count, "*+?")) > MOST_REPEATS:
         raise CheckpointError(f"universal_checkpoint_info has the pattern {quoted(pattern)}; {CONVERT}")
     try:
         return re.compile(text)

@@ -39,7 +39,7 @@ def is_deepspeed_folder(folder: str | Path, tag: str | None = None) -> bool:
 
 def _has_files(path: Path) -> bool:
     try:
-        names = [each.name for each in path.iterdir()] if path.is_dir() else []
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     except OSError:
         return False
     return any(pattern.fullmatch(name) for pattern in (MODEL, OPTIMIZER) for name in names)
@@ -87,7 +87,7 @@ class Files:
     @classmethod
     def of(cls, folder: Path) -> Files:
         """List the files. Errors: ``CheckpointError`` if one of a rank is missing."""
-        found = cls(folder)
+        listing = cls(folder)
         try:
             paths = sorted(folder.iterdir())
         except OSError as error:
@@ -95,7 +95,7 @@ class Files:
         for path in paths:
             if EXPERT.fullmatch(path.name):
                 raise CheckpointError(f"{path}: checkpoints of DeepSpeed's mixture of experts are not supported")
-            for pattern, files in ((MODEL, found.model), (OPTIMIZER, found.optimizer), (LAYER, found.layers)):
+            for pattern, files in ((MODEL, listing.model), (OPTIMIZER, listing.optimizer), (LAYER, listing.layers)):
                 match = pattern.fullmatch(path.name)
                 if match is None:
                     continue
@@ -104,24 +104,24 @@ class Files:
                     raise CheckpointError(f"{folder} has both {files[rank].name} and {path.name}: files of two saves")
                 files[rank] = path
         if (folder / UNIVERSAL).is_dir():
-            found.parameters = folder / UNIVERSAL
-        if not found.model:
+            listing.parameters = folder / UNIVERSAL
+        if not listing.model:
             raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt; {REMEDY}")
-        for kind in ("model", "optimizer"):
-            _check_grid(folder, getattr(found, kind), kind)
-        models = {mp for _, mp in found.model}
-        of_stage3 = any(path.name.startswith("zero_pp") for path in found.model.values())
-        if found.optimizer and of_stage3 and found.model.keys() != found.optimizer.keys():
+        for role in ("model", "optimizer"):
+            _check_grid(folder, getattr(listing, role), role)
+        models = {mp for _, mp in listing.model}
+        of_stage3 = any(path.name.startswith("zero_pp") for path in listing.model.values())
+        if listing.optimizer and of_stage3 and listing.model.keys() != listing.optimizer.keys():
             raise CheckpointError(
-                f"{folder} has {len(found.model)} *_model_states.pt and {len(found.optimizer)} *_optim_states.pt of "
-                f"ZeRO 3: a file is missing, or files of two runs are mixed; {REMEDY}"
+                f"{folder} has {len(listing.model)} *_model_states.pt and {len(listing.optimizer)} *_optim_states.pt "
+                f"of ZeRO 3: a file is missing, or files of two runs are mixed; {REMEDY}"
             )
-        if found.optimizer and {mp for _, mp in found.optimizer} != models:
+        if listing.optimizer and {mp for _, mp in listing.optimizer} != models:
             raise CheckpointError(
                 f"{folder} has *_model_states.pt of {len(models)} model-parallel ranks and *_optim_states.pt of "
-                f"{len({mp for _, mp in found.optimizer})}; {REMEDY}"
+                f"{len({mp for _, mp in listing.optimizer})}; {REMEDY}"
             )
-        return found
+        return listing
 
     @property
     def tensor_files(self) -> list[Path]:
@@ -137,7 +137,7 @@ class Files:
                 yield f"{path} is damaged: {fault}; {REMEDY}"
 
 
-def _check_grid(folder: Path, files: Mapping[tuple[int, int], Path], kind: str) -> None:
+def _check_grid(folder: Path, files: Mapping[tuple[int, int], Path], role: str) -> None:
     """Raise ``CheckpointError`` unless there is a file for each pair of ranks."""
     if not files:
         return
@@ -145,7 +145,7 @@ def _check_grid(folder: Path, files: Mapping[tuple[int, int], Path], kind: str) 
     if len(files) < sizes[0] * sizes[1]:
         absent = next((d, m) for m in range(sizes[1]) for d in range(sizes[0]) if (d, m) not in files)
         raise CheckpointError(
-            f"{folder} has no {kind} file of data-parallel rank {absent[0]} and model-parallel rank {absent[1]}, but "
+            f"{folder} has no {role} file of data-parallel rank {absent[0]} and model-parallel rank {absent[1]}, but "
             f"files of higher ranks; {REMEDY}"
         )
 

@@ -39,19 +39,19 @@ class ModelFile:
         names = content.get("buffer_names")
         self.buffer_names = [str(name) for name in names] if isinstance(names, list | tuple) else []
         self.shared = {str(other): str(name) for other, name in self._dict("shared_params").items()}
-        self.lr_scheduler = plain(self._dict("lr_scheduler"))
-        self.config = plain(content["ds_config"]) if isinstance(content.get("ds_config"), Mapping) else {}
-        self.client_state = {str(n): plain(v) for n, v in content.items() if n not in OWN and is_plain_value(v)}
+        self.lr_scheduler = plain_content(self._dict("lr_scheduler"))
+        self.config = plain_content(content["ds_config"]) if isinstance(content.get("ds_config"), Mapping) else {}
+        self.client_state = {str(n): plain_content(v) for n, v in content.items() if n not in OWN and is_plain_value(v)}
         if "ds_autoep_layers" in content or "autoep_layers" in content or content.get("num_experts"):
             raise CheckpointError(f"{path}: checkpoints of DeepSpeed's mixture of experts are not supported")
 
     def _dict(self, name: str) -> Mapping[Any, Any]:
-        found = self._content.get(name)
-        if found is None:
+        entry = self._content.get(name)
+        if entry is None:
             return {}
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{self.path}: {name} is a {type(found).__name__}; it must be a dict")
-        return found
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(f"{self.path}: {name} is a {type(entry).__name__}; it must be a dict")
+        return entry
 
     @property
     def is_partitioned(self) -> bool:
@@ -66,29 +66,31 @@ class ModelFile:
     @property
     def counters(self) -> dict[str, int]:
         """Numbers of steps and samples; 0 for those that older releases do not store."""
-        found = {}
+        counts = {}
         for name in COUNTERS:
             value = self._content.get(name, 0 if name != "global_steps" else None)
             count = whole_number(value)
             if count is None:
                 raise CheckpointError(f"{self.path}: {name} is {quoted(value)}; it must be a number of steps")
-            found[name] = count
-        return found
+            counts[name] = count
+        return counts
 
     def check_same_save(self, first: ModelFile) -> None:
         """Raise ``CheckpointError`` if the files are of different saves or runs."""
         for name in ("global_steps", "ds_version", "dp_world_size", "mp_world_size"):
-            own, other = self._content.get(name), first._content.get(name)
-            if own != other:
+            value = self._content.get(name)
+            other = first._content.get(name)
+            if value != other:
                 raise CheckpointError(
-                    f"{self.path.name} has {name}={quoted(own)} and {first.path.name} {name}={quoted(other)}: "
+                    f"{self.path.name} has {name}={quoted(value)} and {first.path.name} {name}={quoted(other)}: "
                     "files of two saves are mixed; copy the whole checkpoint again"
                 )
 
     def sizes(self, model_ranks: int, layer_ranks: set[int]) -> tuple[int, int]:
         """The sizes of tensor and pipeline parallelism of ``model_ranks`` model-parallel ranks."""
         dims = self._dict("checkpoint_parallel_dimensions")
-        tp, pp = whole_number(dims.get("tp_degree")), whole_number(dims.get("pp_degree"))
+        tp = whole_number(dims.get("tp_degree"))
+        pp = whole_number(dims.get("pp_degree"))
         if not tp or not pp:
             tp = len(layer_ranks) or model_ranks
             pp = model_ranks // tp
@@ -109,19 +111,20 @@ class ModelFile:
 
         With ZeRO 3 each rank has an equal part of a frozen parameter, and the module has empty tensors.
         """
-        buffers, trained = set(self.buffer_names), self.all_shapes()
+        buffers = set(self.buffer_names)
+        trained = self.all_shapes()
         frozen = {str(n): shape_of(s, str(n)) for n, s in self._dict("frozen_param_shapes").items()}
-        found = {}
+        weights = {}
         for name, tensor in self.module.items():
             shape = trained.get(name, frozen.get(name))
             is_whole = tensor.numel() or not self.is_of_one_rank
             if name not in buffers and shape in (None, tuple(tensor.shape)) and is_whole:
-                found[name] = Stored.of(tensor)
+                weights[name] = Stored.of(tensor)
         for name, shape in frozen.items():
-            if name not in found:
-                parts = [rank._dict("frozen_param_fragments").get(name) for rank in ranks]
-                found[name] = _whole(name, shape, parts)
-        return found
+            if name not in weights:
+                fragments = [rank._dict("frozen_param_fragments").get(name) for rank in ranks]
+                weights[name] = _whole(name, shape, fragments)
+        return weights
 
     def aliases(self, weights: Mapping[str, Stored]) -> dict[str, str]:
         """Second names of tied parameters, whose tensors share memory in the file."""
@@ -135,25 +138,26 @@ class ModelFile:
         return second
 
 
-def _whole(name: str, shape: Shape, parts: list[Any]) -> Stored:
+def _whole(name: str, shape: Shape, fragments: list[Any]) -> Stored:
     """A frozen parameter from the parts of all ranks, or from a whole copy."""
-    if isinstance(parts[0], Tensor) and tuple(parts[0].shape) == shape:
-        return Stored.of(parts[0])
-    flat, count = Flat(parts, f"the frozen parameter {name}"), prod(shape)
-    if not 0 <= flat.numel - count < len(parts):
+    if isinstance(fragments[0], Tensor) and tuple(fragments[0].shape) == shape:
+        return Stored.of(fragments[0])
+    flat = Flat(fragments, f"the frozen parameter {name}")
+    count = prod(shape)
+    if not 0 <= flat.numel - count < len(fragments):
         raise CheckpointError(
-            f"the frozen parameter {name} has {flat.numel} elements in {len(parts)} files, but its shape is "
+            f"the frozen parameter {name} has {flat.numel} elements in {len(fragments)} files, but its shape is "
             f"{list(shape)}: a file is missing, or files of two runs are mixed"
         )
     return Stored(shape, lambda: flat.span(0, count).view(shape))
 
 
-def plain(value: Any) -> Any:
+def plain_content(value: Any) -> Any:
     """Return plain values of ``value``; objects in dicts and lists are left out."""
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items() if is_plain_value(each)}
+        return {name: plain_content(item) for name, item in value.items() if is_plain_value(item)}
     if isinstance(value, list | tuple):
-        return type(value)(plain(each) for each in value) if type(value) in (list, tuple) else list(value)
+        return type(value)(plain_content(item) for item in value) if type(value) in (list, tuple) else list(value)
     return value
 
 

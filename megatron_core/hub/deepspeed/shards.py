@@ -81,12 +81,12 @@ class Flat:
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return elements ``start ... stop - 1`` in float32."""
-        found = [torch.empty(0)]
+        pieces = [torch.empty(0)]
         for tensor, first in zip(self._tensors, self._ends, strict=False):
-            at = slice(max(start - first, 0), max(min(stop - first, tensor.numel()), 0))
-            if at.start < at.stop:
-                found.append(tensor.detach()[at].float())
-        return torch.cat(found)
+            local = slice(max(start - first, 0), max(min(stop - first, tensor.numel()), 0))
+            if local.start < local.stop:
+                pieces.append(tensor.detach()[local].float())
+        return torch.cat(pieces)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -105,7 +105,7 @@ def shapes_of(groups: Any) -> list[dict[str, Shape]]:
     """The shapes of the trained parameters by group, in the order of the flat tensors."""
     if isinstance(groups, Mapping):
         groups = [groups]
-    if not isinstance(groups, list) or not all(isinstance(each, Mapping) for each in groups):
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise CheckpointError("param_shapes is missing; it must list the parameters of the flat tensors")
     return [{str(name): shape_of(shape, str(name)) for name, shape in group.items()} for group in groups]
 
@@ -127,11 +127,11 @@ def read_partitions(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, S
 
 
 def _listed(state: Mapping[str, Any], name: str, count: int | None = None) -> list[Any]:
-    found = state.get(name)
-    if not isinstance(found, list) or (count is not None and len(found) != count):
-        length = f", of length {len(found)}" if isinstance(found, list) else ""
-        raise CheckpointError(f"{name} is a {type(found).__name__}{length}; it must be a list of {count or 'tensors'}")
-    return found
+    items = state.get(name)
+    if not isinstance(items, list) or (count is not None and len(items) != count):
+        length = f", of length {len(items)}" if isinstance(items, list) else ""
+        raise CheckpointError(f"{name} is a {type(items).__name__}{length}; it must be a list of {count or 'tensors'}")
+    return items
 
 
 def _check_count(ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -152,45 +152,49 @@ def _read_stage2(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shap
     count = len(shapes)
     weights = [_listed(state, "single_partition_of_fp32_groups", count) for state in ranks]
     bases = [_base_of(state.get("base_optimizer_state"), state) for state in ranks]
-    found = Parts(groups=bases[0][1])
+    result = Parts(groups=bases[0][1])
     for group, names in enumerate(shapes):
         paddings = [0] * len(names)
         if ranks[0].get("param_alignment_paddings") is not None:
             paddings = _paddings(ranks[0], group, count, len(names))
-        kinds: dict[str, list[Any]] = {"fp32": [each[group] for each in weights]}
+        kinds: dict[str, list[Any]] = {"fp32": [partitions[group] for partitions in weights]}
         states = [base[0].get(group, {}) for base in bases]
-        kinds |= {kind: [state.get(kind) for state in states] for kind in kinds_of(states[0])}
-        for kind, tensors in kinds.items():
-            flat = Flat(tensors, f"{kind} of group {group}")
-            target = found.main if kind == "fp32" else found.states.setdefault(kind, {})
-            _cut(flat, names, paddings, len(ranks), target, f"{kind} of group {group}")
-        found.steps |= {step for base, state in zip(bases, states, strict=True) for step in steps_of(state, base[2])}
-    return found
+        kinds |= {state_kind: [state.get(state_kind) for state in states] for state_kind in kinds_of(states[0])}
+        for state_kind, tensors in kinds.items():
+            flat = Flat(tensors, f"{state_kind} of group {group}")
+            target = result.main if state_kind == "fp32" else result.states.setdefault(state_kind, {})
+            _cut(flat, names, paddings, len(ranks), target, f"{state_kind} of group {group}")
+        result.steps |= {step for base, state in zip(bases, states, strict=True) for step in steps_of(state, base[2])}
+    return result
 
 
 def _paddings(state: Mapping[str, Any], group: int, groups: int, names: int) -> list[int]:
     """Elements between the parameters of a group."""
-    found = _listed(state, "param_alignment_paddings", groups)[group]
-    if not isinstance(found, list) or len(found) != names or not all(type(n) is int and 0 <= n < 2**32 for n in found):
+    paddings = _listed(state, "param_alignment_paddings", groups)[group]
+    if (
+        not isinstance(paddings, list)
+        or len(paddings) != names
+        or not all(type(n) is int and 0 <= n < 2**32 for n in paddings)
+    ):
         raise CheckpointError(f"param_alignment_paddings of group {group} must list {names} numbers")
-    return found
+    return paddings
 
 
 def _cut(flat: Flat, names: Shapes, paddings: Sequence[int], ranks: int, target: dict[str, Stored], label: str) -> None:
     """Find the parameters in the flat tensor of a group."""
-    at = 0
+    offset = 0
     for (name, shape), padding in zip(names.items(), paddings, strict=True):
-        target[name] = _range(flat, at, shape)
-        at += prod(shape) + padding
-    if not 0 <= flat.numel - at < 2 * ranks:  # the end is padded to a multiple of 2 * ranks
+        target[name] = _range(flat, offset, shape)
+        offset += prod(shape) + padding
+    if not 0 <= flat.numel - offset < 2 * ranks:  # the end is padded to a multiple of 2 * ranks
         raise CheckpointError(
-            f"{label} has {flat.numel} elements in the files of {ranks} ranks, but its parameters have {at}: a file "
-            "is missing, or files of two runs are mixed"
+            f"{label} has {flat.numel} elements in the files of {ranks} ranks, but its parameters have {offset}: a "
+            "file is missing, or files of two runs are mixed"
         )
 
 
-def _range(flat: Flat, at: int, shape: Shape) -> Stored:
-    return Stored(shape, lambda: flat.span(at, at + prod(shape)).view(shape))
+def _range(flat: Flat, offset: int, shape: Shape) -> Stored:
+    return Stored(shape, lambda: flat.span(offset, offset + prod(shape)).view(shape))
 
 
 def _read_stage3(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shape]]) -> Parts:
@@ -201,37 +205,38 @@ def _read_stage3(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shap
     names = {name: shape for group in shapes for name, shape in group.items()}
     weights = [_listed(state, "fp32_flat_groups") for state in ranks]
     bases = [_base_of(state.get("optimizer_state_dict"), state) for state in ranks]
-    found = Parts(groups=bases[0][1])
+    result = Parts(groups=bases[0][1])
     count = len(weights[0])
     kinds: dict[str, list[list[Any]]] = {"fp32": weights}
-    for kind in kinds_of(bases[0][0].get(0, {})):
-        kinds[kind] = [[base[0].get(number, {}).get(kind) for number in range(count)] for base in bases]
-    for kind, by_rank in kinds.items():
-        flats = [Flat(tensors, kind) for tensors in by_rank]
-        target, at = found.main if kind == "fp32" else found.states.setdefault(kind, {}), 0
+    for state_kind in kinds_of(bases[0][0].get(0, {})):
+        kinds[state_kind] = [[base[0].get(number, {}).get(state_kind) for number in range(count)] for base in bases]
+    for state_kind, by_rank in kinds.items():
+        flats = [Flat(tensors, state_kind) for tensors in by_rank]
+        target = result.main if state_kind == "fp32" else result.states.setdefault(state_kind, {})
+        offset = 0
         for name, shape in names.items():
-            part = -(-prod(shape) // len(ranks))
-            target[name] = _gathered(flats, at, part, shape)
-            at += part
+            length = -(-prod(shape) // len(ranks))
+            target[name] = _gathered(flats, offset, length, shape)
+            offset += length
         for rank, flat in enumerate(flats):
-            if flat.numel != at:
+            if flat.numel != offset:
                 raise CheckpointError(
-                    f"{kind} of data-parallel rank {rank} has {flat.numel} elements, but its parts of the parameters "
-                    f"have {at}: files of two runs are mixed"
+                    f"{state_kind} of data-parallel rank {rank} has {flat.numel} elements, but its parts of the "
+                    f"parameters have {offset}: files of two runs are mixed"
                 )
     for states, _, fallback in bases:
-        found.steps |= {step for number in range(count) for step in steps_of(states.get(number, {}), fallback)}
-    return found
+        result.steps |= {step for number in range(count) for step in steps_of(states.get(number, {}), fallback)}
+    return result
 
 
 def _groups_of(state: Mapping[str, Any]) -> list[Any]:
-    found = state.get("ds_zero_partition_groups") or []
-    return found if isinstance(found, list) else []
+    groups = state.get("ds_zero_partition_groups") or []
+    return groups if isinstance(groups, list) else []
 
 
-def _gathered(flats: Sequence[Flat], at: int, part: int, shape: Shape) -> Stored:
+def _gathered(flats: Sequence[Flat], offset: int, length: int, shape: Shape) -> Stored:
     def read() -> Tensor:
-        return torch.cat([flat.span(at, at + part) for flat in flats])[: prod(shape)].view(shape)
+        return torch.cat([flat.span(offset, offset + length) for flat in flats])[: prod(shape)].view(shape)
 
     return Stored(shape, read)
 
@@ -241,15 +246,21 @@ def _base_of(
 ) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]], int | None]:
     """The inner optimizer: state by number of its flat tensor, settings of its groups, and its step if it has one."""
     if isinstance(base, list):  # an elastic checkpoint lists the state of each group
-        states = {number: each for number, each in enumerate(base) if isinstance(each, Mapping)}
+        states = {number: group_state for number, group_state in enumerate(base) if isinstance(group_state, Mapping)}
         return states, [], whole_number(state.get("base_optimizer_state_step"))
     if not isinstance(base, Mapping) or not isinstance(base.get("state"), Mapping):
         raise CheckpointError(f"the optimizer's state is a {type(base).__name__}; it must be a dict with a dict state")
     groups = base.get("param_groups")
-    groups = [each for each in groups if isinstance(each, Mapping)] if isinstance(groups, list) else []
+    groups = (
+        [group_state for group_state in groups if isinstance(group_state, Mapping)] if isinstance(groups, list) else []
+    )
     fallback = whole_number(groups[0].get(STEP)) if groups else None
-    settings = [{name: each[name] for name in SETTINGS if name in each} for each in groups]
-    return {n: each for n, each in base["state"].items() if isinstance(each, Mapping)}, settings, fallback
+    settings = [{name: group_state[name] for name in SETTINGS if name in group_state} for group_state in groups]
+    return (
+        {n: group_state for n, group_state in base["state"].items() if isinstance(group_state, Mapping)},
+        settings,
+        fallback,
+    )
 
 
 def kinds_of(state: Mapping[str, Any]) -> list[str]:
@@ -273,7 +284,8 @@ def whole_number(value: Any) -> int | None:
     return int(value) if 0 <= value < 2**48 and value == int(value) else None
 
 
-WEIGHT, STATE = "fp32", "optimizer_state.pt"
+WEIGHT = "fp32"
+STATE = "optimizer_state.pt"
 
 
 def read_universal(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Parts, dict[str, Stored], Mapping[str, Any]]:
@@ -282,8 +294,8 @@ def read_universal(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Parts, di
     ``shapes``: shapes of the trained parameters, for files with flat tensors. Errors: ``CheckpointError``.
     """
     common = load_dict(folder / STATE)
-    found = Parts()
-    others: dict[str, Stored] = {}
+    trained = Parts()
+    untrained: dict[str, Stored] = {}
     steps: set[int] = set()
     for name in shapes:
         path = folder / name
@@ -298,17 +310,19 @@ def read_universal(folder: Path, shapes: Mapping[str, Shape]) -> tuple[Parts, di
                 steps |= set() if step is None else {step}
                 continue
             stored = _stored(file, value, None if isinstance(content, dict) else shapes.get(path.name))
-            weights = found.main if path.name in shapes else others  # others: frozen parameters, buffers, second names
-            target = weights if file.stem == WEIGHT else found.states.setdefault(file.stem, {})
+            weights = (
+                trained.main if path.name in shapes else untrained
+            )  # others: frozen parameters, buffers, second names
+            target = weights if file.stem == WEIGHT else trained.states.setdefault(file.stem, {})
             target[path.name] = stored
     inner = common.get("optimizer_state_dict")
     if not steps and isinstance(inner, Mapping) and isinstance(inner.get("state"), Mapping):
-        states = [each for each in inner["state"].values() if isinstance(each, Mapping)]
+        states = [entry for entry in inner["state"].values() if isinstance(entry, Mapping)]
         steps = {step for state in states for step in steps_of(state, None)}
-    found.steps = steps
+    trained.steps = steps
     groups = common.get("param_groups")
-    found.groups = [dict(each) for each in groups if isinstance(each, Mapping)] if isinstance(groups, list) else []
-    return found, others, common
+    trained.groups = [dict(entry) for entry in groups if isinstance(entry, Mapping)] if isinstance(groups, list) else []
+    return trained, untrained, common
 
 
 def _stored(file: Path, value: Any, shape: Shape | None) -> Stored:

@@ -8,5 +8,5 @@ from megatron_core.hub.hugging_face.reader import (
     notes_of_folder,
     settings_of_folder,
 )
-from megatron_core.hub.hugging_face.rules import Rule
+from megatron_core.hub.hugging_face.rules import KeyRule
 from megatron_core.hub.hugging_face.writer import MTP_PREFIX, stored_dtype, write_hugging_face

@@ -15,7 +15,7 @@ from megatron_core.feature import extended
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON, HeterogeneousConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face import families
-from megatron_core.hub.hugging_face.rules import TOKEN_ID, Rule, Settings, check_types, refuse
+from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, LENGTH, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, WIDTH, KeyType
 
@@ -95,7 +95,7 @@ class Architecture:
     """The only supported values of keys; they are written on export."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of keys in other releases -> names in ``keys``."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[KeyRule, ...] = ()
     """Settings that need more than a renamed key."""
     derived: str = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
@@ -115,23 +115,24 @@ class Architecture:
     def settings(self, hf_config: Mapping[str, Any]) -> Settings:
         """The model settings of a config.json. Errors: ``CheckpointError`` naming an unsupported or missing key."""
         check_types(dict(hf_config), self._types())
-        given = {self.aliases.get(key, key): value for key, value in hf_config.items()}
-        if given.get(ROPE_KEY, {}) is None:
-            del given[ROPE_KEY]  # transformers: the default, where other keys are None
-        present = {**self.defaults, **given}
-        found = {key: value for key, value in present.items() if value is not None}
-        self._check_values(found, present)
-        settings = {name: found[key] for key, name in self.keys.items() if key in found}
+        renamed = {self.aliases.get(key, key): value for key, value in hf_config.items()}
+        if renamed.get(ROPE_KEY, {}) is None:
+            del renamed[ROPE_KEY]  # transformers: the default, where other keys are None
+        present = {**self.defaults, **renamed}
+        stated = {key: value for key, value in present.items() if value is not None}
+        self._check_values(stated, present)
+        settings = {name: stated[key] for key, name in self.keys.items() if key in stated}
         # Defaults that depend on other settings are left to our configuration.
-        heads, groups = settings.get("num_attention_heads"), settings.pop("num_query_groups", None)
+        heads = settings.get("num_attention_heads")
+        groups = settings.pop("num_query_groups", None)
         if groups is not None and groups != heads:
             settings |= {"group_query_attention": True, "num_query_groups": groups}
         if heads is not None and settings.get("kv_channels") == settings["hidden_size"] // heads:
             settings["kv_channels"] = None
-        settings["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
+        settings["untie_embeddings_and_output_weights"] = not stated.get("tie_word_embeddings", False)
         try:
             for rule in self.rules:
-                settings |= rule.read(found)
+                settings |= rule.read(stated)
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
         settings = {**self.fixed, **settings}
@@ -144,14 +145,15 @@ class Architecture:
 
     def _check_together(self, settings: Settings) -> None:
         """``CheckpointError`` for settings that are supported one by one, but together would give other logits."""
-        k, is_divided = settings.get("moe_router_topk"), not settings.get("moe_apply_probs_on_input")
+        k = settings.get("moe_router_topk")
+        is_divided = not settings.get("moe_apply_probs_on_input")
         if k == 1 and is_divided and settings.get("moe_router_score_function") == "sigmoid":
             key = next((key for key, name in self.keys.items() if name == "moe_router_topk"), "num_experts_per_tok")
             refuse(key, k, f"{self.model_type} models need 2 or more: they divide the score of one expert by itself")
-        kind = settings.get("rope_scaling_type")
-        if settings.get("qk_l2_norm") and kind in ("yarn", "longrope"):
+        scaling = settings.get("rope_scaling_type")
+        if settings.get("qk_l2_norm") and scaling in ("yarn", "longrope"):
             reason = "norms of queries and keys after the rotary positions, which undo the factor of this scaling"
-            refuse("rope_type", kind, f"{self.model_type} models have {reason}")
+            refuse("rope_type", scaling, f"{self.model_type} models have {reason}")
 
     def _types(self) -> dict[str, KeyType]:
         types = {**_COMMON_TYPES, **{key: _type_of(name) for key, name in self.keys.items()}}
@@ -163,19 +165,19 @@ class Architecture:
 
     def known_keys(self) -> set[str]:
         """The keys of config.json that have a meaning for the architecture, or none for any model."""
-        own = {*self.defaults, *self.required, *self.mtp_layer_keys, *self.unread}
-        return {*self._types(), *own, *IGNORED_KEYS}
+        declared = {*self.defaults, *self.required, *self.mtp_layer_keys, *self.unread}
+        return {*self._types(), *declared, *IGNORED_KEYS}
 
-    def _check_values(self, found: Settings, present: Settings) -> None:
+    def _check_values(self, stated: Settings, present: Settings) -> None:
         """``CheckpointError`` for missing keys, and for values with which the model would compute other logits."""
-        quantization = found.get("quantization_config")
+        quantization = stated.get("quantization_config")
         if quantization and quantization.get("quant_method") not in (*self.quantized, FP8):
             refuse("quantization_config", quantization, "quantized weights are not supported")
         for key, only in {"is_causal": True, **self.required}.items():
             value = present.get(key, only)
             if value != only and (value or only):  # null may stand for a feature that is off
                 refuse(key, value, f"for {self.model_type} only {only!r} is supported")
-        missing = [key for key, name in self.keys.items() if key not in found and name not in OPTIONAL]
+        missing = [key for key, name in self.keys.items() if key not in stated and name not in OPTIONAL]
         if missing:
             raise CheckpointError(f"config.json has no {', '.join(missing)}; {self.model_type} models need it")
 
@@ -218,11 +220,11 @@ class Architecture:
     def source(self, name: str) -> TensorSource:
         """The stored tensors that hold our tensor ``name``."""
         layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        table, rest = (self.layer_tensors, layer[2]) if layer else (self.tensors, name)
+        table, local_name = (self.layer_tensors, layer[2]) if layer else (self.tensors, name)
         number = int(layer[1]) if layer else 0
         prefix = self.layer_prefix.replace("{n}", str(number // self.parts_of_layer)) if layer else ""
-        module, _, parameter = rest.rpartition(".")
-        entry, suffix = (table[rest], "") if rest in table else (table.get(module), f".{parameter}")
+        module, _, parameter = local_name.rpartition(".")
+        entry, suffix = (table[local_name], "") if local_name in table else (table.get(module), f".{parameter}")
         if entry is None:
             raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
         return (TensorSource((entry,)) if isinstance(entry, str) else entry).renamed(prefix, suffix, number)
@@ -259,28 +261,28 @@ class Architecture:
             again = ModelConfig(**self.settings(self.config_json(config)))
         except KeyError as error:
             raise CheckpointError(f"config.json has no word for {error.args[0]!r}") from None
-        own = function_settings(config)
-        return {name: value for name, value in function_settings(again).items() if value != own[name]}
+        wanted = function_settings(config)
+        return {name: value for name, value in function_settings(again).items() if value != wanted[name]}
 
 
 def _type_of(setting: str) -> KeyType:
     """The type of a key with the meaning of ``setting``."""
-    kind = field_types()[setting]
-    kinds = (_TYPES[each] for each in _TYPES if each in (kind, *get_args(kind)))
+    annotation = field_types()[setting]
+    kinds = (_TYPES[python_type] for python_type in _TYPES if python_type in (annotation, *get_args(annotation)))
     return TYPES_OF_SETTINGS.get(setting) or next(kinds, STRING)
 
 
 def function_settings(config: ModelConfig) -> Settings:
     """The settings that determine the logits of trained weights, with defaults filled in."""
     names = names_by_resume(ModelConfig, Resume.TENSORS, Resume.FUNCTION)
-    own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
+    settings = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
     unused: tuple[str, ...] = () if config.may_have_attention else of_attention
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have_mlp else of_mlps
     unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.layers_differ_in_size else ()
     scale = None if config.multi_latent_attention or config.use_mup else config.head_size**-0.5
-    return own | {
+    return settings | {
         "softmax_scale": config.softmax_scale or scale,
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
@@ -338,16 +340,19 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
 
     Errors: ``CheckpointError`` for an unknown one, with the keys that the nearest known architecture does not have.
     """
-    found = ARCHITECTURES.get(str(hf_config.get("model_type")))
-    if found is None:
-        unplaced = {each.model_type: sorted(hf_config.keys() - each.known_keys()) for each in ARCHITECTURES.values()}
+    known = ARCHITECTURES.get(str(hf_config.get("model_type")))
+    if known is None:
+        unplaced = {
+            architecture.model_type: sorted(hf_config.keys() - architecture.known_keys())
+            for architecture in ARCHITECTURES.values()
+        }
         nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
             f"config.json says model_type={quoted(hf_config.get('model_type'))}, which is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
             + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )
-    return found
+    return known
 
 
 def architecture_for(config: ModelConfig, model_type: str | None = None) -> Architecture:
@@ -355,18 +360,18 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
     nearest: tuple[Architecture, Settings] | None = None
     refusals: list[str] = []
-    for found in candidates:
-        if found.has_experts and config.num_experts is None and model_type is None:
+    for candidate_architecture in candidates:
+        if candidate_architecture.has_experts and config.num_experts is None and model_type is None:
             continue
         try:
-            changed = found.changed_settings(config)
+            changed = candidate_architecture.changed_settings(config)
         except CheckpointError as error:
-            refusals.append(f"{found.model_type}: {error}")
+            refusals.append(f"{candidate_architecture.model_type}: {error}")
             continue
         if not changed:
-            return found
+            return candidate_architecture
         if nearest is None or len(changed) < len(nearest[1]):
-            nearest = found, changed
+            nearest = candidate_architecture, changed
     tried = ", ".join(candidate.model_type for candidate in candidates)
     reason = f"; {'; '.join(refusals)}" if len(refusals) == len(candidates) else ""
     if nearest:

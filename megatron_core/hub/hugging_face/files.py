@@ -16,13 +16,15 @@ from torch import Tensor
 
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, WEIGHT_DTYPES
 from megatron_core.errors import CheckpointError, quoted
-from megatron_core.hub.hugging_face.text_part import part_of, text_names
+from megatron_core.hub.hugging_face.text_part import part_of_multimodal, text_names
 from megatron_core.hub.megatron_lm.pickles import load_tensors
 from megatron_core.parallel.texts import listed
 from megatron_core.schema import OBJECT, KeyType, read_object
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 """Names of earlier releases, for folders without safetensors."""
 ROWS_AT_ONCE = 4096
 """Rows of each tensor in memory while two tensors are compared."""
@@ -39,10 +41,13 @@ class TensorFiles:
 
     def __init__(self, folder: Path, weights: str = WEIGHTS, *, text_only: bool = False) -> None:
         """``weights``: the name of the file if there is only one; ``text_only``: of a multimodal folder."""
-        self.folder, self.weights, self.index = folder, weights, INDEX
+        self.folder = folder
+        self.weights = weights
+        self.index = INDEX
         has = {name: (folder / name).is_file() for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX)}
         if weights == WEIGHTS and not (has[WEIGHTS] or has[INDEX]) and (has[PICKLED] or has[PICKLED_INDEX]):
-            self.weights, self.index = PICKLED, PICKLED_INDEX
+            self.weights = PICKLED
+            self.index = PICKLED_INDEX
         self._files: dict[Path, safe_open | PickledFile] = {}
         self._open = ExitStack()
         try:
@@ -64,9 +69,9 @@ class TensorFiles:
         """Numbers of tensors and of parameters of each part of a multimodal folder that is not read."""
         counts: dict[str, tuple[int, int]] = {}
         for name in sorted(self._left_out):
-            tensors, parameters = counts.get(part_of(name), (0, 0))
+            tensors, parameters = counts.get(part_of_multimodal(name), (0, 0))
             shape = self._file(self._left_out[name]).get_slice(name).get_shape()
-            counts[part_of(name)] = tensors + 1, parameters + prod(shape)
+            counts[part_of_multimodal(name)] = tensors + 1, parameters + prod(shape)
         return counts
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -75,20 +80,20 @@ class TensorFiles:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor. Errors: ``CheckpointError`` unless it is a floating-point dtype of weights."""
-        found = self._slice(name).get_dtype()
-        if found not in WEIGHT_DTYPES:
+        stored = self._slice(name).get_dtype()
+        if stored not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{self._where[name]}: {name} has the dtype {found}; weights must be {', '.join(WEIGHT_DTYPES)}. Save "
-                "the model in one of these dtypes: quantized weights are not supported"
+                f"{self._where[name]}: {name} has the dtype {stored}; weights must be {', '.join(WEIGHT_DTYPES)}. "
+                "Save the model in one of these dtypes: quantized weights are not supported"
             )
-        return WEIGHT_DTYPES[found]
+        return WEIGHT_DTYPES[stored]
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor; rows that ``index`` skips are read, too, because the format has ranges only."""
-        steps = tuple(slice(None, None, part.step) for part in index)
+        steps = tuple(slice(None, None, dim.step) for dim in index)
         try:
-            part: Tensor = self._slice(name)[tuple(slice(part.start, part.stop) for part in index)]
-            return part[steps]
+            stored: Tensor = self._slice(name)[tuple(slice(stored.start, stored.stop) for stored in index)]
+            return stored[steps]
         except SafetensorError as error:
             raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from None
 
@@ -97,7 +102,9 @@ class TensorFiles:
         shape = self.shape(one)
         if shape != self.shape(other):
             return False
-        blocks = (slice(at, at + ROWS_AT_ONCE) for at in range(0, shape[0] if shape else 1, ROWS_AT_ONCE))
+        blocks = (
+            slice(first_row, first_row + ROWS_AT_ONCE) for first_row in range(0, shape[0] if shape else 1, ROWS_AT_ONCE)
+        )
         return all(
             torch.equal(self.read(one, (block,)[: len(shape)]), self.read(other, (block,)[: len(shape)]))
             for block in blocks
@@ -105,7 +112,8 @@ class TensorFiles:
 
     def _find(self) -> dict[str, Path]:
         """The file of each tensor, including tensors that the index does not list."""
-        path, index = self.folder / self.weights, self.folder / self.index
+        path = self.folder / self.weights
+        index = self.folder / self.index
         if path.is_file():
             return dict.fromkeys(self._file(path).keys(), path)
         if not index.is_file():
@@ -119,7 +127,8 @@ class TensorFiles:
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name, file in named.items():
             by_file[self._inside(name, file)].append(name)
-        found, further = dict[str, Path](), dict[str, Path]()
+        files = dict[str, Path]()
+        unlisted = dict[str, Path]()
         for path, names in by_file.items():
             stored = set(self._file(path).keys())
             absent = [name for name in names if name not in stored]
@@ -127,9 +136,9 @@ class TensorFiles:
                 raise CheckpointError(
                     f"{index} names {path.name} for {listed(absent)}, but the file does not contain it; copy both again"
                 )
-            found |= dict.fromkeys(names, path)
-            further |= dict.fromkeys(stored - named.keys(), path)
-        return further | found
+            files |= dict.fromkeys(names, path)
+            unlisted |= dict.fromkeys(stored - named.keys(), path)
+        return unlisted | files
 
     def _inside(self, name: str, file: object) -> Path:
         index = self.folder / self.index
@@ -170,10 +179,10 @@ class PickledFile:
     """
 
     def __init__(self, path: Path) -> None:
-        found = load_tensors(path, NOTHING)
-        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+        content = load_tensors(path, NOTHING)
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise CheckpointError(f"{path} must contain tensors by name; save the state_dict of the model alone")
-        self._tensors: dict[str, Tensor] = found
+        self._tensors: dict[str, Tensor] = content
 
     def keys(self) -> list[str]:
         """The names of the tensors."""

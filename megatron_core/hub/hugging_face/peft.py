@@ -36,7 +36,9 @@ from megatron_core.schema import (
     read_object,
 )
 
-CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 
 
@@ -147,8 +149,8 @@ def _check_supported(path: Path, content: Mapping[str, Any]) -> None:
     missing = [key for key in ("r", "lora_alpha") if content.get(key) is None]
     if missing:
         raise CheckpointError(f"{path} has no {' and no '.join(missing)}; {REMEDY}")
-    given = {key: value for key, value in content.items() if not (value is None or value is False or value in EMPTY)}
-    for key, value in given.items():
+    stated = {key: value for key, value in content.items() if not (value is None or value is False or value in EMPTY)}
+    for key, value in stated.items():
         if key in OFF:
             raise CheckpointError(f"{path} says {key}={quoted(value)}, which is not supported; train without it")
         if key not in TYPES and key not in WITHOUT_EFFECT:
@@ -172,7 +174,7 @@ def _check_supported(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredAdapter:
     """A stored adapter as a part of one of ours."""
 
     module: str
@@ -195,9 +197,10 @@ class PeftNames:
     rows_of: Callable[[str, str], tuple[tuple[int, int], ...]]
     """The rows of our weight (name of the layer, part of it) that an adapter covers."""
 
-    def places(self, layer: str, part: str) -> list[Place]:
+    def places(self, layer: str, weight_part: str) -> list[StoredAdapter]:
         """The stored adapters that make up the adapter of a part of ``layer``."""
-        shape, source = self.shapes[f"{layer}.weight"], self.architecture.source(f"{layer}.weight")
+        shape = self.shapes[f"{layer}.weight"]
+        source = self.architecture.source(f"{layer}.weight")
         if source.stacked:
             raise CheckpointError(
                 f"{self.architecture.model_type} stores the matrices of all experts in one tensor, {source.names[0]}, "
@@ -205,39 +208,43 @@ class PeftNames:
             )
         if len(shape) == 3:
             return [
-                place
+                stored_adapter
                 for expert in range(shape[0])
-                for place in self._places(layer, part, source.of_expert(expert), shape[1:], expert)
+                for stored_adapter in self._places(layer, weight_part, source.of_expert(expert), shape[1:], expert)
             ]
-        return self._places(layer, part, source, shape, None)
+        return self._places(layer, weight_part, source, shape, None)
 
     def _places(
-        self, layer: str, part: str, source: TensorSource, shape: tuple[int, ...], expert: int | None
-    ) -> list[Place]:
-        position, at = torch.full((shape[0],), -1), 0
-        for start, stop in self.rows_of(layer, part):
-            position[start:stop] = torch.arange(at, at + stop - start)
-            at += stop - start
-        found = []
+        self, layer: str, weight_part: str, source: TensorSource, shape: tuple[int, ...], expert: int | None
+    ) -> list[StoredAdapter]:
+        position = torch.full((shape[0],), -1)
+        row = 0
+        for start, stop in self.rows_of(layer, weight_part):
+            position[start:stop] = torch.arange(row, row + stop - start)
+            row += stop - start
+        stored_adapters = []
         for name, rows in source.rows_by_name(self.model, shape[0]).items():
             positions = position[torch.tensor(rows)]
             if (positions >= 0).all():
-                found.append(Place(name.removesuffix(".weight"), positions, expert))
+                stored_adapters.append(StoredAdapter(name.removesuffix(".weight"), positions, expert))
             elif (positions >= 0).any():
                 raise CheckpointError(
                     f"{self.architecture.model_type} stores {name} as one matrix, of which {layer} has an adapter for "
-                    f"the part {part!r} only; name the whole matrix in --lora-target-modules"
+                    f"the part {weight_part!r} only; name the whole matrix in --lora-target-modules"
                 )
-        return found
+        return stored_adapters
 
 
 def peft_names(config: RunConfig, vocab_size: int) -> tuple[PeftNames, dict[str, tuple[int, ...]]]:
     """The correspondence with PEFT's names for the model of a run, and the shapes of all adapters."""
-    specs = {name: spec_of(own) for name, own in meta_model(config, vocab_size).named_global_parameters()}
+    specs = {name: spec_of(parameter) for name, parameter in meta_model(config, vocab_size).named_global_parameters()}
     shapes = {name: spec.global_shape for name, spec in specs.items()}
     architecture = architecture_for(config.model, config.checkpoint.hf_model_type)
     names = PeftNames(
-        architecture, config.model, shapes, lambda layer, part: rows_of_part(specs[f"{layer}.weight"], part, layer)
+        architecture,
+        config.model,
+        shapes,
+        lambda layer, weight_part: rows_of_part(specs[f"{layer}.weight"], weight_part, layer),
     )
     return names, {name: shape for name, shape in shapes.items() if is_adapter(name)}
 
@@ -254,27 +261,28 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
 
     Errors: ``CheckpointError`` if it has not exactly these adapters.
     """
-    files, used = _files(folder), set()
+    files = _files(folder)
+    read_names = set()
     try:
-        found: dict[str, Tensor] = {}
+        adapters: dict[str, Tensor] = {}
         for name, shape in shapes.items():
-            layer, kind, part = parsed(name)
+            layer, factor, weight_part = parsed(name)
             tensor: Tensor | None = None
-            for place in names.places(layer, part):
-                stored = f"{PREFIX}{place.module}.{KINDS[kind]}"
+            for stored_adapter in names.places(layer, weight_part):
+                stored = f"{PREFIX}{stored_adapter.module}.{KINDS[factor]}"
                 if stored not in files.names:
                     raise CheckpointError(_missing(folder, stored, files.names))
-                used.add(stored)
+                read_names.add(stored)
                 files.dtype(stored)
                 values = files.read(stored, (slice(None),) * len(files.shape(stored)))
                 tensor = torch.full(shape, float("nan"), dtype=values.dtype) if tensor is None else tensor
-                own = tensor if place.expert is None else tensor[place.expert]
-                _place(own, values, place, kind, stored)
+                target = tensor if stored_adapter.expert is None else tensor[stored_adapter.expert]
+                _place(target, values, stored_adapter, factor, stored)
             assert tensor is not None, "every layer is stored"
-            found[name] = tensor
-        if left := sorted(files.names - used):
+            adapters[name] = tensor
+        if left := sorted(files.names - read_names):
             raise CheckpointError(f"{folder / WEIGHTS} also has {listed(left)}; name these layers, too")
-        return found
+        return adapters
     finally:
         files.close()
 
@@ -282,24 +290,24 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
 def _missing(folder: Path, stored: str, names: Collection[str]) -> str:
     """The message about a tensor that a file of adapters does not have."""
     target = target_of(stored.removeprefix(PREFIX).rpartition(".lora_")[0])
-    others = [match[1] for match in map(_THEIRS.fullmatch, names) if match and target_of(match[1]) == target]
-    if not others:
+    modules = [match[1] for match in map(_THEIRS.fullmatch, names) if match and target_of(match[1]) == target]
+    if not modules:
         return f"{folder / WEIGHTS} has no {stored}; give the settings in {CONFIG}"
     return (
-        f"{folder / WEIGHTS} has adapters of {target} in some layers only, such as {min(others)}, and no {stored}; "
+        f"{folder / WEIGHTS} has adapters of {target} in some layers only, such as {min(modules)}, and no {stored}; "
         f"name these layers in --lora-target-modules, such as '*.layers.0.*.{target}'"
     )
 
 
-def _place(ours: Tensor, values: Tensor, place: Place, kind: str, stored: str) -> None:
+def _place(ours: Tensor, values: Tensor, stored_adapter: StoredAdapter, factor: str, stored: str) -> None:
     """Copy a stored tensor to its part of ours; A of several stored matrices must be the same."""
     if not values.isfinite().all():
         raise CheckpointError(f"{stored} has values that are NaN or infinite; copy the file again")
-    wanted = ours.shape if kind == "lora_A" else (len(place.positions), *ours.shape[1:])
+    wanted = ours.shape if factor == "lora_A" else (len(stored_adapter.positions), *ours.shape[1:])
     if values.shape != wanted:
         raise CheckpointError(f"{stored} has the shape {list(values.shape)}, this run needs {list(wanted)}")
-    if kind != "lora_A":
-        ours[place.positions] = values
+    if factor != "lora_A":
+        ours[stored_adapter.positions] = values
     elif ours.isnan().any() or torch.equal(ours, values):
         ours.copy_(values)
     else:
@@ -338,7 +346,10 @@ def write_adapter(
 
 def _stored(names: PeftNames, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
-        layer, kind, part = parsed(name)
-        for place in names.places(layer, part):
-            own = tensor if place.expert is None else tensor[place.expert]
-            yield f"{PREFIX}{place.module}.{KINDS[kind]}", own if kind == "lora_A" else own[place.positions]
+        layer, factor, weight_part = parsed(name)
+        for stored_adapter in names.places(layer, weight_part):
+            values = tensor if stored_adapter.expert is None else tensor[stored_adapter.expert]
+            yield (
+                f"{PREFIX}{stored_adapter.module}.{KINDS[factor]}",
+                values if factor == "lora_A" else values[stored_adapter.positions],
+            )

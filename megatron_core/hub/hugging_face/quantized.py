@@ -41,7 +41,8 @@ class Fp8BlockFiles(TensorFiles):
         """The shape of a tensor, which its scales must fit."""
         shape = super().shape(name)
         if name in self._packed:
-            scales, (rows, columns) = super().shape(name + SCALE), self._block
+            scales = super().shape(name + SCALE)
+            (rows, columns) = self._block
             if len(shape) != 2 or scales != (-(-shape[0] // rows), -(-shape[1] // columns)):
                 raise CheckpointError(
                     f"{self.folder}: {name} has the shape {list(shape)} and {name}{SCALE} {list(scales)}, which is not "
@@ -53,9 +54,9 @@ class Fp8BlockFiles(TensorFiles):
         """The dtype of a tensor; weights with scales are read as float32."""
         if name not in self._packed:
             return super().dtype(name)
-        found = self._slice(name).get_dtype()
-        if found != FORMAT:
-            raise CheckpointError(f"{self.folder}: {name} has scales and the dtype {found}; it must be {FORMAT}")
+        stored_dtype = self._slice(name).get_dtype()
+        if stored_dtype != FORMAT:
+            raise CheckpointError(f"{self.folder}: {name} has scales and the dtype {stored_dtype}; it must be {FORMAT}")
         return torch.float32
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -63,11 +64,13 @@ class Fp8BlockFiles(TensorFiles):
         if name not in self._packed:
             return super().read(name, index)
         self.dtype(name)
-        shape, parts = self.shape(name), (*index, *(slice(None),) * (2 - len(index)))
-        codes, whole = super().read(name, parts), (slice(None), slice(None))
-        scales = super().read(name + SCALE, whole).float()
-        for dim, (part, size, block) in enumerate(zip(parts, shape, self._block, strict=True)):
-            positions = torch.arange(*part.indices(size)) // block
+        shape = self.shape(name)
+        dim_indices = (*index, *(slice(None),) * (2 - len(index)))
+        codes = super().read(name, dim_indices)
+        everything = (slice(None), slice(None))
+        scales = super().read(name + SCALE, everything).float()
+        for dim, (dim_index, size, block) in enumerate(zip(dim_indices, shape, self._block, strict=True)):
+            positions = torch.arange(*dim_index.indices(size)) // block
             scales = scales.index_select(dim, positions)
         return codes.float() * scales
 
@@ -84,7 +87,8 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; codes 8 to 15 are their negatives (E2M1)."""
 BLOCK = 32
@@ -105,19 +109,20 @@ class Mxfp4Files(TensorFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._packed = {name.removesuffix(BLOCKS) for name in self.names if name.endswith(BLOCKS)}
-        parts = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
-        if absent := sorted(parts - self.names):
+        stored_names = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
+        if absent := sorted(stored_names - self.names):
             self.close()
             raise CheckpointError(
                 f"{folder} has no {absent[0]}, without which its blocks have no meaning; copy it again"
             )
-        self.names = (self.names - parts) | self._packed
+        self.names = (self.names - stored_names) | self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, ``[E, in, out]`` for blocks."""
         if name not in self._packed:
             return super().shape(name)
-        blocks, scales = super().shape(name + BLOCKS), super().shape(name + SCALES)
+        blocks = super().shape(name + BLOCKS)
+        scales = super().shape(name + SCALES)
         if len(blocks) != 4 or blocks[3] != BLOCK // 2 or blocks[:3] != scales:
             raise CheckpointError(
                 f"{self.folder}: {name}{BLOCKS} has the shape {list(blocks)} and {name}{SCALES} {list(scales)}; "

@@ -31,7 +31,8 @@ from megatron_core.models.build import global_shapes
 from megatron_core.parallel.texts import listed
 
 CONFIG = "config.json"
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 PREFIXES = ("model.", "optimizer.main.")
 
 
@@ -51,7 +52,7 @@ def is_multimodal_folder(folder: Path) -> bool:
     return is_multimodal(read_json(folder / CONFIG))
 
 
-def read_config(folder: Path) -> Settings:
+def read_config_json(folder: Path) -> Settings:
     """The content of config.json; of a multimodal folder, that of its text model."""
     hf_config = read_json(folder / CONFIG)
     if not is_multimodal(hf_config):
@@ -72,7 +73,7 @@ class HuggingFaceReader(StateReader):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.hf_config = read_config(self.folder)
+        self.hf_config = read_config_json(self.folder)
         self.architecture = architecture_of(self.hf_config)
         self.config = config_of_folder(folder)
         self.model = self.config.model
@@ -130,31 +131,31 @@ class HuggingFaceReader(StateReader):
         embedding = self.architecture.source(EMBEDDING)
         self._check_shape(embedding.names[0], (self.state["vocab_size"], self.model.hidden_size))
         layers = range(self.model.num_layers)
-        last = max((n for n in layers if not self.model.block_of(n).is_empty), default=len(layers) - 1)
-        self._check_last("layers", len(layers), last, 0)
+        last_layer = max((n for n in layers if not self.model.block_of(n).is_empty), default=len(layers) - 1)
+        self._check_last("layers", len(layers), last_layer, 0)
         if self.model.num_experts and self.model.expert_layers:
             self._check_last(
                 "experts", self.model.num_experts, self.model.expert_layers[-1], self.model.num_experts - 1
             )
 
-    def _check_last(self, parts: str, count: int, layer: int, expert: int) -> None:
+    def _check_last(self, unit: str, count: int, layer: int, expert: int) -> None:
         """``CheckpointError`` unless a matrix of the last layer, or of its last expert, is stored."""
-        mark = "{e}" if parts == "experts" else ""
+        mark = "{e}" if unit == "experts" else ""
         names = [name for name in self.architecture.matrices_of_layer(layer) if mark in name]
         if not names:
             return  # stacked in one tensor, whose shape is checked
         if not any(self._stored(name.replace("{e}", str(expert))) for name in names):
-            stated = count // self.architecture.parts_of_layer if parts == "layers" else count
+            stated = count // self.architecture.parts_of_layer if unit == "layers" else count
             raise CheckpointError(
-                f"{self.folder}: {CONFIG} asks for {stated} {parts}, and the files have no tensor of the last one; "
-                f"correct the number of {parts}, or copy the files again"
+                f"{self.folder}: {CONFIG} asks for {stated} {unit}, and the files have no tensor of the last one; "
+                f"correct the number of {unit}, or copy the files again"
             )
 
     def _check_complete(self) -> None:
         """``CheckpointError`` unless the files hold all tensors of the model and no others."""
         ours = global_shapes(self.config, self.state["vocab_size"])
         shapes = (self.architecture.source(name).stored_shapes(self.model, shape) for name, shape in ours.items())
-        used = {self._stored(name) or name for each in shapes for name in each}
+        needed = {self._stored(name) or name for stored_shapes in shapes for name in stored_shapes}
         # Some files repeat the embedding as the output layer's weight.
         head = self.architecture.source(HEAD).names
         tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
@@ -162,13 +163,13 @@ class HuggingFaceReader(StateReader):
             self._check_tied(name)
         constants = self.architecture.constants(self.model)
         self._check_constants(constants)
-        others = self._files.names - used - tied - {self._stored(name) for name in constants}
-        others -= set(self.architecture.mtp_tensors(self.hf_config, self.model.num_layers, self._files.names))
-        unused = sorted(name for name in others if not self._is_derived(name))
-        missing = sorted(used - self._files.names)
+        unexpected = self._files.names - needed - tied - {self._stored(name) for name in constants}
+        unexpected -= set(self.architecture.mtp_tensors(self.hf_config, self.model.num_layers, self._files.names))
+        unused = sorted(name for name in unexpected if not self._is_derived(name))
+        missing = sorted(needed - self._files.names)
         if missing or unused:
             faults = {"missing": missing, "unexpected": unused}
-            listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            listing = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
             raise CheckpointError(
                 f"{self.folder}: its tensors and {CONFIG} do not agree; {listing}; correct {CONFIG}, or copy all again"
             )
@@ -180,11 +181,11 @@ class HuggingFaceReader(StateReader):
         for name, value in constants.items():
             if (stored := self._stored(name)) is None:
                 continue
-            found = self._files.read(stored, ())
+            scalar = self._files.read(stored, ())
             rounded = {torch.tensor(value, dtype=dtype).item() for dtype in WEIGHT_DTYPES.values()}
-            if found.numel() != 1 or found.item() not in rounded:
+            if scalar.numel() != 1 or scalar.item() not in rounded:
                 raise CheckpointError(
-                    f"{self.folder}: {stored} is {found.tolist()}; {self.architecture.model_type} models have {value}"
+                    f"{self.folder}: {stored} is {scalar.tolist()}; {self.architecture.model_type} models have {value}"
                 )
 
     def _is_derived(self, name: str) -> bool:
@@ -202,8 +203,8 @@ class HuggingFaceReader(StateReader):
 
     def _stored(self, name: str) -> str | None:
         """The name of a tensor in the files, with or without the prefix ``base``; None if absent."""
-        short = name.removeprefix(self.architecture.base)
-        return name if name in self._files.names else short if short in self._files.names else None
+        names = (name, name.removeprefix(self.architecture.base))
+        return next((stored for stored in names if stored in self._files.names), None)
 
     def _needed(self, name: str) -> str:
         """As ``_stored``. Errors: ``CheckpointError`` if absent."""
@@ -223,10 +224,10 @@ class HuggingFaceReader(StateReader):
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         stored = self._needed(name)
-        found = self._files.shape(stored)
-        if found != wanted:
+        shape = self._files.shape(stored)
+        if shape != wanted:
             raise CheckpointError(
-                f"{self.folder}: {name} has the shape {list(found)}, {CONFIG} asks for {list(wanted)}"
+                f"{self.folder}: {name} has the shape {list(shape)}, {CONFIG} asks for {list(wanted)}"
             )
         self._files.dtype(stored)
 
@@ -236,7 +237,7 @@ class HuggingFaceReader(StateReader):
 
 def settings_of_folder(folder: str | Path) -> Settings:
     """Flat settings of a run that trains the model in ``folder``: its shape, vocabulary size and tokenizer."""
-    hf_config = read_config(Path(folder))
+    hf_config = read_config_json(Path(folder))
     architecture = architecture_of(hf_config)
     settings = architecture.settings(hf_config)
     settings |= {"vocab_size": _vocab_size(architecture, hf_config), "hf_model_type": hf_config["model_type"]}
@@ -249,28 +250,28 @@ def settings_of_folder(folder: str | Path) -> Settings:
 def notes_of_folder(folder: str | Path, config: ModelConfig) -> list[str]:
     """Notes for the user about the model in ``folder``, which runs with the settings ``config``."""
     folder = Path(folder)
-    hf_config = read_config(folder)
+    hf_config = read_config_json(folder)
     architecture = architecture_of(hf_config)
-    found = [*architecture.notes(hf_config, config), *notes_on_unread_keys(architecture, hf_config)]
+    notes = [*architecture.notes(hf_config, config), *notes_on_unread_keys(architecture, hf_config)]
     multimodal = is_multimodal_folder(folder)
     if architecture.mtp_names is None and not any(map(hf_config.get, architecture.mtp_layer_keys)) and not multimodal:
-        return found
+        return notes
     with closing(TensorFiles(folder, text_only=multimodal)) as files:
         ahead = architecture.mtp_tensors(hf_config, config.num_layers, files.names)
         parameters = sum(prod(files.shape(name)) for name in ahead)
-        parts = files.parts_left_out()
+        left_out = files.parts_left_out()
     if ahead:
-        found.append(
+        notes.append(
             f"{folder} has layers for multi-token prediction ({len(ahead):,} tensors, {parameters:,} parameters), "
             "which are not read: neither training nor an export contains them"
         )
     if multimodal:
-        counts = (f"{part} ({count:,} tensors, {size:,} parameters)" for part, (count, size) in parts.items())
-        found.append(
+        counts = (f"{module} ({count:,} tensors, {size:,} parameters)" for module, (count, size) in left_out.items())
+        notes.append(
             f"{folder} is multimodal: only its text model is read, as {architecture.model_type}; left out: "
             + (", ".join(counts) or "nothing")
         )
-    return found
+    return notes
 
 
 def config_of_folder(folder: str | Path) -> RunConfig:

@@ -37,12 +37,12 @@ def refuse(key: str, value: object, reason: str) -> NoReturn:
 
 def check_types(hf_config: Settings, types: Mapping[str, KeyType]) -> None:
     """``CheckpointError`` for the first key with a value that its type does not accept."""
-    for key, value, kind in wrong_values(hf_config, types):
-        refuse(key, value, f"it must be {kind.description}")
+    for key, value, key_type in wrong_values(hf_config, types):
+        refuse(key, value, f"it must be {key_type.description}")
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """Settings that are computed from several keys of config.json, or from values with other names."""
 
     read: Callable[[Settings], Settings]
@@ -90,8 +90,8 @@ def _rope_settings(hf_config: Settings, *, partial: bool) -> Settings:
     rope = rope_parameters(hf_config)
 
     def first(keys: tuple[str, str], default: float) -> float:
-        found = (config[key] for config in (rope, hf_config) for key in keys if config.get(key) is not None)
-        return float(next(found, default))
+        values = (config[key] for config in (rope, hf_config) for key in keys if config.get(key) is not None)
+        return float(next(values, default))
 
     percent = first(("partial_rotary_factor", "rotary_pct"), 1.0)
     if percent != 1.0 and not partial:
@@ -101,35 +101,35 @@ def _rope_settings(hf_config: Settings, *, partial: bool) -> Settings:
 
 
 def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
-    kind = rope_type(rope)
-    if kind == "default":
+    scaling = rope_type(rope)
+    if scaling == "default":
         return {}
     longest = int(hf_config.get("max_position_embeddings", 2048))
     key = "original_max_position_embeddings"
     original = hf_config.get(key) or rope.get(key, longest)
     scalars = {key: value for key, value in rope.items() if not isinstance(value, list)}
-    if rope.get("factor") is None and kind in ("linear", "dynamic", "llama3"):
-        refuse("rope_type", kind, f"it needs a factor, and there is {scalars}")
-    if kind == "linear":
+    if rope.get("factor") is None and scaling in ("linear", "dynamic", "llama3"):
+        refuse("rope_type", scaling, f"it needs a factor, and there is {scalars}")
+    if scaling == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
-    scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": kind}
-    if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
-        own = None if original == LLAMA3_CONTEXT else original
-        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": own}
-    if kind == "dynamic":
+    scaled: Settings = {"use_rope_scaling": True, "rope_scaling_type": scaling}
+    if scaling == "llama3" and all(rope.get(name) == value for name, value in LLAMA3.items()):
+        factors = None if original == LLAMA3_CONTEXT else original
+        return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": factors}
+    if scaling == "dynamic":
         return scaled | {"rope_scaling_factor": float(rope["factor"]), "original_max_position_embeddings": longest}
-    if kind == "yarn":
+    if scaling == "yarn":
         named = {setting: rope[key] for key, setting in YARN.items() if rope.get(key) is not None}
         if not (rope.get("mscale") and rope.get("mscale_all_dim")):  # transformers reads both or none
             named = {setting: value for setting, value in named.items() if not setting.startswith("mscale")}
         factor = float(rope.get("factor") or longest / original)
         return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
-    if kind == "longrope":
+    if scaling == "longrope":
         factor = float(rope.get("factor") or longest / original)
-        own = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
-        return scaled | own | _longrope_settings(rope)
+        factors = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+        return scaled | factors | _longrope_settings(rope)
     raise CheckpointError(
-        f"config.json says rope_type={quoted(kind)} with {quoted(scalars)}; supported are default, linear, dynamic, "
+        f"config.json says rope_type={quoted(scaling)} with {quoted(scalars)}; supported are default, linear, dynamic, "
         f"yarn, longrope, and llama3 with {LLAMA3}"
     )
 
@@ -148,7 +148,8 @@ def _longrope_settings(rope: Settings) -> Settings:
 
 def _longrope_json(config: ModelConfig) -> Settings:
     """In the form of published models, which early releases require: no key that the others determine."""
-    original, factor = config.original_max_position_embeddings, config.rope_scaling_factor
+    original = config.original_max_position_embeddings
+    factor = config.rope_scaling_factor
     factors = {"short_factor": config.longrope_short_factor, "long_factor": config.longrope_long_factor}
     scaling: Settings = {"type": "longrope", **{key: list(values) for key, values in factors.items()}}
     if original is None or factor != (config.max_position_embeddings or 0) / original:
@@ -192,9 +193,9 @@ def _rope_scaling_json(config: ModelConfig) -> Settings | None:
     if config.rope_scaling_type == "llama3":
         return scaling | LLAMA3 | {key: value or LLAMA3_CONTEXT for key, value in original.items()}
     if config.rope_scaling_type == "yarn":
-        used = {key: name for key, name in YARN.items() if config.mscale_all_dim or "mscale" not in key}
-        own = {key: getattr(config, name) for key, name in used.items()}
-        return scaling | original | {key: value for key, value in own.items() if value is not None}
+        named = {key: name for key, name in YARN.items() if config.mscale_all_dim or "mscale" not in key}
+        parameters = {key: getattr(config, name) for key, name in named.items()}
+        return scaling | original | {key: value for key, value in parameters.items() if value is not None}
     return scaling
 
 
@@ -211,24 +212,25 @@ _ROPE_TYPES = {
     **dict.fromkeys(("short_factor", "long_factor"), FACTORS),
     "truncate": SWITCH,
 }
-ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)
+ROPE = KeyRule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)
 """Rotary positions: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
-PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _partial_rope_json, _ROPE_TYPES)
+PARTIAL_ROPE = KeyRule(lambda hf_config: _rope_settings(hf_config, partial=True), _partial_rope_json, _ROPE_TYPES)
 """The same in a part of each head's channels: ``partial_rotary_factor``."""
 
-ROPE_PARAMETERS = Rule(ROPE.read, _rope_parameters_json, _ROPE_TYPES)
+ROPE_PARAMETERS = KeyRule(ROPE.read, _rope_parameters_json, _ROPE_TYPES)
 """``ROPE``, written as ``rope_parameters``."""
 
 
 def _window_settings(hf_config: Settings) -> Settings:
-    window, kinds = hf_config.get("sliding_window"), hf_config.get("layer_types")
+    window = hf_config.get("sliding_window")
+    kinds = hf_config.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention"] * hf_config["num_hidden_layers"]
     if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != hf_config["num_hidden_layers"]:
         refuse("layer_types", kinds, "supported are sliding_attention and full_attention, one for each layer")
     if window is not None and window < 1:
         refuse("sliding_window", window, "it has to be 1 or more, or null")
-    layers = tuple(int(kind == "sliding_attention") for kind in kinds)
+    layers = tuple(int(layer_type == "sliding_attention") for layer_type in kinds)
     if window is None or not any(layers):
         return {}
     # Their window counts the token itself, ours the tokens before it.
@@ -243,9 +245,9 @@ def _window_json(config: ModelConfig) -> Settings:
     return {"sliding_window": config.window_size[0] + 1, "layer_types": kinds}
 
 
-WINDOWS = Rule(_window_settings, _window_json, {"sliding_window": LENGTH_OR_ZERO, "layer_types": STRINGS})
+WINDOWS = KeyRule(_window_settings, _window_json, {"sliding_window": LENGTH_OR_ZERO, "layer_types": STRINGS})
 """``sliding_window`` in the layers that ``layer_types`` names, by default in all."""
-WINDOW_OF_ALL_LAYERS = Rule(
+WINDOW_OF_ALL_LAYERS = KeyRule(
     read=lambda hf_config: _window_settings({**hf_config, "layer_types": None}),
     write=_window_json,
     types={"sliding_window": LENGTH_OR_ZERO},
@@ -253,7 +255,7 @@ WINDOW_OF_ALL_LAYERS = Rule(
 """``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
 
 
-def windows_where(has_window: Callable[[Settings, int], bool], **types: KeyType) -> Rule:
+def windows_where(has_window: Callable[[Settings, int], bool], **types: KeyType) -> KeyRule:
     """``WINDOWS`` of the layers, by number from 0, for which ``has_window`` is true if there are no ``layer_types``.
 
     ``types``: types of the keys that ``has_window`` reads.
@@ -264,10 +266,10 @@ def windows_where(has_window: Callable[[Settings, int], bool], **types: KeyType)
         kinds = ["sliding_attention" if has_window(hf_config, layer) else "full_attention" for layer in layers]
         return _window_settings({"layer_types": kinds, **hf_config})
 
-    return Rule(read, _window_json, {**WINDOWS.types, **types})
+    return KeyRule(read, _window_json, {**WINDOWS.types, **types})
 
 
-ATTENTION_BIASES = Rule(
+ATTENTION_BIASES = KeyRule(
     read=lambda hf_config: dict.fromkeys(
         ("add_qkv_bias", "add_attention_output_bias"), hf_config.get("attention_bias", False)
     ),
@@ -277,10 +279,10 @@ ATTENTION_BIASES = Rule(
 """``attention_bias``: biases of queries, keys, values and of attention's output, in a model without other biases."""
 
 
-def norms_of_each_head(key: str) -> Rule:
+def norms_of_each_head(key: str) -> KeyRule:
     """``key``: whether queries and keys have norms with separate weights for each head."""
     settings = ("qk_layernorm", "qk_layernorm_weight_per_head")
-    return Rule(
+    return KeyRule(
         read=lambda hf_config: dict.fromkeys(settings, hf_config.get(key, False)),
         write=lambda config: {key: config.qk_layernorm},
         types={key: SWITCH},
@@ -291,7 +293,7 @@ GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh":
 """Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
 
 
-def gelu(key: str, default: str) -> Rule:
+def gelu(key: str, default: str) -> KeyRule:
     """The variant of GELU that ``key`` names."""
 
     def read(hf_config: Settings) -> Settings:
@@ -303,7 +305,7 @@ def gelu(key: str, default: str) -> Rule:
     def write(config: ModelConfig) -> Settings:
         return {key: next(name for name, approximate in GELU.items() if approximate == config.openai_gelu)}
 
-    return Rule(read, write, {key: STRING})
+    return KeyRule(read, write, {key: STRING})
 
 
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -321,7 +323,7 @@ SHARED_MATRICES: dict[str, str | TensorSource] = {
 EXPERT_BIAS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
 
 
-def dense_first(*, dense: int, shared: int | None = None) -> Rule:
+def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
     """The first layers have dense MLPs, the others routed and shared experts.
 
     ``dense`` and ``shared`` are the numbers of dense layers and of shared experts if config.json has none.
@@ -339,13 +341,16 @@ def dense_first(*, dense: int, shared: int | None = None) -> Rule:
         }
 
     def write(config: ModelConfig) -> Settings:
-        sparse, width = config.expert_layers, config.expert_ffn_size
+        sparse = config.expert_layers
+        width = config.expert_ffn_size
         return {
             "first_k_dense_replace": sparse[0] if sparse else config.num_layers,
             "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // width,
         }
 
-    return Rule(read, write, dict.fromkeys(("n_shared_experts", "first_k_dense_replace", *MTP_LAYERS), COUNT_OR_ZERO))
+    return KeyRule(
+        read, write, dict.fromkeys(("n_shared_experts", "first_k_dense_replace", *MTP_LAYERS), COUNT_OR_ZERO)
+    )
 
 
 def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:
@@ -367,7 +372,7 @@ def groups_json(config: ModelConfig) -> Settings:
 
 
 GROUP_TYPES = {"n_group": COUNT, "topk_group": COUNT}
-GROUPS_BY_TWO = Rule(
+GROUPS_BY_TWO = KeyRule(
     lambda hf_config: limited_to_groups(hf_config["n_group"], hf_config["topk_group"], 2), groups_json, GROUP_TYPES
 )
 """DeepSeek-V3: the score of a group is the sum of its two best scores."""

@@ -27,10 +27,10 @@ class RowRange:
         """Number of rows."""
         return len(range(self.start, self.stop, self.step))
 
-    def rows(self, first: int, last: int) -> slice:
-        """The stored rows ``first`` to ``last`` - 1 of the range."""
+    def rows(self, first: int, stop: int) -> slice:
+        """The stored rows ``first`` to ``stop`` - 1 of the range."""
         start = self.start + first * self.step
-        return slice(start, start + (last - first - 1) * self.step + 1, self.step)
+        return slice(start, start + (stop - first - 1) * self.step + 1, self.step)
 
 
 Index = tuple[slice, ...]
@@ -75,11 +75,11 @@ class TensorSource:
             yield from self._heads(config.head_size, box)
             return
         zeros = (0,) * (len(shape) - 1)
-        for at, block in self._placed(config, shape[0]):
-            rows = Box((at, *zeros), (at + block.count, *shape[1:]))
+        for row, block in self._placed(config, shape[0]):
+            rows = Box((row, *zeros), (row + block.count, *shape[1:]))
             common = box.intersect(rows)
             if common is not None:
-                stored_rows = block.rows(common.start[0] - at, common.stop[0] - at)
+                stored_rows = block.rows(common.start[0] - row, common.stop[0] - row)
                 leading, trailing = ([slice(0, 1)] * count for count in self.ones)
                 yield self.names[block.tensor], (*leading, stored_rows, *common.index[1:], *trailing), common
 
@@ -88,7 +88,8 @@ class TensorSource:
         for start in range(box.start[0] // channels * channels, box.stop[0], channels):
             common = box.intersect(Box((start,), (start + channels,)))
             if common is not None:
-                head, of_head = start // channels, slice(common.start[0] - start, common.stop[0] - start)
+                head = start // channels
+                of_head = slice(common.start[0] - start, common.stop[0] - start)
                 leading = () if self.of_heads else (slice(head, head + 1),)
                 yield self.names[0].replace("{h}", str(head)), (*leading, of_head), common
 
@@ -96,11 +97,12 @@ class TensorSource:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
         if self.stacked:
             return {
-                name: (shape[0], *found) for name, found in self.of_expert(0).stored_shapes(config, shape[1:]).items()
+                name: (shape[0], *stored_shape)
+                for name, stored_shape in self.of_expert(0).stored_shapes(config, shape[1:]).items()
             }
         if self._has_experts:
-            each = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
-            return {name: found for shapes in each for name, found in shapes.items()}
+            expert_shapes = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
+            return {name: stored_shape for shapes in expert_shapes for name, stored_shape in shapes.items()}
         if self.of_heads:
             heads = range(shape[0] // config.head_size)
             return {self.names[0].replace("{h}", str(head)): (config.head_size,) for head in heads}
@@ -112,15 +114,15 @@ class TensorSource:
             rows[name] = max(rows.get(name, 0), block.rows(0, block.count).stop)
         before, after = ((1,) * count for count in self.ones)
         shapes = {name: (*before, count, *shape[1:], *after) for name, count in rows.items()}
-        return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
+        return {name: stored_shape[::-1] if self.transposed else stored_shape for name, stored_shape in shapes.items()}
 
     def rows_by_name(self, config: ModelConfig, count: int) -> dict[str, list[int]]:
         """For each stored tensor, the rows of ours, of ``count`` rows, that it holds, in its order."""
-        found: dict[str, dict[int, int]] = {name: {} for name in self.names}
-        for at, block in self._placed(config, count):
-            rows = enumerate(range(block.start, block.stop, block.step), at)
-            found[self.names[block.tensor]] |= {stored: ours for ours, stored in rows}
-        return {name: [rows[stored] for stored in range(len(rows))] for name, rows in found.items()}
+        rows_of: dict[str, dict[int, int]] = {name: {} for name in self.names}
+        for row, block in self._placed(config, count):
+            rows = enumerate(range(block.start, block.stop, block.step), row)
+            rows_of[self.names[block.tensor]] |= {stored: ours for ours, stored in rows}
+        return {name: [rows[stored] for stored in range(len(rows))] for name, rows in rows_of.items()}
 
     def turned(self, tensor: Tensor) -> Tensor:
         """A stored tensor, or part of one, as ours and the reverse: matrices are transposed if they are stored so."""
@@ -144,11 +146,12 @@ class TensorSource:
     def _placed(self, config: ModelConfig, count: int) -> list[tuple[int, RowRange]]:
         """The row ranges, each with its first row in our tensor of ``count`` rows."""
         ranges = [RowRange(0, 0, count)] if self.rows is None else self.rows(config.of_layer(self.layer_number), count)
-        placed, at = [], 0
+        placed = []
+        row = 0
         for rows in ranges:
-            placed.append((at, rows))
-            at += rows.count
-        assert at == count, (self.names, at, count)
+            placed.append((row, rows))
+            row += rows.count
+        assert row == count, (self.names, row, count)
         return placed
 
     @property

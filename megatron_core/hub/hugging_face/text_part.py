@@ -47,21 +47,21 @@ def text_settings(hf_config: Settings, names: Iterable[str]) -> Settings:
     if isinstance(inner, dict):
         shared: Settings = {key: hf_config[key] for key in SHARED_KEYS if hf_config.get(key)}
         token_ids = {key: hf_config[key] for key in KEYS if key in hf_config}
-        found: Settings = shared | token_ids | inner
+        text: Settings = shared | token_ids | inner
     else:  # earlier files of Qwen2-VL and Qwen2.5-VL
-        found = {key: value for key, value in hf_config.items() if not key.startswith(("vision_", "image_", "video_"))}
-    if not found.get("model_type"):
+        text = {key: value for key, value in hf_config.items() if not key.startswith(("vision_", "image_", "video_"))}
+    if not text.get("model_type"):
         raise CheckpointError(
             "config.json: text_config has no model_type, so the architecture of the text model is unknown; add it"
         )
-    model_type, defaults = TEXT_TYPES.get(found["model_type"], (found["model_type"], {}))
-    stated = [each["tie_word_embeddings"] for each in (hf_config, found) if "tie_word_embeddings" in each]
-    found |= {
+    model_type, defaults = TEXT_TYPES.get(text["model_type"], (text["model_type"], {}))
+    stated = [settings["tie_word_embeddings"] for settings in (hf_config, text) if "tie_word_embeddings" in settings]
+    text |= {
         "model_type": model_type,
         "tie_word_embeddings": any(stated) if stated else "lm_head.weight" not in text_names(names),
     }
-    positions: Settings = {key: _positions(found[key]) for key in ("rope_scaling", "rope_parameters") if key in found}
-    return {**defaults, **found, **positions}
+    positions: Settings = {key: _positions(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
+    return {**defaults, **text, **positions}
 
 
 def _positions(rope: Any) -> Any:
@@ -76,16 +76,16 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     """Names of the text model's tensors -> their stored names in a multimodal folder."""
     stored = list(names)
     nested = any(name.startswith(("language_model.", "model.language_model.")) for name in stored)
-    found: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     for name in stored:
-        for prefix, own in PREFIXES if nested else FLAT_PREFIXES:
+        for prefix, text_prefix in PREFIXES if nested else FLAT_PREFIXES:
             if name.startswith(prefix):
-                found[own + name.removeprefix(prefix)] = name
+                stored_names[text_prefix + name.removeprefix(prefix)] = name
                 break
-    return found
+    return stored_names
 
 
-def part_of(name: str) -> str:
+def part_of_multimodal(name: str) -> str:
     """The part of a multimodal model, such as ``vision_tower``, to which a stored tensor belongs."""
-    first, _, rest = name.removeprefix("model.").partition(".")
-    return first if rest else name
+    first, _, inner = name.removeprefix("model.").partition(".")
+    return first if inner else name

@@ -87,13 +87,13 @@ def notes_on_unread_keys(architecture: Architecture, hf_config: Settings) -> Ite
 
 def _unread(architecture: Architecture, content: Mapping[str, Any], known: set[str], inside: str = "") -> Settings:
     """Keys, with the path of the objects around them, and values that the architecture does not read."""
-    found: Settings = {}
+    unread: Settings = {}
     for key, value in content.items():
         if isinstance(value, dict) and (key in OBJECTS or inside) and key in known - IGNORED_KEYS:
-            found |= _unread(architecture, value, known, f"{inside}{key}.")
+            unread |= _unread(architecture, value, known, f"{inside}{key}.")
         elif not (key in known or _is_off(value) or is_harmless(key) or _is_size(key)):
-            found[f"{inside}{key}"] = value
-    return found
+            unread[f"{inside}{key}"] = value
+    return unread
 
 
 def _is_off(value: Any) -> bool:
@@ -107,15 +107,17 @@ def is_harmless(key: str) -> bool:
 
 
 def _is_size(key: str) -> bool:
-    return any(each.keys.get(key) in SIZES for each in ARCHITECTURES.values())
+    return any(architecture.keys.get(key) in SIZES for architecture in ARCHITECTURES.values())
 
 
 def _readers(key: str) -> list[str]:
     """Architectures whose results depend on a key; not those that have one value of it."""
     key = key.rpartition(".")[2]
-    return [each.model_type for each in ARCHITECTURES.values() if key in _meaning(each)]
+    return [architecture.model_type for architecture in ARCHITECTURES.values() if key in _meaning(architecture)]
 
 
 def _meaning(architecture: Architecture) -> dict[str, KeyType | str]:
-    rules: dict[str, KeyType | str] = {key: kind for rule in architecture.rules for key, kind in rule.types.items()}
-    return {key: kind for key, kind in rules.items() if kind is not OBJECT} | dict(architecture.keys)
+    rules: dict[str, KeyType | str] = {
+        key: key_type for rule in architecture.rules for key, key_type in rule.types.items()
+    }
+    return {key: key_type for key, key_type in rules.items() if key_type is not OBJECT} | dict(architecture.keys)

@@ -62,7 +62,7 @@ def write_hugging_face(
     from the model's settings. ``dtype``: see ``stored_dtype``.
     """
     names = [name for name in shapes if not name.startswith(MTP_PREFIX)]  # used in training only
-    own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
+    weights_keys = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     extra = {key: value for key, value in extra_keys.items() if value is not None or key not in architecture.not_null}
     groups = list[Group]()
     for name in sorted(names, key=_natural):
@@ -73,7 +73,7 @@ def write_hugging_face(
     values = [torch.tensor(value, dtype=dtype) for value in constants.values()]
     groups.append(([(key, dtype, ()) for key in constants], lambda: values))
     write_weights(folder, groups)
-    _write_json(folder / CONFIG, {**extra, **own, **architecture.config_json(model)})
+    _write_json(folder / CONFIG, {**extra, **weights_keys, **architecture.config_json(model)})
 
 
 def write_weights(folder: Path, groups: Iterable[Group], file_bytes: int = 5 * 10**9) -> None:
@@ -111,9 +111,9 @@ def _stored_tensors(
     dtype: torch.dtype,
 ) -> Iterable[Tensor]:
     """The stored tensors that hold our weight ``name``."""
-    whole = Box((0,) * len(shape), shape)
+    full_box = Box((0,) * len(shape), shape)
     ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
-    reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
+    reader.fill([TensorBox(f"model.{name}", shape, full_box, ours, owned=True)])
     source = architecture.source(name)
     if source.of_heads:
         return ours.view(-1, model.head_size)
@@ -121,8 +121,8 @@ def _stored_tensors(
         return [source.turned(ours)]
     # Zeros: some rows of a table of positions belong to no position.
     stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
-    for key, index, part in source.parts(model, shape, whole):
-        source.turned(stored[key])[index] = ours[part.index]
+    for key, index, piece in source.parts(model, shape, full_box):
+        source.turned(stored[key])[index] = ours[piece.index]
     return stored.values()
 
 
@@ -132,4 +132,4 @@ def _write_json(path: Path, content: object) -> None:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort key that places layer 10 after layer 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]

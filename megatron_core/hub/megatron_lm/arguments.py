@@ -52,35 +52,36 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Translate names, and arguments with another form here; an argument with our name precedes its aliases.
     present = {name: value for name, value in arguments.items() if value is not None}
-    given = {aliases().get(name, name): value for name, value in present.items()} | present
-    given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
-    given |= _positions(arguments)
-    given[LAYERS_JSON] = arguments.get(LAYERS_JSON) or None
-    if given[LAYERS_JSON] is None and (path := arguments.get(LAYERS_FILE)):
+    renamed = {aliases().get(name, name): value for name, value in present.items()} | present
+    renamed |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
+    renamed |= _positions(arguments)
+    renamed[LAYERS_JSON] = arguments.get(LAYERS_JSON) or None
+    if renamed[LAYERS_JSON] is None and (path := arguments.get(LAYERS_FILE)):
         raise CheckpointError(_unsupported(LAYERS_FILE, path) + f" without the content of the file, {LAYERS_JSON}")
-    if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
-        given["hybrid_layer_pattern"], implied = read_pattern(pattern)
+    if isinstance(pattern := renamed.get("hybrid_layer_pattern"), str):
+        renamed["hybrid_layer_pattern"], implied = read_pattern(pattern)
         if "experimental_attention_variant" in implied:
             raise CheckpointError(_unsupported("hybrid_layer_pattern", pattern) + ": layers D have indexers")
-        given |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
+        renamed |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
-        given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
-    variant, unread = given.get("experimental_attention_variant"), []
-    if variant != "gated_delta_net" and "G" not in (given.get("hybrid_layer_pattern") or ""):
+        renamed["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
+    variant = renamed.get("experimental_attention_variant")
+    unread = []
+    if variant != "gated_delta_net" and "G" not in (renamed.get("hybrid_layer_pattern") or ""):
         unread.append("linear_")
     if variant != "dsa":
         unread.append("dsa_")
-    given = {name: value for name, value in given.items() if not name.startswith(tuple(unread))}
+    renamed = {name: value for name, value in renamed.items() if not name.startswith(tuple(unread))}
     if not arguments.get("num_experts"):
-        given = {name: value for name, value in given.items() if not name.startswith("moe_")}
+        renamed = {name: value for name, value in renamed.items() if not name.startswith("moe_")}
     if not arguments.get("group_query_attention"):
-        given.pop("num_query_groups", None)  # Megatron-LM sets it to a default
+        renamed.pop("num_query_groups", None)  # Megatron-LM sets it to a default
 
     # Keep and convert the settings of the model.
     wanted = [*names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE})), "seq_length", "vocab_size"]
-    found = {name: _converted(name, given[name]) for name in wanted if name in given and name not in TRAINING}
-    return found | _tokenizer(given)
+    settings = {name: _converted(name, renamed[name]) for name in wanted if name in renamed and name not in TRAINING}
+    return settings | _tokenizer(renamed)
 
 
 def _unsupported(name: str, value: Any) -> str:
@@ -97,37 +98,37 @@ def _converted(name: str, value: Any, remedy: str = "") -> Any:
 
 def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Position embeddings; Megatron-LM has a separate type for rotary positions with YaRN."""
-    kind = arguments.get("position_embedding_type", "learned_absolute")
+    embedding_type = arguments.get("position_embedding_type", "learned_absolute")
     latent = bool(arguments.get("multi_latent_attention"))
     if latent or arguments.get("use_rotary_position_embeddings"):
-        kind = "rope" if kind != "yarn" else kind
-    yarn = kind == "yarn" or (latent and arguments.get("rope_type") in (None, "yarn"))
+        embedding_type = "rope" if embedding_type != "yarn" else embedding_type
+    yarn = embedding_type == "yarn" or (latent and arguments.get("rope_type") in (None, "yarn"))
     if not yarn:
-        return {"position_embedding_type": kind}
+        return {"position_embedding_type": embedding_type}
     original = arguments.get("yarn_original_max_position_embeddings") or 4096
     scaled = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "original_max_position_embeddings": original}
-    own = 32.0 if arguments.get("enable_gpt_oss") else None  # the factor that this flag stands for
+    default = 32.0 if arguments.get("enable_gpt_oss") else None  # the factor that this flag stands for
     named = [arguments.get(name) for name in ("yarn_rotary_scaling_factor", "rotary_scaling_factor")]
-    given = named[1:] if latent else [named[0], own, named[1]]
-    factor = next((value for value in given if value is not None), None)
+    factors = named[1:] if latent else [named[0], default, named[1]]
+    factor = next((value for value in factors if value is not None), None)
     if factor is not None:
         scaled["rope_scaling_factor"] = factor  # rope_scaling_factor is that of Llama 3
     return {"position_embedding_type": "rope", **scaled}
 
 
-def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer, if its type is supported and its files are still in their places."""
     from megatron_core.tokenizers import TOKENIZER_TYPES
 
-    files = {name: str(given[name]) for name in TOKENIZER_FILES if given.get(name)}
-    kind = given.get("tokenizer_type")
-    if kind not in TOKENIZER_TYPES or not files or not all(Path(path).exists() for path in files.values()):
+    files = {name: str(settings[name]) for name in TOKENIZER_FILES if settings.get(name)}
+    tokenizer_type = settings.get("tokenizer_type")
+    if tokenizer_type not in TOKENIZER_TYPES or not files or not all(Path(path).exists() for path in files.values()):
         return {}
-    return {"tokenizer_type": kind, **files}
+    return {"tokenizer_type": tokenizer_type, **files}
 
 
 @dataclass(frozen=True)
-class Progress:
+class MegatronProgress:
     """The position of a training and the settings that continue it."""
 
     iteration: int
@@ -140,7 +141,9 @@ class Progress:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path) -> Progress:
+    def of(
+        cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path
+    ) -> MegatronProgress:
         """Read the counters. Errors: ``CheckpointError`` for one that is absent or not an integer."""
         schedule = common.get("opt_param_scheduler")
         counters = {
@@ -166,32 +169,32 @@ def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors: ``CheckpointError`` for a value that is not supported.
     """
-    given = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
-    return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(given).items()}
+    stated = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
+    return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(stated).items()}
 
 
 def _as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The training settings without the values that Megatron-LM derives from others at its start."""
-    found = dict(arguments)
-    is_constant = found.get("weight_decay_incr_style", "constant") == "constant"
+    settings = dict(arguments)
+    is_constant = settings.get("weight_decay_incr_style", "constant") == "constant"
     if is_constant:
-        found = {name: value for name, value in found.items() if not name.endswith("_weight_decay")}
-    warms_up = any(found.get(name) for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"))
-    if warms_up or not is_constant or found.get("lr_decay_style") != "constant":
-        found["lr_one_step_later"] = True
+        settings = {name: value for name, value in settings.items() if not name.endswith("_weight_decay")}
+    warms_up = any(settings.get(name) for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"))
+    if warms_up or not is_constant or settings.get("lr_decay_style") != "constant":
+        settings["lr_one_step_later"] = True
     for unit in ("iters", "samples"):
-        if found.get(f"lr_decay_{unit}") == found.get(f"train_{unit}"):
-            found.pop(f"lr_decay_{unit}", None)
-    if found.get("train_samples"):
-        found.pop("train_iters", None)
-        found.pop("lr_decay_iters", None)
-    return found | {"data_order": "megatron"}
+        if settings.get(f"lr_decay_{unit}") == settings.get(f"train_{unit}"):
+            settings.pop(f"lr_decay_{unit}", None)
+    if settings.get("train_samples"):
+        settings.pop("train_iters", None)
+        settings.pop("lr_decay_iters", None)
+    return settings | {"data_order": "megatron"}
 
 
 def _loss_scale(optimizer: Any) -> dict[str, float]:
     """The state of the dynamic loss scale; empty without one."""
-    found = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
-    state = getattr(found, "arguments", found)
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    state = getattr(scaler, "arguments", scaler)
     numbers = state.items() if isinstance(state, dict) else ()
     return {str(name): value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers}
 
@@ -201,7 +204,8 @@ def _step(optimizer: Any) -> int | None:
     if not isinstance(optimizer, dict):
         return None
     inner = optimizer.get("optimizer", optimizer)
-    state, groups = inner.get("state") or {}, inner.get("param_groups") or []
+    state = inner.get("state") or {}
+    groups = inner.get("param_groups") or []
     first = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
     for value in (state.get("common_step"), first, *(group.get("step") for group in groups)):
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -313,13 +317,18 @@ def _group(config: RunConfig, steps: int, *, decays: bool, of_experts: bool) -> 
 
 def _schedule(config: RunConfig, scheduled: int) -> dict[str, Any]:
     """The schedule of learning rate and weight decay, whose steps are sequences."""
-    adam, training = config.optimizer, config.training
+    adam = config.optimizer
+    training = config.training
     if config.schedules_by_samples:
-        total, batch = training.train_samples or 1, 1
-        warmup, decay = adam.lr_warmup_samples, adam.lr_decay_samples
+        total = training.train_samples or 1
+        batch = 1
+        warmup = adam.lr_warmup_samples
+        decay = adam.lr_decay_samples
     else:
-        total, batch = training.train_iters or 1, training.global_batch_size or 1
-        warmup, decay = adam.lr_warmup_iters, adam.lr_decay_iters
+        total = training.train_iters or 1
+        batch = training.global_batch_size or 1
+        warmup = adam.lr_warmup_iters
+        decay = adam.lr_decay_iters
     decay_steps = (decay or total) * batch
     is_constant = adam.weight_decay_incr_style == "constant"
     return {

@@ -63,33 +63,37 @@ class DistributedFiles:
 
     def parts(self, model: ModelConfig) -> TensorParts:
         """All stored parts of our weights by name."""
-        found: TensorParts = {}
+        weights: TensorParts = {}
         for stored in self._entries:
             if stored.startswith(MODEL):
-                self._add(found, stored, stored)
-        return with_mixers(without_copies(found, model), model)
+                self._add(weights, stored, stored)
+        return with_mixers(without_copies(weights, model), model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown."""
-        found: dict[str, TensorParts] = {}
+        states: dict[str, TensorParts] = {}
         for stored in self._entries:
             if (match := STATE.fullmatch(stored)) is not None:
-                self._add(found.setdefault(KINDS[match[1]], {}), stored, match[2])
-        if found:
-            return {kind: with_mixers(without_copies(parts, model), model) for kind, parts in found.items()}
+                self._add(states.setdefault(KINDS[match[1]], {}), stored, match[2])
+        if states:
+            return {
+                state_kind: with_mixers(without_copies(tensor_parts, model), model)
+                for state_kind, tensor_parts in states.items()
+            }
         buffers = self._buffers()
         if not buffers[False]:
             return {}
-        sizes, limits = Sizes.of(self.arguments), bucket_limits(self.arguments)
+        sizes = Sizes.of(self.arguments)
+        limits = bucket_limits(self.arguments)
         return FlatState(model, sizes, self.parts(model), buffers, limits).parts()
 
     def optimizer_counts(self) -> Any:
         """The optimizer's step and parameter groups; some formats store them for each model-parallel rank."""
         name = next((name for name in self._entries if COUNTS.fullmatch(name)), None)
-        found = self.common.get("optimizer") if name is None else self._object(name)
-        if isinstance(found, dict) and 0 in found:
-            found = found[0]
-        return found[0] if isinstance(found, list) and found else found
+        optimizer = self.common.get("optimizer") if name is None else self._object(name)
+        if isinstance(optimizer, dict) and 0 in optimizer:
+            optimizer = optimizer[0]
+        return optimizer[0] if isinstance(optimizer, list) and optimizer else optimizer
 
     @property
     def has_flat_buffers(self) -> bool:
@@ -102,7 +106,7 @@ class DistributedFiles:
         The formats are ``dp_reshardable``, with a tensor for each bucket, and ``dp_zero_gather_scatter``.
         """
         prefixes: dict[tuple[bool, int], dict[int, dict[int, str]]] = {}
-        found: dict[bool, dict[int, list[FlatBuffer]]] = {False: {}, True: {}}
+        by_experts: dict[bool, dict[int, list[FlatBuffer]]] = {False: {}, True: {}}
         for name in self._entries:
             if (match := BUFFER.fullmatch(name)) is not None:
                 of_rank = prefixes.setdefault((match[1] not in (None, "0"), int(match[2])), {})
@@ -111,41 +115,42 @@ class DistributedFiles:
                 content = self._object(name)
                 content = content[0] if isinstance(content, list) and content else content
                 if isinstance(content, dict):
-                    found[match[1] not in (None, "0")][int(match[2])] = coalesced(content)
+                    by_experts[match[1] not in (None, "0")][int(match[2])] = coalesced(content)
         for (of_experts, rank), buffers in prefixes.items():
-            of_rank_buffers = found[of_experts].setdefault(rank, [])
+            of_rank_buffers = by_experts[of_experts].setdefault(rank, [])
             for _, buckets in sorted(buffers.items()):
                 names = [name for _, name in sorted(buckets.items())]
                 sizes = tuple(int(self._entries[name + "param"].size[0]) for name in names)
                 of_rank_buffers.append(FlatBuffer(sizes, partial(self._flat, names)))
-        return found
+        return by_experts
 
-    def _flat(self, names: list[str], kind: str, bucket: int, start: int, stop: int) -> Tensor:
+    def _flat(self, names: list[str], state_kind: str, bucket: int, start: int, stop: int) -> Tensor:
         """Read a range of a bucket."""
-        name = names[bucket] + kind
-        found = torch.zeros(stop - start)
+        name = names[bucket] + state_kind
+        values_of_range = torch.zeros(stop - start)
         for chunk in self._entry(name).chunks:
-            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
-            if first < last:
+            first = max(start, chunk.offsets[0])
+            end = min(stop, chunk.offsets[0] + chunk.sizes[0])
+            if first < end:
                 values = self._chunk(name, tuple(chunk.offsets))
-                found[first - start : last - start] = values[first - chunk.offsets[0] : last - chunk.offsets[0]]
-        return found
+                values_of_range[first - start : end - start] = values[first - chunk.offsets[0] : end - chunk.offsets[0]]
+        return values_of_range
 
     def _entry(self, name: str) -> Any:
         if name not in self._entries:
             raise CheckpointError(f"{self.folder}: its metadata does not list {name}; copy the whole checkpoint")
         return self._entries[name]
 
-    def _add(self, found: TensorParts, stored: str, name: str) -> None:
+    def _add(self, weights: TensorParts, stored: str, name: str) -> None:
         """Add the parts of the tensor ``stored``, which belongs to the weight ``name``."""
-        size, weight = (tuple(getattr(self._entries.get(each), "size", ())) for each in (stored, name))
+        size, weight = (tuple(getattr(self._entries.get(label), "size", ())) for label in (stored, name))
         weight = weight or size
         if not size or "_extra_state" in name or len(size) - len(weight) not in (0, 1):
             return
         blocks = self._blocks(stored, size) if len(size) == len(weight) else self._flattened(stored, size, weight)
         for block in blocks:
-            for ours, part in _places(name, weight, block):
-                found.setdefault(ours, []).append(part)
+            for ours, block_part in _places(name, weight, block):
+                weights.setdefault(ours, []).append(block_part)
 
     def _blocks(self, stored: str, size: tuple[int, ...]) -> Iterator[TensorPart]:
         """The chunks of a tensor."""
@@ -177,15 +182,15 @@ class DistributedFiles:
     def _chunk(self, name: str, offset: tuple[int, ...]) -> Tensor:
         """Read a chunk; the last one is cached for chunks that are read layer by layer."""
         if self._last is None or self._last[0] != (name, offset):
-            found = load_tensors(self._bytes(name, offset), name=f"{name} in {self.folder}")
-            if not isinstance(found, Tensor):
-                raise CheckpointError(f"{self.folder}: {name} is a {type(found).__name__}, not a tensor")
-            if tuple(found.shape) != self._shapes[name, offset]:
+            values = load_tensors(self._bytes(name, offset), name=f"{name} in {self.folder}")
+            if not isinstance(values, Tensor):
+                raise CheckpointError(f"{self.folder}: {name} is a {type(values).__name__}, not a tensor")
+            if tuple(values.shape) != self._shapes[name, offset]:
                 raise CheckpointError(
-                    f"{self.folder}: a chunk of {name} has the shape {list(found.shape)}, its metadata says "
+                    f"{self.folder}: a chunk of {name} has the shape {list(values.shape)}, its metadata says "
                     f"{list(self._shapes[name, offset])}; copy the whole checkpoint again"
                 )
-            self._last = ((name, offset), found)
+            self._last = ((name, offset), values)
         return self._last[1]
 
     def _object(self, name: str) -> Any:
@@ -227,38 +232,41 @@ def _indexed(metadata: Any) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, 
     return entries, places
 
 
-def without_copies(found: TensorParts, model: ModelConfig) -> TensorParts:
+def without_copies(tensor_parts: TensorParts, model: ModelConfig) -> TensorParts:
     """The parts without the output layer's copy of a tied embedding, and each part once of norms with two names."""
-    found = {name: list({part.box: part for part in parts}.values()) for name, parts in found.items()}
+    tensor_parts = {
+        name: list({piece.box: piece for piece in pieces}.values()) for name, pieces in tensor_parts.items()
+    }
     if model.share_embeddings_and_output_weights:
-        found.pop("output_layer.weight", None)
-    return found
+        tensor_parts.pop("output_layer.weight", None)
+    return tensor_parts
 
 
 def _places(name: str, size: tuple[int, ...], chunk: TensorPart) -> Iterator[tuple[str, TensorPart]]:
     """The parts of our tensors in a chunk: one for each layer if layers are stacked."""
-    box, read = chunk.box, chunk.read
+    box = chunk.box
+    read = chunk.read
     layer = LAYER.fullmatch(name)
     if layer is not None or not name.startswith("decoder.layers."):
         ours = name if layer is None else f"{layer[1]}.layers.{layer[2]}.{plain_name(layer[3])}"
         yield _half(ours, size, chunk)
         return
-    rest = plain_name(name.removeprefix("decoder.layers."))
+    local_name = plain_name(name.removeprefix("decoder.layers."))
     inner = Box(box.start[1:], box.stop[1:])
     for number in range(box.start[0], box.stop[0]):
-        part = TensorPart(inner, partial(_row, read, number - box.start[0]))
-        yield _half(f"decoder.layers.{number}.{rest}", size[1:], part)
+        layer_part = TensorPart(inner, partial(_row, read, number - box.start[0]))
+        yield _half(f"decoder.layers.{number}.{local_name}", size[1:], layer_part)
 
 
-def _row(read: Any, at: int) -> Tensor:
-    found: Tensor = read()[at]
-    return found
+def _row(read: Any, index: int) -> Tensor:
+    row: Tensor = read()[index]
+    return row
 
 
-def _half(name: str, size: tuple[int, ...], part: TensorPart) -> tuple[str, TensorPart]:
+def _half(name: str, size: tuple[int, ...], half: TensorPart) -> tuple[str, TensorPart]:
     """Shift the second half of a gated layer, whose halves may be stored as ``NAME_w`` and ``NAME_v``."""
     if not name.endswith(("_w", "_v")):
-        return name, part
+        return name, half
     axis = len(size) - 2 if name[:-2].endswith("weight") else len(size) - 1
     shift = tuple(size[axis] if i == axis and name.endswith("_v") else 0 for i in range(len(size)))
-    return name[:-2], replace(part, box=part.box.shifted(shift))
+    return name[:-2], replace(half, box=half.box.shifted(shift))

@@ -45,6 +45,7 @@ _MLP = [
     *("mlp.experts.linear_fc1", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
     *("mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
 ]
+_NORMS = ["q_layernorm", "k_layernorm", "kv_layernorm"]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 
 
@@ -60,16 +61,7 @@ def _order(*modules: str) -> list[str]:
 
 _INDEXER = [f"core_attention.indexer.{name}" for name in ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")]
 ORDERS = (
-    _order(
-        "input_layernorm",
-        *_INDEXER,
-        "linear_proj",
-        "linear_qkv",
-        *_LATENTS,
-        "q_layernorm",
-        "k_layernorm",
-        "kv_layernorm",
-    ),
+    _order("input_layernorm", *_INDEXER, "linear_proj", "linear_qkv", *_LATENTS, *_NORMS),
     _order("linear_proj", "input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm"),
     _order("input_layernorm", "linear_proj", *_LATENTS[:2], "q_layernorm", *_LATENTS[2:4], "kv_layernorm", _LATENTS[4]),
 )
@@ -101,7 +93,7 @@ Buffers = Mapping[bool, Mapping[int, Sequence[FlatBuffer]]]
 
 
 @dataclass(frozen=True)
-class Key:
+class ParameterKey:
     """A parameter of a rank: our name, and the number of the expert among the rank's, if it is a matrix of one."""
 
     name: str
@@ -109,7 +101,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlot:
     """The place of a rank's parameter in a buffer; ``expert`` is the number among all experts."""
 
     name: str
@@ -120,36 +112,46 @@ class Place:
     bucket: int
     start: int
 
-    def read(self, kind: str) -> Tensor:
+    def read(self, state_kind: str) -> Tensor:
         """Read one kind of state."""
         stop = self.start + prod(self.shape)
-        return self.buffer.read(KINDS[kind], self.bucket, self.start, stop).view(self.shape)
+        return self.buffer.read(KINDS[state_kind], self.bucket, self.start, stop).view(self.shape)
 
 
-def slices(keys: Sequence[Key], shapes: Mapping[Key, Shape], sizes: Sequence[int]) -> dict[Key, tuple[int, int]] | None:
+def slices(
+    keys: Sequence[ParameterKey], shapes: Mapping[ParameterKey, Shape], sizes: Sequence[int]
+) -> dict[ParameterKey, tuple[int, int]] | None:
     """Bucket and offset of each parameter in buckets of ``sizes`` elements; None if the sizes do not fit."""
-    found, bucket, end = {}, 0, 0
+    offsets = {}
+    bucket = 0
+    end = 0
     for key in reversed(keys):
-        start, size = _aligned(end), prod(shapes[key])
+        start = _aligned(end)
+        size = prod(shapes[key])
         if bucket < len(sizes) and start + size > sizes[bucket]:
             if not end <= sizes[bucket] <= start:
                 return None
-            bucket, start = bucket + 1, 0
+            bucket = bucket + 1
+            start = 0
         end = start + size
         if bucket >= len(sizes) or end > sizes[bucket]:
             return None
-        found[key] = (bucket, start)
-    return found if bucket == len(sizes) - 1 and end == sizes[bucket] else None
+        offsets[key] = (bucket, start)
+    return offsets if bucket == len(sizes) - 1 and end == sizes[bucket] else None
 
 
-def bucket_sizes(keys: Sequence[Key], shapes: Mapping[Key, Shape], limit: int | None, *, alone: bool) -> list[int]:
+def bucket_sizes(
+    keys: Sequence[ParameterKey], shapes: Mapping[ParameterKey, Shape], limit: int | None, *, alone: bool
+) -> list[int]:
     """Sizes of the buckets into which Megatron Core puts the parameters.
 
     ``limit``: a bucket ends at this number of elements; ``alone``: weights of embedding and output layer are alone.
     """
-    sizes, end = list[int](), 0
+    sizes = list[int]()
+    end = 0
     for key in reversed(keys):
-        start, is_alone = _aligned(end), alone and key.name in TIED
+        start = _aligned(end)
+        is_alone = alone and key.name in TIED
         if is_alone and end:
             sizes.append(start)
             start = 0
@@ -173,13 +175,19 @@ class FlatState:
     def __init__(
         self, model: ModelConfig, sizes: Sizes, weights: TensorParts, buffers: Buffers, limits: Sequence[int | None]
     ) -> None:
-        self.model, self.layout, self.weights, self.buffers, self.limits = model, sizes, weights, buffers, limits
+        self.model = model
+        self.layout = sizes
+        self.weights = weights
+        self.buffers = buffers
+        self.limits = limits
         self.pieces = rows_of_ranks(model)
-        self.shapes = {name: whole_shape(parts) for name, parts in weights.items() if not name.endswith(FROZEN)}
+        self.shapes = {
+            name: whole_shape(tensor_parts) for name, tensor_parts in weights.items() if not name.endswith(FROZEN)
+        }
         self.ties = model.share_embeddings_and_output_weights
         if self.ties:
             self.shapes[TIED[1]] = self.shapes[TIED[0]]
-        self.stages = sizes.pp * max((len(each) for each in buffers[False].values()), default=0)
+        self.stages = sizes.pp * max((len(stage_buffers) for stage_buffers in buffers[False].values()), default=0)
 
     def parts(self) -> dict[str, TensorParts]:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
@@ -202,144 +210,168 @@ class FlatState:
 
     def _dense(
         self, order: list[str], mixers: MixerOrders, *, down: bool, grouped: bool | None
-    ) -> tuple[list[Place], list[range]]:
+    ) -> tuple[list[BufferSlot], list[range]]:
         """Places of all parameters, and the layers of each stage; nothing if the sizes do not fit.
 
         ``grouped``: order of the experts' matrices; None: they are in other buffers.
         """
-        found, stages, first, tp = list[Place](), list[range](), 0, self.layout.tp
+        slots = list[BufferSlot]()
+        stages = list[range]()
+        first = 0
+        tp = self.layout.tp
         for stage in range(self.stages):
             chunk, rank = divmod(stage, self.layout.pp)
             buffers = [self.buffers[False][rank * tp + t][chunk] for t in range(tp)]
-            for last in range(first, self.model.num_layers + 1):
-                names = self._registered(order, mixers, range(first, last), stage)
+            for stop in range(first, self.model.num_layers + 1):
+                names = self._registered(order, mixers, range(first, stop), stage)
                 keys = [key for name in names for key in self._keys(name, grouped)]
-                of_ranks = [self._placed(keys, self._split(t, tp, down=down), each) for t, each in enumerate(buffers)]
+                of_ranks = [
+                    self._placed(keys, self._split(t, tp, down=down), buffer) for t, buffer in enumerate(buffers)
+                ]
                 if all(of_ranks):
                     break
             else:
                 return [], []
-            stages.append(range(first, last))
-            first = last
-            found += [place for places in of_ranks for place in places]
-        return (found, stages) if first == self.model.num_layers else ([], [])
+            stages.append(range(first, stop))
+            first = stop
+            slots += [slot for places in of_ranks for slot in places]
+        return (slots, stages) if first == self.model.num_layers else ([], [])
 
     def _split(self, rank: int, size: int, *, down: bool = False) -> LocalSplit:
         return LocalSplit(rank, size, self.model.gated_linear_unit, down, self.pieces)
 
-    def _placed(self, keys: list[Key], split: LocalSplit, buffer: FlatBuffer, first: int = 0) -> list[Place]:
+    def _placed(
+        self, keys: list[ParameterKey], split: LocalSplit, buffer: FlatBuffer, first: int = 0
+    ) -> list[BufferSlot]:
         """The places of ``keys`` in a buffer, or nothing; ``first``: number of the rank's first expert."""
         shapes = {}
         for key in keys:
-            whole = self.shapes[key.name] if key.expert is None else self.shapes[key.name][1:]
-            shapes[key] = split.local_shape(key.name, whole)
-        found = None if buffer.sizes is None else slices(keys, shapes, buffer.sizes)
+            shape = self.shapes[key.name] if key.expert is None else self.shapes[key.name][1:]
+            shapes[key] = split.local_shape(key.name, shape)
+        offsets = None if buffer.sizes is None else slices(keys, shapes, buffer.sizes)
         for limit in self.limits if buffer.sizes is None else ():
             sizes = bucket_sizes(keys, shapes, limit, alone=self.ties and self.layout.pp > 1)
-            if sum(sizes) == buffer.total and found is None:
+            if sum(sizes) == buffer.total and offsets is None:
                 inside = slices(keys, shapes, sizes) or {}
-                found = {key: (0, sum(sizes[:bucket]) + start) for key, (bucket, start) in inside.items()}
+                offsets = {key: (0, sum(sizes[:bucket]) + start) for key, (bucket, start) in inside.items()}
         return [
-            Place(key.name, None if key.expert is None else first + key.expert, split, shapes[key], buffer, *place)
-            for key, place in (found or {}).items()
+            BufferSlot(
+                key.name,
+                None if key.expert is None else first + key.expert,
+                split,
+                shapes[key],
+                buffer,
+                *bucket_and_start,
+            )
+            for key, bucket_and_start in (offsets or {}).items()
         ]
 
     def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
         """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
-        kinds, depths = ("", ".weight", ".bias"), self.model.section(MultiTokenConfig).mtp_built_layers
-        inner = [f"{module}{kind}" for module in order for kind in kinds]
-        of_mixers = {name: [f"{module}{kind}" for module in each for kind in kinds] for name, each in mixers.items()}
-        is_first, is_last = stage == 0, stage == self.stages - 1
+        kinds = ("", ".weight", ".bias")
+        depths = self.model.section(MultiTokenConfig).mtp_built_layers
+        inner = [f"{module}{suffix}" for module in order for suffix in kinds]
+        of_mixers = {
+            name: [f"{module}{suffix}" for module in modules for suffix in kinds] for name, modules in mixers.items()
+        }
+        is_first = stage == 0
+        is_last = stage == self.stages - 1
         names = [TIED[0], "embedding.position_embeddings.weight"] * (is_first or (is_last and depths > 0))
         for layer in layers:
-            own = of_mixers.get(self.model.recurrence_of(layer) or "", inner)
-            names += [f"decoder.layers.{layer}.{name}" for name in own]
+            names_of_layer = of_mixers.get(self.model.recurrence_of(layer) or "", inner)
+            names += [f"decoder.layers.{layer}.{name}" for name in names_of_layer]
         if is_last:
-            around = [f"{module}{kind}" for module in ("enorm", "hnorm", "eh_proj") for kind in kinds]
+            around = [f"{module}{suffix}" for module in ("enorm", "hnorm", "eh_proj") for suffix in kinds]
             around += [*(f"mtp_model_layer.{name}" for name in inner), "final_layernorm.weight", "final_layernorm.bias"]
             names += ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
             names += [f"mtp.layers.{depth}.{name}" for depth in range(depths) for name in around]
             names += [TIED[1]] * (not (self.ties and is_first))
         return [name for name in names if name in self.shapes]
 
-    def _of_experts(self, stages: list[range], *, grouped: bool) -> list[Place]:
+    def _of_experts(self, stages: list[range], *, grouped: bool) -> list[BufferSlot]:
         """Places of the experts' matrices; nothing if the sizes do not fit."""
-        layout, found = self.layout, list[Place]()
-        each = (self.model.num_experts or 0) // layout.ep
+        layout = self.layout
+        slots = list[BufferSlot]()
+        per_rank = (self.model.num_experts or 0) // layout.ep
         for rank, buffers in self.buffers[True].items():
-            etp, ep, pp = rank % layout.etp, rank // layout.etp % layout.ep, rank // (layout.etp * layout.ep)
+            etp = rank % layout.etp
+            ep = rank // layout.etp % layout.ep
+            pp = rank // (layout.etp * layout.ep)
             of_stages = [
-                list(self._expert_keys(stages[stage], each, stage, grouped=grouped))
+                list(self._expert_keys(stages[stage], per_rank, stage, grouped=grouped))
                 for stage in range(pp, len(stages), layout.pp)
             ]
             of_stages = [keys for keys in of_stages if keys]
             if len(of_stages) != len(buffers):
                 return []
             for keys, buffer in zip(of_stages, buffers, strict=True):
-                places = self._placed(keys, self._split(etp, layout.etp), buffer, ep * each)
+                places = self._placed(keys, self._split(etp, layout.etp), buffer, ep * per_rank)
                 if not places:
                     return []
-                found += places
-        return found
+                slots += places
+        return slots
 
-    def _expert_keys(self, layers: range, each: int, stage: int, *, grouped: bool) -> Iterator[Key]:
+    def _expert_keys(self, layers: range, per_rank: int, stage: int, *, grouped: bool) -> Iterator[ParameterKey]:
         """The experts' matrices of a stage in order of registration: by matrix if ``grouped``, else by expert."""
         depths = self.model.section(MultiTokenConfig).mtp_built_layers if stage == self.stages - 1 else 0
         roots = [f"decoder.layers.{layer}." for layer in layers]
         roots += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(depths)]
         for root in roots:
-            yield from self._keys_of_experts(root, each, grouped=grouped)
+            yield from self._keys_of_experts(root, per_rank, grouped=grouped)
 
-    def _keys_of_experts(self, root: str, each: int, *, grouped: bool) -> Iterator[Key]:
-        """The matrices of ``each`` experts of a layer."""
+    def _keys_of_experts(self, root: str, count: int, *, grouped: bool) -> Iterator[ParameterKey]:
+        """The matrices of ``count`` experts of a layer."""
         names = [name for n in (1, 2) if (name := f"{root}mlp.experts.linear_fc{n}.weight") in self.shapes]
         if grouped:
-            yield from (Key(name, number) for name in names for number in range(each))
+            yield from (ParameterKey(name, number) for name in names for number in range(count))
         else:
-            yield from (Key(name, number) for number in range(each) for name in names)
+            yield from (ParameterKey(name, number) for number in range(count) for name in names)
 
-    def _keys(self, name: str, grouped: bool | None) -> Iterator[Key]:
+    def _keys(self, name: str, grouped: bool | None) -> Iterator[ParameterKey]:
         """The parameter ``name``; for the first matrices of experts all their matrices, if they are in this buffer."""
         root, experts, _ = name.partition("mlp.experts.")
         if not experts:
-            yield Key(name)
+            yield ParameterKey(name)
         elif grouped is not None and name.endswith(".weight"):
             yield from self._keys_of_experts(root, self.model.num_experts or 0, grouped=grouped)
 
-    def _agrees(self, place: Place) -> bool:
-        """Whether the main weights at ``place`` are the stored weights."""
-        main, shape = place.read("main"), self.shapes[place.name]
-        source = self.weights[place.name if place.name in self.weights else TIED[0]]
-        lead = () if place.expert is None else (place.expert,)
-        for whole, box in place.split.boxes(place.name, shape[len(lead) :]):
-            stacked = Box((*lead, *whole.start), (*(number + 1 for number in lead), *whole.stop))
-            own = read_box(source, stacked).reshape(box.shape)
-            if not torch.equal(main[box.index].to(own.dtype), own):
+    def _agrees(self, slot: BufferSlot) -> bool:
+        """Whether the main weights at ``slot`` are the stored weights."""
+        main = slot.read("main")
+        shape = self.shapes[slot.name]
+        source = self.weights[slot.name if slot.name in self.weights else TIED[0]]
+        lead = () if slot.expert is None else (slot.expert,)
+        for global_box, box in slot.split.boxes(slot.name, shape[len(lead) :]):
+            stacked = Box((*lead, *global_box.start), (*(number + 1 for number in lead), *global_box.stop))
+            stored = read_box(source, stacked).reshape(box.shape)
+            if not torch.equal(main[box.index].to(stored.dtype), stored):
                 return False
         return True
 
-    def _collected(self, places: list[Place]) -> dict[str, TensorParts]:
+    def _collected(self, places: list[BufferSlot]) -> dict[str, TensorParts]:
         """The parts of all parameters by kind and name."""
-        found: dict[str, TensorParts] = {
-            kind: {name: [] for name in self.weights if name in self.shapes} for kind in KINDS
+        collected: dict[str, TensorParts] = {
+            state_kind: {name: [] for name in self.weights if name in self.shapes} for state_kind in KINDS
         }
-        for kind, parts in found.items():
+        for state_kind, tensor_parts in collected.items():
             seen = set()
-            for place in places:
-                for part in place.split.parts(place.name, place.shape, partial(self._read, kind, place), place.expert):
-                    if place.name in parts and (place.name, part.box) not in seen:  # not copies of other stages
-                        seen.add((place.name, part.box))
-                        parts[place.name].append(part)
-        return found
+            for slot in places:
+                for piece in slot.split.parts(
+                    slot.name, slot.shape, partial(self._read, state_kind, slot), slot.expert
+                ):
+                    if slot.name in tensor_parts and (slot.name, piece.box) not in seen:  # not copies of other stages
+                        seen.add((slot.name, piece.box))
+                        tensor_parts[slot.name].append(piece)
+        return collected
 
-    def _read(self, kind: str, place: Place) -> Tensor:
-        if kind != "exp_avg_sq" and not self._agrees(place):
+    def _read(self, state_kind: str, slot: BufferSlot) -> Tensor:
+        if state_kind != "exp_avg_sq" and not self._agrees(slot):
             raise CheckpointError(
-                f"the main weights of {place.name} in the flat buffers are not the stored weights: the order of "
+                f"the main weights of {slot.name} in the flat buffers are not the stored weights: the order of "
                 "the parameters is unknown. Save with --dist-ckpt-optim-fully-reshardable, or load the weights "
                 "alone with --no-load-optim"
             )
-        return place.read(kind)
+        return slot.read(state_kind)
 
 
 def coalesced(state: Mapping[Any, Any]) -> list[FlatBuffer]:
@@ -347,20 +379,22 @@ def coalesced(state: Mapping[Any, Any]) -> list[FlatBuffer]:
 
     ``state`` is the content of ``distrib_optim.pt``, or of ``param_state`` in the format ``dp_zero_gather_scatter``.
     """
-    found = []
+    buffers = []
     for number in sorted(key for key in state if isinstance(key, int)):
         for kinds in state[number].values():
             total = int(kinds.get("numel_unpadded", kinds["param"].numel()))
 
-            def read(kind: str, bucket: int, start: int, stop: int, kinds: Mapping[str, Tensor] = kinds) -> Tensor:
-                return kinds[kind][start:stop]
+            def read(
+                state_kind: str, bucket: int, start: int, stop: int, kinds: Mapping[str, Tensor] = kinds
+            ) -> Tensor:
+                return kinds[state_kind][start:stop]
 
-            found.append(FlatBuffer(None, read, total))
-    return found
+            buffers.append(FlatBuffer(None, read, total))
+    return buffers
 
 
 def bucket_limits(arguments: Mapping[str, Any]) -> list[int | None]:
     """The possible sizes of the buckets of a training with these arguments."""
     ranks = int(arguments.get("data_parallel_size") or 1)
-    given = arguments.get("ddp_bucket_size")
-    return [None, int(given) if given else max(40_000_000, 1_000_000 * ranks)]
+    bucket_size = arguments.get("ddp_bucket_size")
+    return [None, int(bucket_size) if bucket_size else max(40_000_000, 1_000_000 * ranks)]

@@ -12,14 +12,14 @@ from megatron_core.checkpoint.formats import CheckpointFormat, Exchange
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import MegatronReader
-from megatron_core.hub.megatron_lm.arguments import Progress, training_settings
-from megatron_core.hub.megatron_lm.reader import iteration_folder
+from megatron_core.hub.megatron_lm.arguments import MegatronProgress, training_settings
+from megatron_core.hub.megatron_lm.reader import megatron_iteration_folder
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.locations import location
 from megatron_core.training.compatibility import format_to_resume
 
 
-def state_at(progress: Progress | None, vocab_size: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+def state_at(progress: MegatronProgress | None, vocab_size: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint at ``progress``, or of iteration 0; ``settings`` are the flat settings of the run."""
     samples = 0 if progress is None else progress.consumed_samples
     return {
@@ -62,11 +62,11 @@ class MegatronFormat(CheckpointFormat):
 
     def iteration_folder(self, root: Path, step: int | None) -> Path:
         """The folder of iteration ``step``, by default the latest."""
-        return iteration_folder(root, step)
+        return megatron_iteration_folder(root, step)
 
     def open(self, root: Path, step: int | None = None, *, finetune: bool = False) -> MegatronReader:
         """As the base class. Errors: ``CheckpointError`` if counters are missing, unless ``finetune``."""
-        reader = MegatronReader(iteration_folder(root, step))
+        reader = MegatronReader(megatron_iteration_folder(root, step))
         progress = None if finetune else reader.progress()
         stored = reader.settings | (dict(progress.settings) if progress is not None else {})
         reader.state = state_at(progress, reader.state["vocab_size"], stored)
@@ -88,7 +88,8 @@ def megatron_config(folder: Path) -> RunConfig:
 
 def checkpoint_changes(config: RunConfig) -> Iterator[str]:
     """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints."""
-    settings, optimizer = config.checkpoint, config.optimizer
+    settings = config.checkpoint
+    optimizer = config.optimizer
     try:
         form = format_to_resume(settings.load)
         if form is None:

@@ -39,7 +39,8 @@ STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(.+)\.(exp_avg|exp_avg_sq)")
 STEP = re.compile(r"optimizer\.(?:.+\.)?step")
 BACKEND = ("torch_dist", 1)
 """Format and version of the files that are read."""
-SCALE, SCHEDULE = "optimizer.grad_scaler.", "opt_param_scheduler."
+SCALE = "optimizer.grad_scaler."
+SCHEDULE = "opt_param_scheduler."
 
 
 class FSDPFiles(DistributedFiles):
@@ -51,25 +52,25 @@ class FSDPFiles(DistributedFiles):
 
     def parts(self, model: ModelConfig) -> TensorParts:
         """All stored parts of our weights by name."""
-        found: TensorParts = {}
+        weights: TensorParts = {}
         for stored in self._entries:
             name = WRAPPERS.sub("", stored.removeprefix("model."), count=1)
             if stored.startswith("model.") and name.startswith(MODEL):
-                self._add_parts(found, stored, name)
-        return self._ours(found, model)
+                self._add_parts(weights, stored, name)
+        return self._ours(weights, model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; the main weights are the stored weights."""
-        found: dict[str, TensorParts] = {}
+        states: dict[str, TensorParts] = {}
         for stored in self._entries:
             if (match := STATE.fullmatch(stored)) is not None:
-                self._add_parts(found.setdefault(match[2], {}), stored, WRAPPERS.sub("", match[1], count=1))
-        return {kind: self._ours(parts, model) for kind, parts in found.items()}
+                self._add_parts(states.setdefault(match[2], {}), stored, WRAPPERS.sub("", match[1], count=1))
+        return {state_kind: self._ours(tensor_parts, model) for state_kind, tensor_parts in states.items()}
 
-    def _ours(self, parts: TensorParts, model: ModelConfig) -> TensorParts:
+    def _ours(self, tensor_parts: TensorParts, model: ModelConfig) -> TensorParts:
         """The parts under our names. Projections of Mamba-2 mixers are stored as the ranks have them, those of delta
         nets in pieces."""
-        ordered = in_our_order(without_copies(parts, model), model, Sizes.of(self.arguments).tp)
+        ordered = in_our_order(without_copies(tensor_parts, model), model, Sizes.of(self.arguments).tp)
         return with_mixers(ordered, model)
 
     def optimizer_counts(self) -> Any:
@@ -90,37 +91,41 @@ class FSDPFiles(DistributedFiles):
             raise CheckpointError(f"{self.folder}: its metadata lists no part of {name}; copy the whole checkpoint")
         return self._chunk(name, tuple(chunks[0].offsets))
 
-    def _add_parts(self, found: TensorParts, stored: str, name: str) -> None:
+    def _add_parts(self, weights: TensorParts, stored: str, name: str) -> None:
         """Add the parts of the tensor ``stored``, which belongs to the weight ``name`` of Megatron-LM's model."""
         size = tuple(getattr(self._entries[stored], "size", ()))
         if not size or "_extra_state" in name:
             return
         shift = 0
         if "linear_fc1." in name and name.endswith(("_w", "_v")):
-            shift, name = size[0] * name.endswith("_v"), name[:-2]
-        layer, expert = LAYER.fullmatch(name), None
+            shift = size[0] * name.endswith("_v")
+            name = name[:-2]
+        layer = LAYER.fullmatch(name)
+        expert = None
         if layer is not None:
-            expert, rest = _expert(layer[3])
-            name = f"{layer[1]}.layers.{layer[2]}.{plain_name(rest)}"
-        found.setdefault(name, []).extend(self._shifted(stored, size, shift, expert))
+            expert, local_name = _expert(layer[3])
+            name = f"{layer[1]}.layers.{layer[2]}.{plain_name(local_name)}"
+        weights.setdefault(name, []).extend(self._shifted(stored, size, shift, expert))
 
     def _shifted(self, stored: str, size: tuple[int, ...], shift: int, expert: int | None) -> Iterator[TensorPart]:
         """The chunks of a tensor that are not empty, with their rows shifted, as the matrices of ``expert``."""
-        for part in self._blocks(stored, size):
-            if not part.box.numel:
+        for block in self._blocks(stored, size):
+            if not block.box.numel:
                 continue
-            box, read = part.box.shifted((shift, *(0 for _ in size[1:]))), part.read
+            box = block.box.shifted((shift, *(0 for _ in size[1:])))
+            read = block.read
             if expert is not None:
-                box, read = Box((expert, *box.start), (expert + 1, *box.stop)), partial(_stacked, read)
+                box = Box((expert, *box.start), (expert + 1, *box.stop))
+                read = partial(_stacked, read)
             yield TensorPart(box, read)
 
 
-def _expert(rest: str) -> tuple[int | None, str]:
+def _expert(local_name: str) -> tuple[int | None, str]:
     """The number of an expert and our name of the tensor of all experts, from a name inside a layer."""
-    prefix, dot, inner = rest.rpartition("mlp.experts.")
+    prefix, dot, inner = local_name.rpartition("mlp.experts.")
     match = EXPERT.fullmatch(dot + inner)
     if match is None:
-        return None, rest
+        return None, local_name
     return int(match[1] or match[4]), prefix + dot + str(match[2] or match[3])
 
 
@@ -142,8 +147,8 @@ def _check_backend(path: Path) -> None:
     if not path.exists():
         return
     try:
-        found = parse_json(read_text(path))
-        backend = found["sharded_backend"], found.get("sharded_backend_version", 1)
+        content = parse_json(read_text(path))
+        backend = content["sharded_backend"], content.get("sharded_backend_version", 1)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy the whole checkpoint again") from None
     if backend != BACKEND:

@@ -79,7 +79,7 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
     ``inert``: names that are replaced by ``Inert``; ``name``: that of bytes, for errors.
     Errors: ``CheckpointError`` for a file that is damaged or names a Python object outside of ``inert``.
     """
-    shown = source if isinstance(source, Path) else name
+    label = source if isinstance(source, Path) else name
     try:
         if isinstance(source, Path):
             refuse_pipe(source)
@@ -91,7 +91,7 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
         refused = [name for name in names if not inert.fullmatch(name)]
         if refused:
             raise CheckpointError(
-                f"{shown} names the Python object {refused[0]}, which is not allowed in a checkpoint; save the "
+                f"{label} names the Python object {refused[0]}, which is not allowed in a checkpoint; save the "
                 "checkpoint without it"
             )
         if not isinstance(source, Path):
@@ -106,7 +106,7 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
         raise
     except DAMAGE as error:
         text = first_line(error).split(". ")[0]
-        raise CheckpointError(f"{shown} cannot be read: {text}; copy the whole checkpoint again") from None
+        raise CheckpointError(f"{label} cannot be read: {text}; copy the whole checkpoint again") from None
 
 
 def load_metadata(path: Path) -> Any:
@@ -114,21 +114,22 @@ def load_metadata(path: Path) -> Any:
     try:
         data = path.read_bytes()
         check_metadata(data)
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
-        check_sizes(found)
-        for name, entry in found.state_dict_metadata.items():
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        check_sizes(metadata)
+        for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(name, str):
                 raise ValueError(f"the name {quoted(name)} is not a string")
             for chunk in entry.chunks if hasattr(entry, "chunks") else ():
                 if not _same_rank(entry.size, chunk.offsets, chunk.sizes):
                     shape, size, offset = (quoted(list(n)) for n in (entry.size, chunk.sizes, chunk.offsets))
                     raise ValueError(f"{name} with the shape {shape} has a chunk of the shape {size} at {offset}")
-        for index, info in found.storage_data.items():
+        for index, info in metadata.storage_data.items():
             _ = Path(info.relative_path)
             if not isinstance(index.fqn, str) or not _same_rank((info.offset,), (info.length,)):
-                offset, length = quoted(info.offset), quoted(info.length)
+                offset = quoted(info.offset)
+                length = quoted(info.length)
                 raise ValueError(f"{quoted(index.fqn)} has bytes {offset} to {offset} + {length}")
-        return found
+        return metadata
     except DAMAGE as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path} cannot be read: {text}; copy the whole checkpoint again") from None
@@ -163,7 +164,8 @@ class _Sizes:
         if id(item) not in self._known:
             if level > DEEPEST:  # also a container inside itself
                 raise ValueError(f"it has containers inside more than {DEEPEST} others")
-            size, height = 1, 0
+            size = 1
+            height = 0
             for child in children:
                 child_size, child_height = self.size_and_height(child, level + 1)
                 size += child_size
@@ -188,8 +190,10 @@ def _children(item: Any) -> Iterable[Any] | None:
 
 def _same_rank(*lists: Sequence[Any]) -> bool:
     """Whether all are lists of as many integers, none of which is negative."""
-    numbers = [number for each in lists for number in each]
-    return len({len(each) for each in lists}) == 1 and all(isinstance(n, int) and n >= 0 for n in numbers)
+    numbers = [number for numbers_of_list in lists for number in numbers_of_list]
+    return len({len(numbers_of_list) for numbers_of_list in lists}) == 1 and all(
+        isinstance(n, int) and n >= 0 for n in numbers
+    )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -211,7 +215,8 @@ PICKLES_BEFORE_1_6 = 5
 """Pickles at the beginning of a file of torch before 1.6, which is not an archive."""
 WITH_SIZE = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET", "REDUCE", "NEWOBJ", "NEWOBJ_EX"}
 """Opcodes that make a tuple, or an object that may be hashed by the elements of its arguments."""
-PUTS, GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+GETS = {"GET", "BINGET", "LONG_BINGET"}
 
 
 class _Effect(NamedTuple):
@@ -226,7 +231,8 @@ class _Effect(NamedTuple):
 
 
 def _effect(opcode: pickletools.OpcodeInfo) -> _Effect:
-    before, mark = list(opcode.stack_before), pickletools.markobject
+    before = list(opcode.stack_before)
+    mark = pickletools.markobject
     to_mark = mark in before
     taken = before.index(mark) if to_mark else len(before)
     return _Effect(to_mark, taken, len(opcode.stack_after), opcode.name in WITH_SIZE)

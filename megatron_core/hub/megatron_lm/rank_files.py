@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ class RankFiles:
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; empty if the state is absent or its order of parameters unknown."""
         optimizers = self._optimizers(self.common)
-        if optimizers and all(each.get("state") for each in optimizers):
+        if optimizers and all(optimizer.get("state") for optimizer in optimizers):
             has_main = "fp32_from_fp16_params" in _optimizer_list(self.common.get("optimizer"))[0]
             kinds = ["exp_avg", "exp_avg_sq"] + ["main"] * has_main
-            return {kind: self._parts(model, lambda state, kind=kind: self._adam(state, kind)) for kind in kinds}  # type: ignore[misc]
+            return {name: self._parts(model, partial(self._adam, state_kind=name)) for name in kinds}
         if not self.has_flat_buffers:
             return {}
         return FlatState(model, self._sizes, self.parts(model), self._buffers(), bucket_limits(self.arguments)).parts()
@@ -83,12 +84,12 @@ class RankFiles:
 
     def optimizer_counts(self) -> Any:
         """The optimizer's step and parameter groups."""
-        found = _optimizer_list(self.common.get("optimizer"))
-        return found[0] if found else None
+        optimizers = _optimizer_list(self.common.get("optimizer"))
+        return optimizers[0] if optimizers else None
 
     def _buffers(self) -> dict[bool, dict[int, list[FlatBuffer]]]:
         """The flat buffers of the distributed optimizer, of dense layers and of experts, by model-parallel rank."""
-        found: dict[bool, dict[int, list[FlatBuffer]]] = {False: {}, True: {}}
+        by_experts: dict[bool, dict[int, list[FlatBuffer]]] = {False: {}, True: {}}
         size = self._sizes
         for (tp, etp, ep), pp in product(self._saving_ranks(), range(size.pp)):
             path = self._path(tp, pp, ep).with_name(OPTIMIZER)
@@ -96,8 +97,8 @@ class RankFiles:
             ranks = (tp + size.tp * pp, etp + size.etp * (ep + size.ep * pp))
             for of_experts, state in enumerate(content if isinstance(content, list) else [content]):
                 if isinstance(state, dict):
-                    found[bool(of_experts)].setdefault(ranks[of_experts], coalesced(state))
-        return found
+                    by_experts[bool(of_experts)].setdefault(ranks[of_experts], coalesced(state))
+        return by_experts
 
     def _parts(self, model: ModelConfig, read: Callable[[Mapping[str, Any]], Named]) -> TensorParts:
         """The parts of the tensors that ``read`` returns from the content of a file."""
@@ -113,18 +114,18 @@ class RankFiles:
                 f"{self.folder} has layers without attention and MLP on several pipeline stages, which is supported "
                 "only with --ckpt-format torch_dist: the files do not say on which stage such a layer is"
             )
-        found: TensorParts = {}
+        tensor_parts: TensorParts = {}
         seen: set[int] = set()
         for ranks in self._saving_ranks():
             tp, _, ep = ranks
             for chunk, pp, before in self._stages():
                 for (key, name), tensor in read(self._state(tp, pp, ep)).items():
                     if key == chunk:
-                        self._add(found, name, tensor, ranks, before, model, is_copy=tp in seen)
+                        self._add(tensor_parts, name, tensor, ranks, before, model, is_copy=tp in seen)
             seen.add(tp)
         if model.share_embeddings_and_output_weights:
-            found.pop("output_layer.weight", None)  # a copy on the last stage
-        return found
+            tensor_parts.pop("output_layer.weight", None)  # a copy on the last stage
+        return tensor_parts
 
     def _saving_ranks(self) -> Iterator[tuple[int, int, int]]:
         """Ranks in the tensor-, expert-tensor- and expert-parallel group of each rank of a stage that writes a file."""
@@ -154,30 +155,35 @@ class RankFiles:
 
     def _optimizers(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The states of the optimizers of dense layers and of experts, as torch stores them."""
-        return [each.get("optimizer", each) for each in _optimizer_list(state.get("optimizer"))]
+        return [optimizer.get("optimizer", optimizer) for optimizer in _optimizer_list(state.get("optimizer"))]
 
-    def _adam(self, state: Mapping[str, Any], kind: str) -> Named:
+    def _adam(self, state: Mapping[str, Any], state_kind: str) -> Named:
         """One kind of a rank's Adam state by parameter; matrices are stored first, then vectors."""
         weights = {key: tensor for key, tensor in self._weights(state).items() if not key[1].endswith(FROZEN)}
-        outer, found = _optimizer_list(state.get("optimizer")), Named()
+        outer = _optimizer_list(state.get("optimizer"))
+        states = Named()
         for of_experts, optimizer in enumerate(self._optimizers(state)):
             keys = [key for key in weights if len(outer) == 1 or bool(EXPERT.search(key[1])) == bool(of_experts)]
             keys.sort(key=lambda key: weights[key].dim() < 2 or key[1].endswith(".bias"))
-            if kind == "main":
+            if state_kind == "main":
                 tensors = [tensor for group in outer[of_experts]["fp32_from_fp16_params"] for tensor in group]
             else:
-                tensors = [each[kind] for _, each in sorted(optimizer["state"].items()) if kind in each]
+                tensors = [
+                    state_of_parameter[state_kind]
+                    for _, state_of_parameter in sorted(optimizer["state"].items())
+                    if state_kind in state_of_parameter
+                ]
             if [tensor.shape for tensor in tensors] != [weights[key].shape for key in keys]:
                 raise CheckpointError(
-                    f"{self.folder}: the optimizer's {kind} does not have the shapes of the weights; use the weights "
-                    "alone: convert with --no-optimizer, load with --no-load-optim"
+                    f"{self.folder}: the optimizer's {state_kind} does not have the shapes of the weights; use the "
+                    "weights alone: convert with --no-optimizer, load with --no-load-optim"
                 )
-            found |= dict(zip(keys, tensors, strict=True))
-        return found
+            states |= dict(zip(keys, tensors, strict=True))
+        return states
 
     def _add(
         self,
-        found: TensorParts,
+        tensor_parts: TensorParts,
         name: str,
         tensor: Tensor,
         ranks: tuple[int, int, int],
@@ -190,28 +196,28 @@ class RankFiles:
         layer = LAYER.fullmatch(name)
         if not name.startswith(MODEL):
             return
-        rest = plain_name(layer[3]) if layer else name
-        prefix, expert = (rest[: match.start()], match) if (match := EXPERT.search(rest)) else ("", None)
+        local_name = plain_name(layer[3]) if layer else name
+        prefix, expert = (local_name[: match.start()], match) if (match := EXPERT.search(local_name)) else ("", None)
         if is_copy and expert is None:
             return
         tp, etp, ep = ranks
         number: int | None = None
         if expert is not None:
             number = int(expert[1] or expert[4]) + ep * ((model.num_experts or 0) // self._sizes.ep)
-            rest = f"{prefix}mlp.experts.{expert[2] or expert[3]}"
+            local_name = f"{prefix}mlp.experts.{expert[2] or expert[3]}"
         if layer is not None:
             first = before if layer[1] == "decoder" else 0
-            rest = f"{layer[1]}.layers.{first + int(layer[2])}.{rest}"
+            local_name = f"{layer[1]}.layers.{first + int(layer[2])}.{local_name}"
         if has_other_names(model):
-            rest = our_name(rest)
+            local_name = our_name(local_name)
         latents = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
-        down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != latents[match[1]]
+        down = (match := DOWN.search(local_name)) is not None and tensor.shape[0] != latents[match[1]]
         rank, size = (tp, self._sizes.tp) if expert is None else (etp, self._sizes.etp)
         split = LocalSplit(rank, size, model.gated_linear_unit, down, rows_of_ranks(model))
-        parts = found.setdefault(rest, [])
-        known = {part.box for part in parts}  # the last stage may have a copy of the word embedding
-        own = split.parts(rest, tuple(tensor.shape), lambda: tensor, number)
-        parts.extend(part for part in own if part.box not in known)
+        pieces = tensor_parts.setdefault(local_name, [])
+        known = {piece.box for piece in pieces}  # the last stage may have a copy of the word embedding
+        split_parts = split.parts(local_name, tuple(tensor.shape), lambda: tensor, number)
+        pieces.extend(piece for piece in split_parts if piece.box not in known)
 
     def _path(self, tp: int, pp: int, ep: int) -> Path:
         size = self._sizes
@@ -246,8 +252,8 @@ def _optimizer_list(stored: Any) -> list[dict[str, Any]]:
     """The optimizers of dense layers and of experts; without experts there is only one."""
     if isinstance(stored, dict) and stored and all(isinstance(key, int) for key in stored):
         stored = [stored[key] for key in sorted(stored)]
-    found = stored if isinstance(stored, list) else [stored]
-    return [each for each in found if isinstance(each, dict)]
+    optimizers = stored if isinstance(stored, list) else [stored]
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, dict)]
 
 
 def _number(key: str) -> int:

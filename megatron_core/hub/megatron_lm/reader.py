@@ -18,7 +18,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.run import core_sections, field_types
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
-from megatron_core.hub.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
+from megatron_core.hub.megatron_lm.arguments import REMEDY, MegatronProgress, settings_of_arguments
 from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
 from megatron_core.hub.megatron_lm.rank_files import RankFiles
 from megatron_core.hub.megatron_lm.tensor_map import (
@@ -49,7 +49,7 @@ class MegatronReader(StateReader):
     """
 
     def __init__(self, folder: str | Path, step: int | None = None) -> None:
-        self.folder = iteration_folder(Path(folder), step)
+        self.folder = megatron_iteration_folder(Path(folder), step)
         distributed = (self.folder / ".metadata").is_file()
         files = open_distributed(self.folder) if distributed else RankFiles(self.folder)
         version = files.common.get("checkpoint_version", VERSION)
@@ -76,8 +76,8 @@ class MegatronReader(StateReader):
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """Whether a weight of that name, and of ``shape`` if given, is stored."""
-        parts = self._parts.get(name.removeprefix("model."))
-        return parts is not None and shape in (None, whole_shape(parts))
+        tensor_parts = self._parts.get(name.removeprefix("model."))
+        return tensor_parts is not None and shape in (None, whole_shape(tensor_parts))
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
@@ -87,18 +87,18 @@ class MegatronReader(StateReader):
         """
         for piece in pieces:
             filled = 0
-            for part in self._stored(piece.name):
-                common = piece.box.intersect(part.box)
+            for stored_part in self._stored(piece.name):
+                common = piece.box.intersect(stored_part.box)
                 if common is None:
                     continue
-                values = part.read()
+                values = stored_part.read()
                 if values.dtype not in WEIGHT_DTYPES.values():
                     raise CheckpointError(
                         f"{self.folder}: {piece.name} has the dtype {values.dtype}; weights must be "
                         f"{', '.join(WEIGHT_DTYPES)}. Save the model in one of these dtypes: quantized weights are not "
                         "supported"
                     )
-                piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
+                piece.memory[common.within(piece.box)] = values[common.within(stored_part.box)].to(piece.memory)
                 filled += common.numel
             if filled != piece.box.numel:
                 raise CheckpointError(
@@ -107,22 +107,27 @@ class MegatronReader(StateReader):
                 )
 
     def _stored(self, name: str) -> list[TensorPart]:
-        kind, rest = ("main", name.removeprefix("model.")) if name.startswith("model.") else name.split(".", 2)[1:]
-        if kind != "main":
-            return self._optimizer[kind].get(rest, [])
+        state_kind, weight = (
+            ("main", name.removeprefix("model.")) if name.startswith("model.") else name.split(".", 2)[1:]
+        )
+        if state_kind != "main":
+            return self._optimizer[state_kind].get(weight, [])
         main = self._optimizer["main"] if "main" in self.kinds else {}
-        return main.get(rest) or self._parts.get(rest, [])
+        return main.get(weight) or self._parts.get(weight, [])
 
     @cached_property
     def _optimizer(self) -> dict[str, TensorParts]:
-        found = self._files.optimizer_parts(self.model)
-        return {kind: with_offsets(parts, self.model) if kind == "main" else parts for kind, parts in found.items()}
+        states = self._files.optimizer_parts(self.model)
+        return {
+            state_kind: with_offsets(tensor_parts, self.model) if state_kind == "main" else tensor_parts
+            for state_kind, tensor_parts in states.items()
+        }
 
     @cached_property
     def kinds(self) -> list[str]:
         """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
-        found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
-        return [kind for kind in found if kind != "main" or self.dtype_of() != torch.float32]
+        state_kinds = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
+        return [state_kind for state_kind in state_kinds if state_kind != "main" or self.dtype_of() != torch.float32]
 
     @property
     def fault_of_state(self) -> str:
@@ -137,20 +142,20 @@ class MegatronReader(StateReader):
     @property
     def schedule(self) -> Mapping[str, Any]:
         """The stored schedule of learning rate and weight decay; empty without one."""
-        found = self._files.common.get("opt_param_scheduler")
-        return found if isinstance(found, Mapping) else {}
+        schedule = self._files.common.get("opt_param_scheduler")
+        return schedule if isinstance(schedule, Mapping) else {}
 
-    def progress(self) -> Progress:
+    def progress(self) -> MegatronProgress:
         """The position of the training."""
         files = self._files
-        return Progress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
+        return MegatronProgress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
 
     def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the stored tensors with the global shapes that a run needs, as ``CheckpointReader`` does."""
         by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in needed.items():
-            kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
-            by_kind.setdefault(kind, {})[rest] = shape
+            state_kind, weight = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
+            by_kind.setdefault(state_kind, {})[weight] = shape
         self._check(by_kind.pop("model", {}), self._parts)
         if (
             by_kind
@@ -162,9 +167,9 @@ class MegatronReader(StateReader):
                 f"{self.folder} was trained without a loss of its indexers, whose weights Adam only decayed and which "
                 f"are frozen here; {REMEDY}, or train them with --dsa-indexer-loss-coeff"
             )
-        for kind, ours in by_kind.items():
-            if kind in self.kinds:
-                self._check(ours, self._optimizer[kind])
+        for state_kind, ours in by_kind.items():
+            if state_kind in self.kinds:
+                self._check(ours, self._optimizer[state_kind])
 
     def check_complete(self, ours: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ()) -> None:
         """``CheckpointError`` unless the checkpoint has exactly our tensors, by name and shape.
@@ -173,26 +178,28 @@ class MegatronReader(StateReader):
         """
         self._check(ours, self._parts)
         trained = {name: shape for name, shape in ours.items() if not name.endswith(FROZEN)}
-        for kind in kinds:
-            self._check(trained, self._optimizer[kind])
+        for state_kind in kinds:
+            self._check(trained, self._optimizer[state_kind])
 
-    def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
-        missing, unused = sorted(name for name in ours if not parts.get(name)), sorted(set(parts) - set(ours))
+    def _check(self, ours: Mapping[str, tuple[int, ...]], tensor_parts: TensorParts) -> None:
+        missing = sorted(name for name in ours if not tensor_parts.get(name))
+        unused = sorted(set(tensor_parts) - set(ours))
         if missing or unused:
             faults = {"missing": missing, "unexpected": unused}
-            listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            listing = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
             raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {listing}")
         for name, shape in ours.items():
-            found = whole_shape(parts[name])
-            padded = (max(found[0], shape[0]), *shape[1:]) if name in TIED else shape
-            if found != padded:
+            stored_shape = whole_shape(tensor_parts[name])
+            padded = (max(stored_shape[0], shape[0]), *shape[1:]) if name in TIED else shape
+            if stored_shape != padded:
                 raise CheckpointError(
-                    f"{self.folder}: {name} has the shape {list(found)}, its arguments ask for {list(shape)}"
+                    f"{self.folder}: {name} has the shape {list(stored_shape)}, its arguments ask for {list(shape)}"
                 )
-            stored = sum(box.numel for box in {part.box for part in parts[name]})
-            if stored != prod(found):
+            stored = sum(box.numel for box in {piece.box for piece in tensor_parts[name]})
+            if stored != prod(stored_shape):
                 raise CheckpointError(
-                    f"{self.folder}: {stored} of {prod(found)} elements of {name} are stored; copy the whole checkpoint"
+                    f"{self.folder}: {stored} of {prod(stored_shape)} elements of {name} are stored; copy the "
+                    "whole checkpoint"
                 )
 
     def dtype_of(self, name: str = TIED[0]) -> torch.dtype:
@@ -205,7 +212,7 @@ class MegatronReader(StateReader):
         return whole_shape(self._parts[name])[0]
 
 
-def iteration_folder(folder: Path, step: int | None) -> Path:
+def megatron_iteration_folder(folder: Path, step: int | None) -> Path:
     """The folder of iteration ``step`` in ``folder``, by default the latest; ``folder`` itself if it has its files."""
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return folder
@@ -214,9 +221,9 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
     except (OSError, ValueError):
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
     is_number = re.fullmatch("[0-9]{1,18}", latest) is not None
-    found = folder / (f"iter_{int(latest):07d}" if is_number else latest)
+    chosen = folder / (f"iter_{int(latest):07d}" if is_number else latest)
     if latest != "release" and not is_number:
         raise CheckpointError(f"{folder / TRACKER} says {quoted(latest)}; it must be an iteration or release")
-    if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
-        raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
-    return found
+    if not (chosen / ".metadata").is_file() and not any(chosen.glob("mp_rank_*/model_optim_rng.pt")):
+        raise CheckpointError(f"{chosen} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
+    return chosen

@@ -66,34 +66,34 @@ class TensorPart:
 TensorParts = dict[str, list[TensorPart]]
 
 
-def plain_name(rest: str) -> str:
+def plain_name(local_name: str) -> str:
     """Translate a name inside a layer to ours."""
     for ours, theirs in INNER.items():
-        if rest.startswith((ours, theirs)):
-            return ours + plain_name(STACKED.sub("", rest.removeprefix(theirs).removeprefix(ours), count=1))
+        if local_name.startswith((ours, theirs)):
+            return ours + plain_name(STACKED.sub("", local_name.removeprefix(theirs).removeprefix(ours), count=1))
     for theirs, ours in FUSED.items():
-        if rest.startswith(theirs + "_"):
-            return ours + rest.rpartition("_")[2]
-    return rest.replace("mlp.experts.experts.", "mlp.experts.").replace(
+        if local_name.startswith(theirs + "_"):
+            return ours + local_name.rpartition("_")[2]
+    return local_name.replace("mlp.experts.experts.", "mlp.experts.").replace(
         "core_attention.softmax_offset", "softmax_offset"
     )
 
 
-def whole_shape(parts: Iterable[TensorPart]) -> Shape:
-    """The smallest shape that contains all ``parts``."""
-    return tuple(max(ends) for ends in zip(*(part.box.stop for part in parts), strict=True))
+def whole_shape(pieces: Iterable[TensorPart]) -> Shape:
+    """The smallest shape that contains all ``pieces``."""
+    return tuple(max(ends) for ends in zip(*(piece.box.stop for piece in pieces), strict=True))
 
 
-def read_box(parts: Iterable[TensorPart], box: Box) -> Tensor:
+def read_box(pieces: Iterable[TensorPart], box: Box) -> Tensor:
     """Read ``box`` of a tensor in the dtype of its parts."""
-    found: Tensor | None = None
-    for part in parts:
-        common = box.intersect(part.box)
+    values_of_box: Tensor | None = None
+    for piece in pieces:
+        common = box.intersect(piece.box)
         if common is not None:
-            values = part.read()
-            found = values.new_zeros(box.shape) if found is None else found
-            found[common.within(box)] = values[common.within(part.box)]
-    return torch.zeros(box.shape) if found is None else found
+            values = piece.read()
+            values_of_box = values.new_zeros(box.shape) if values_of_box is None else values_of_box
+            values_of_box[common.within(box)] = values[common.within(piece.box)]
+    return torch.zeros(box.shape) if values_of_box is None else values_of_box
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class LocalSplit:
         """
         zero = (0,) * len(shape)
         if (pieced := PIECED.search(name)) and (pieces := self._pieces(name)):
-            at = 0
-            for place in (PIECES if len(pieces) < 6 else DELTA_PIECES)[pieced[1]]:
-                rows = pieces[place] // self.size
-                local = Box((at, *zero[1:]), (at + rows, *shape[1:]))
-                first = sum(pieces[:place]) + self.rank * rows
-                yield local.shifted((first - at, *zero[1:])), local
-                at += rows
+            row = 0
+            for index in (PIECES if len(pieces) < 6 else DELTA_PIECES)[pieced[1]]:
+                rows = pieces[index] // self.size
+                local = Box((row, *zero[1:]), (row + rows, *shape[1:]))
+                first = sum(pieces[:index]) + self.rank * rows
+                yield local.shifted((first - row, *zero[1:])), local
+                row += rows
         elif ROWS.search(name) or (self.down and DOWN.search(name)):
             halves = 2 if self.gated and "linear_fc1." in name else 1
             rows = shape[0] // halves // self.size
@@ -155,14 +155,14 @@ class LocalSplit:
 
     def parts(self, name: str, local: Shape, read: Callable[[], Tensor], expert: int | None = None) -> list[TensorPart]:
         """A rank's tensor as parts of ours; ``expert``: the number of the expert to which the matrix belongs."""
-        found = []
-        for whole, box in self.boxes(name, self.whole_shape(name, local)):
+        pieces = []
+        for global_box, box in self.boxes(name, self.whole_shape(name, local)):
             if expert is None:
-                found.append(TensorPart(whole, lambda box=box: read()[box.index]))  # type: ignore[misc]
+                pieces.append(TensorPart(global_box, lambda box=box: read()[box.index]))  # type: ignore[misc]
             else:
-                stacked = Box((expert, *whole.start), (expert + 1, *whole.stop))
-                found.append(TensorPart(stacked, lambda box=box: read()[box.index][None]))  # type: ignore[misc]
-        return found
+                stacked = Box((expert, *global_box.start), (expert + 1, *global_box.stop))
+                pieces.append(TensorPart(stacked, lambda box=box: read()[box.index][None]))  # type: ignore[misc]
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -180,13 +180,13 @@ class Sizes:
         names = [
             f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
         ]
-        given = []
+        sizes = []
         for name in names:
             value = arguments.get(name) or 0
             if not isinstance(value, int) or value < 0:
                 raise CheckpointError(f"{name} of the checkpoint is {quoted(value)}; it must be an integer >= 1")
-            given.append(value)
-        tp, pp, ep, etp = given
+            sizes.append(value)
+        tp, pp, ep, etp = sizes
         return cls(max(tp, 1), max(pp, 1), max(ep, 1), etp or max(tp, 1))
 
 
@@ -195,7 +195,7 @@ MIXER = re.compile(r"(decoder\.layers\.\d+\.)(mixer|self_attention)\.(.+)")
 ORDER = {"x": 0, "B": 1, "C": 2, "z": 3, "dt": 4}
 """Megatron Core's names of the pieces of a projection and of the convolution -> their places here (``Mamba2.pieces``);
 in its own matrices z is the first."""
-DELTA_ORDER = {name: place for place, name in enumerate(("query", "key", "value", "z", "beta", "alpha"))}
+DELTA_ORDER = {name: index for index, name in enumerate(("query", "key", "value", "z", "beta", "alpha"))}
 """The same of a gated delta net, whose pieces have the same order in both."""
 PIECE = re.compile(rf"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({'|'.join({**ORDER, **DELTA_ORDER})})")
 RENAMED = {"in_proj.layer_norm_weight": "input_layernorm.weight", "in_proj.layer_norm_bias": "input_layernorm.bias"}
@@ -207,7 +207,7 @@ PLAIN_NORM = re.compile(r"(decoder\.layers\.\d+\.)norm\.(weight|bias)")
 OURS = re.compile(r"(.*?)decoder\.(?:layers\.(\d+)\.(.+)|final_layernorm\.(?:weight|bias))")
 """Names of our tensors of a layer, or of the final norm, after the prefix of a kind."""
 STORED_IN_PIECES = ("in_proj.weight", "conv1d.weight", "conv1d.bias")
-FINAL = {f"decoder.final_norm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")}
+FINAL = {f"decoder.final_norm.{suffix}": f"decoder.final_layernorm.{suffix}" for suffix in ("weight", "bias")}
 OWN_NORM = re.compile(r".*\.self_attention\.out_norm")
 """The norm of outputs of a delta net, whose weight here is the factor, also with ``apply_layernorm_1p``."""
 
@@ -221,7 +221,7 @@ class StoredMixer(NamedTuple):
     """Its names of the pieces -> their places here."""
     norm: str
     """Our name of the norm of outputs; there it is a module with a weight."""
-    kind: type[Recurrence]
+    recurrence: type[Recurrence]
 
 
 STORED = {
@@ -243,56 +243,61 @@ def our_name(name: str) -> str:
         return f"{plain[1]}input_layernorm.{plain[2]}"
     if (mixer := MIXER.fullmatch(name)) is None:
         return FINAL.get(name, name)
-    rest = CONVOLUTION.sub("conv1d.", mixer[3])
-    return mixer[1] + RENAMED.get(rest, "self_attention." + NORMS.get(f"{mixer[2]}.{rest}", rest))
+    local_name = CONVOLUTION.sub("conv1d.", mixer[3])
+    return mixer[1] + RENAMED.get(local_name, "self_attention." + NORMS.get(f"{mixer[2]}.{local_name}", local_name))
 
 
-def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
+def with_mixers(tensor_parts: TensorParts, model: ModelConfig) -> TensorParts:
     """Return the parts of a model with mixers under our names, with the rows of each piece in their place."""
     if not has_other_names(model):
-        return found
+        return tensor_parts
     named = TensorParts()
     kinds = {mixer.module: mixer for mixer in STORED.values()}
-    for name, parts in found.items():
-        whole = name
+    for name, blocks in tensor_parts.items():
+        full_name = name
         if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[3])) is not None:
-            whole, kind = f"{mixer[1]}{mixer[2]}.{piece[1]}", kinds[mixer[2]]
-            if piece[2] not in kind.order:
-                raise CheckpointError(f"{name} is not a piece of a projection of {kind.kind.name}")
-            first = sum(kind.kind(model).pieces[: kind.order[piece[2]]])
-            parts = [replace(part, box=part.box.shifted((first, *(0 for _ in part.box.shape[1:])))) for part in parts]
-        named.setdefault(our_name(whole), []).extend(parts)
+            full_name = f"{mixer[1]}{mixer[2]}.{piece[1]}"
+            mixer_of_name = kinds[mixer[2]]
+            if piece[2] not in mixer_of_name.order:
+                raise CheckpointError(f"{name} is not a piece of a projection of {mixer_of_name.recurrence.name}")
+            first = sum(mixer_of_name.recurrence(model).pieces[: mixer_of_name.order[piece[2]]])
+            blocks = [
+                replace(block, box=block.box.shifted((first, *(0 for _ in block.box.shape[1:])))) for block in blocks
+            ]
+        named.setdefault(our_name(full_name), []).extend(blocks)
     return named
 
 
-def in_our_order(found: TensorParts, model: ModelConfig, ranks: int) -> TensorParts:
-    """Return ``found`` with the rows of whole projections of mixers, stored as those of ``ranks`` tensor-parallel ranks
-    one after another, in our order."""
-    rows, named = rows_of_ranks(model), TensorParts()
-    for name, parts in found.items():
+def in_our_order(tensor_parts: TensorParts, model: ModelConfig, ranks: int) -> TensorParts:
+    """Return ``tensor_parts`` with the rows of mixers' whole projections in our order.
+
+    They are stored as the rows of ``ranks`` tensor-parallel ranks, one rank after another."""
+    rows = rows_of_ranks(model)
+    named = TensorParts()
+    for name, blocks in tensor_parts.items():
         ours = our_name(name)
         layer = LAYER.fullmatch(ours)
         is_whole = (
             layer is not None and layer[3].removeprefix("self_attention.") in STORED_IN_PIECES and int(layer[2]) in rows
         )
         if is_whole:
-            parts = [moved for part in parts for moved in _moved(part, ours, whole_shape(parts), ranks, rows)]
-        named[name] = parts
+            blocks = [moved for block in blocks for moved in _moved(block, ours, whole_shape(blocks), ranks, rows)]
+        named[name] = blocks
     return named
 
 
 def _moved(
-    part: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
+    block: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
 ) -> Iterator[TensorPart]:
     """Yield the pieces of a part of the tensor ``name``."""
     for rank in range(ranks):
-        for whole, local in LocalSplit(rank, ranks, gated=False, pieces=rows).boxes(name, shape):
+        for global_box, local in LocalSplit(rank, ranks, gated=False, pieces=rows).boxes(name, shape):
             stored = local.shifted((rank * (shape[0] // ranks), *(0 for _ in shape[1:])))
-            common = part.box.intersect(stored)
+            common = block.box.intersect(stored)
             if common is not None:
-                at = common.within(part.box)
-                shift = tuple(a - b for a, b in zip(whole.start, stored.start, strict=True))
-                yield TensorPart(common.shifted(shift), lambda at=at: part.read()[at])  # type: ignore[misc]
+                index = common.within(block.box)
+                shift = tuple(a - b for a, b in zip(global_box.start, stored.start, strict=True))
+                yield TensorPart(common.shifted(shift), lambda index=index: block.read()[index])  # type: ignore[misc]
 
 
 def pieces_of_mixer(
@@ -304,26 +309,31 @@ def pieces_of_mixer(
     if match is None:
         yield name, shape, box, box
         return
-    prefix, number, rest = match[1], match[2], match[3]
+    prefix = match[1]
+    number = match[2]
+    local_name = match[3]
     if number is None:
         final = "final_layernorm" if model.section(RecurrentConfig).hybrid_layer_pattern is None else "final_norm"
         yield f"{prefix}decoder.{final}.{name.rpartition('.')[2]}", shape, box, box
         return
     mixer = stored_mixer(model, int(number))
-    if mixer is None or not rest.startswith(("self_attention.", "input_layernorm.")):
+    if mixer is None or not local_name.startswith(("self_attention.", "input_layernorm.")):
         yield name, shape, box, box
         return
-    prefix, rest = f"{prefix}decoder.layers.{number}.{mixer.module}.", rest.removeprefix("self_attention.")
-    if rest not in STORED_IN_PIECES:
+    prefix = f"{prefix}decoder.layers.{number}.{mixer.module}."
+    local_name = local_name.removeprefix("self_attention.")
+    if local_name not in STORED_IN_PIECES:
         theirs = {ours: name for name, ours in RENAMED.items()} | {mixer.norm: f"{mixer.norm}.weight"}
-        yield prefix + theirs.get(rest, rest), shape, box, box
+        yield prefix + theirs.get(local_name, local_name), shape, box, box
         return
-    sizes, zero = mixer.kind(model).pieces, (0,) * (len(shape) - 1)
-    for piece, place in mixer.order.items():
-        first, size = sum(sizes[:place]), sizes[place]
-        part = box.intersect(Box((first, *zero), (first + size, *shape[1:])))
-        if part is not None:
-            yield f"{prefix}{rest}.{piece}", (size, *shape[1:]), part.shifted((-first, *zero)), part
+    sizes = mixer.recurrence(model).pieces
+    zero = (0,) * (len(shape) - 1)
+    for piece, index in mixer.order.items():
+        first = sum(sizes[:index])
+        size = sizes[index]
+        common = box.intersect(Box((first, *zero), (first + size, *shape[1:])))
+        if common is not None:
+            yield f"{prefix}{local_name}.{piece}", (size, *shape[1:]), common.shifted((-first, *zero)), common
 
 
 def stored_mixer(model: ModelConfig, layer: int) -> StoredMixer | None:
@@ -334,7 +344,7 @@ def stored_mixer(model: ModelConfig, layer: int) -> StoredMixer | None:
 def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
     """The rows of the pieces of each layer's mixer, in our order, for ``LocalSplit``."""
     mixers = {layer: stored_mixer(model, layer) for layer in range(model.num_layers)}
-    return {layer: mixer.kind(model).pieces for layer, mixer in mixers.items() if mixer is not None}
+    return {layer: mixer.recurrence(model).pieces for layer, mixer in mixers.items() if mixer is not None}
 
 
 def check_delta_nets(model: ModelConfig, folder: object) -> None:
@@ -350,11 +360,11 @@ def norm_offset(name: str, model: ModelConfig) -> float:
     return float(model.apply_layernorm_1p and OWN_NORM.fullmatch(name) is not None)
 
 
-def with_offsets(found: TensorParts, model: ModelConfig) -> TensorParts:
+def with_offsets(tensor_parts: TensorParts, model: ModelConfig) -> TensorParts:
     """Return the parts of weights, or of main weights, with those of delta nets' norms as they are here."""
     changed = {
-        name: [TensorPart(part.box, lambda read=part.read: read().float() + 1) for part in parts]  # type: ignore[misc]
-        for name, parts in found.items()
+        name: [TensorPart(piece.box, lambda read=piece.read: read().float() + 1) for piece in pieces]  # type: ignore[misc]
+        for name, pieces in tensor_parts.items()
         if norm_offset(name, model)
     }
-    return found | changed
+    return tensor_parts | changed

@@ -50,38 +50,40 @@ Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str,
 """Name, global shape, offset and shape of a box, its dtype, and the file, position and length of its bytes."""
 
 
-def layer_names(rest: str, model: ModelConfig, *, of_experts: bool) -> tuple[str, ...]:
+def layer_names(local_name: str, model: ModelConfig, *, of_experts: bool) -> tuple[str, ...]:
     """The names of a tensor of a layer in Megatron Core: with Transformer Engine, then without it if they differ."""
-    module, _, kind = rest.rpartition(".")
+    module, _, suffix = local_name.rpartition(".")
     latent = model.multi_latent_attention
     if module == "input_layernorm" and not latent:
-        return (f"self_attention.linear_qkv.layer_norm_{kind}",)
+        return (f"self_attention.linear_qkv.layer_norm_{suffix}",)
     fused = {
         "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
         "self_attention.q_layernorm": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj.layer_norm_",
     }
     if module == "pre_mlp_layernorm":
-        names = (rest,) if of_experts else (fused[module] + kind,)
-        other = (fused[module] + kind,) if of_experts else (rest,)
+        names = (local_name,) if of_experts else (fused[module] + suffix,)
+        other = (fused[module] + suffix,) if of_experts else (local_name,)
         return names + (other if of_experts != latent else ())
     if module in fused and latent:
-        return fused[module] + kind, rest
-    return (rest.replace("mlp.experts.", "mlp.experts.experts."),)
+        return fused[module] + suffix, local_name
+    return (local_name.replace("mlp.experts.", "mlp.experts.experts."),)
 
 
-def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
+def megatron_names(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     """The names of our weight ``name`` in Megatron Core, and the layer if layers are stacked under the name."""
     model = model.section(RecurrentConfig)
     layer = LAYER.fullmatch(name)
     if layer is None:
         yield name, None
         return
-    number, inner = int(layer[2]), "mtp_model_layer."
-    rest, prefix = layer[3].removeprefix(inner), "transformer_layer." if layer[3].startswith(inner) else ""
+    number = int(layer[2])
+    inner = "mtp_model_layer."
+    local_name = layer[3].removeprefix(inner)
+    prefix = "transformer_layer." if layer[3].startswith(inner) else ""
     if prefix and model.hybrid_layer_pattern is not None:
-        part = int("mlp" in rest.partition(".")[0])
-        prefix = f"{inner}layers.{part}."
+        layer_part = int("mlp" in local_name.partition(".")[0])
+        prefix = f"{inner}layers.{layer_part}."
     of_experts = (number if layer[1] == "decoder" else model.num_layers) in model.expert_layers
     stacked = (
         model.hybrid_layer_pattern is None
@@ -90,9 +92,9 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
         and not rows_of_ranks(model)
         and (model.num_experts is None or model.moe_layer_freq == (1,))
     )
-    every = layer_names(rest, model, of_experts=of_experts)
-    if model.layers_differ_in_size and "layernorm." in rest:
-        every = _norm_names(rest, model.block_of(number)) or every
+    every = layer_names(local_name, model, of_experts=of_experts)
+    if model.layers_differ_in_size and "layernorm." in local_name:
+        every = _norm_names(local_name, model.block_of(number)) or every
     for theirs in every if model.hybrid_layer_pattern is None else every[:1]:  # hybrid models have one form
         if stacked:
             yield f"decoder.layers.{theirs}", number
@@ -105,17 +107,17 @@ def _norm_names(name: str, block: LayerBlock) -> tuple[str, ...]:
 
     Without Transformer Engine, Megatron Core has another name for the norm before a part of the model's size.
     """
-    module, _, kind = name.rpartition(".")
-    parts = {
+    module, _, suffix = name.rpartition(".")
+    norms = {
         "input_layernorm": (block.attention, "self_attention", "linear_qkv"),
         "pre_mlp_layernorm": (block.mlp, "mlp", "linear_fc1"),
     }
-    if module not in parts:
+    if module not in norms:
         return ()
-    part, owner, first = parts[module]
-    if part.linear:
-        return (f"{owner}.layer_norm_{kind}",)
-    return (f"{owner}.{first}.layer_norm_{kind}", *((name,) if part.size is None else ()))
+    sizes, owner, first = norms[module]
+    if sizes.linear:
+        return (f"{owner}.layer_norm_{suffix}",)
+    return (f"{owner}.{first}.layer_norm_{suffix}", *((name,) if sizes.size is None else ()))
 
 
 def _records(
@@ -125,11 +127,17 @@ def _records(
     if form == "torch_dcp":
         yield name, shape, box.start, box.shape
         return
-    kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
-    prefixes = [""] if kind == "model" else [f"optimizer.state.{each}." for each in STATES.get(kind, ())]
-    if kind == "model" and kinds and "main" not in kinds and not rest.endswith(FROZEN):
-        prefixes += [f"optimizer.state.{each}." for each in STATES["main"]]  # float32 weights are the main weights
-    for theirs, layer in names_of(rest, model):
+    state_kind, weight = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
+    prefixes = (
+        [""]
+        if state_kind == "model"
+        else [f"optimizer.state.{state_name}." for state_name in STATES.get(state_kind, ())]
+    )
+    if state_kind == "model" and kinds and "main" not in kinds and not weight.endswith(FROZEN):
+        prefixes += [
+            f"optimizer.state.{state_name}." for state_name in STATES["main"]
+        ]  # float32 weights are the main weights
+    for theirs, layer in megatron_names(weight, model):
         lead = () if layer is None else (layer,)
         sizes = (model.num_layers,) * len(lead)
         for prefix in prefixes:
@@ -156,7 +164,8 @@ def write_checkpoint(
     iteration = int(reader.state["iteration"])
     final = iteration_folder(save, iteration)
     partial = final.with_name(f".{final.name}.incomplete")
-    problem, records = "", list[Any]()
+    problem = ""
+    records = list[Any]()
     if rank == 0:
         problem = _attempt(final, lambda: _prepare(final, partial))
     _raise(exchange(problem))
@@ -182,30 +191,32 @@ def _write_share(
 ) -> list[Record]:
     """Write every box whose number is this rank's, modulo ``ranks``."""
     records: list[Record] = []
-    kinds = [kind for kind in reader.kinds if kind in STATES] if _has_adam(reader) else []
-    prefixes = ("model.", *(f"optimizer.{kind}." for kind in kinds))
+    kinds = [state_kind for state_kind in reader.kinds if state_kind in STATES] if _has_adam(reader) else []
+    prefixes = ("model.", *(f"optimizer.{state_kind}." for state_kind in kinds))
     stored = reader.manifest.tensors.items()
     tensors = {name: tensor for name, tensor in stored if form == "torch_dcp" or name.startswith(prefixes)}
-    file_name, number, at = f"__{rank}_0.distcp", 0, 0
+    file_name = f"__{rank}_0.distcp"
+    number = 0
+    position = 0
     with (folder / file_name).open("wb") as file:
         for name, tensor in tensors.items():
-            own = [(number + i) % ranks == rank for i in range(len(tensor.boxes))]
+            is_mine = [(number + i) % ranks == rank for i in range(len(tensor.boxes))]
             number += len(tensor.boxes)
-            for (box, values), mine in zip(reader.boxes(name) if any(own) else (), own, strict=False):
+            for (box, values), mine in zip(reader.boxes(name) if any(is_mine) else (), is_mine, strict=False):
                 if not mine:
                     continue
-                whole = [(name, tensor.shape, box, box)]
+                unsplit = [(name, tensor.shape, box, box)]
                 is_weight = form == "torch_dist" and name.startswith(("model.", "optimizer.main."))
                 offset = norm_offset(name, model) if is_weight else 0.0
-                for theirs, size, place, part in (
-                    pieces_of_mixer(name, tensor.shape, box, model) if form == "torch_dist" else whole
+                for theirs, size, target, piece in (
+                    pieces_of_mixer(name, tensor.shape, box, model) if form == "torch_dist" else unsplit
                 ):
-                    named = list(_records(theirs, size, place, model, form, kinds))
-                    shape = named[0][3] if named else part.shape  # the same under each name
-                    data = _bytes(values[part.within(box)].reshape(shape) - offset)
+                    named = list(_records(theirs, size, target, model, form, kinds))
+                    shape = named[0][3] if named else piece.shape  # the same under each name
+                    data = _bytes(values[piece.within(box)].reshape(shape) - offset)
                     file.write(data)
-                    records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
-                    at += len(data)
+                    records += [(*named_box, tensor.dtype, file_name, position, len(data)) for named_box in named]
+                    position += len(data)
     return records
 
 
@@ -216,12 +227,12 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     entries: dict[str, Any] = {}
     storage: list[Any] = []
     paths: dict[str, tuple[str, ...]] = {}
-    for name, size, offset, shape, dtype, file, at, length in records:
+    for name, size, offset, shape, dtype, file, position, length in records:
         properties = dcp.metadata.TensorProperties(TORCH_DTYPES[dtype])
         entry = entries.setdefault(name, dcp.metadata.TensorStorageMetadata(properties, torch.Size(size), []))
         index = dcp.metadata.MetadataIndex(name, torch.Size(offset), len(entry.chunks))
         entry.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        storage.append(dcp.storage.WriteResult(index, length, dcp.filesystem._StorageInfo(file, at, length)))
+        storage.append(dcp.storage.WriteResult(index, length, dcp.filesystem._StorageInfo(file, position, length)))
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
     if form == "torch_dist":
         common = common_state(reader.state, has_adam=_has_adam(reader))
@@ -230,12 +241,13 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         objects["common_state/shard_0_1"] = [common]
     else:
         objects = {"state": _plain(reader)}
-    file, written = DISTRIBUTED_STATE, b""
+    file = DISTRIBUTED_STATE
+    written = b""
     for name, value in objects.items():
         data = _bytes(value)
         entries[name] = dcp.metadata.BytesStorageMetadata()
-        place = dcp.filesystem._StorageInfo(file, len(written), len(data))
-        storage.append(dcp.storage.WriteResult(dcp.metadata.MetadataIndex(name), len(data), place))
+        location = dcp.filesystem._StorageInfo(file, len(written), len(data))
+        storage.append(dcp.storage.WriteResult(dcp.metadata.MetadataIndex(name), len(data), location))
         paths[name] = (name,)
         written += data
     write_file(partial / file, written)
@@ -268,9 +280,9 @@ def _empty_states(entries: Mapping[str, Any], *, hybrid: bool) -> Iterator[str]:
         modules = [module]
         if module.endswith("self_attention.linear_proj"):
             modules.append(module.replace("linear_proj", "core_attention"))
-        for at in product(*map(range, sizes)):
-            place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, sizes))}"
-            yield from (f"{each}._extra_state/{place}" for each in modules)
+        for indices in product(*map(range, sizes)):
+            label = f"shard_{'.'.join(map(str, indices))}_{'.'.join(map(str, sizes))}"
+            yield from (f"{module_name}._extra_state/{label}" for module_name in modules)
 
 
 def _has_adam(reader: CheckpointReader) -> bool:

@@ -34,7 +34,9 @@ class LanguageModelEmbedding(nn.Module):
 
     def __init__(self, context: LayerContext, vocab_size: int, max_sequence_length: int) -> None:
         super().__init__()
-        config, parallel, tp_group = context.config, context.parallel, context.tp_group
+        config = context.config
+        parallel = context.parallel
+        tp_group = context.tp_group
         self.sequence_parallel = context.sequence_parallel
         per_rank = context.vocabulary_per_rank(vocab_size)
         self.word_embeddings = VocabParallelEmbedding(
@@ -74,6 +76,7 @@ class LanguageModelEmbedding(nn.Module):
             hidden = self.norm(hidden)
         if self.wide_stream:
             hidden = hidden.to(wide(hidden.dtype))
+        # The embedding is a transposed view; the first norm and the messages between stages need contiguous memory.
         if not self.dropout.active:
             return hidden.contiguous()
         return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core import tensor_parallel, transformer
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.feature import layer_hooks, load_hook
@@ -19,19 +20,12 @@ from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
-from megatron_core.tensor_parallel import (
-    ColumnParallelLinear,
-    ModelParallelConfig,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
-from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
+from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, vocab_parallel_cross_entropy
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, in_chunks
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
-from megatron_core.transformer.z_loss import with_z_loss
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -83,7 +77,8 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = self.model_config = config
-        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
 
         # Settings and groups.
         parallel = parallel or ModelParallelConfig()
@@ -106,6 +101,8 @@ class GPTModel(nn.Module):
         self.output_layer = self._make_output_layer(context) if post_process else None
         self.mtp: Any = None
         if config.added_layers and post_process:
+            # Without a weight on this rank, multi-token prediction has a copy of the embedding, whose gradients are
+            # summed with the original's.
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
             self.mtp = load_hook(layer_hooks()["multi_token"])(
                 context, vocab_size, layer_specs, own_embedding=elsewhere
@@ -116,6 +113,8 @@ class GPTModel(nn.Module):
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
             assert shared is not None, "a first or last stage has the weight"
+            # Both ends of the pipeline hold the weight, so its gradient is a sum over them; only the first stage's copy
+            # is counted and saved.
             amend_spec(shared, tied=groups.ends, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
@@ -171,6 +170,7 @@ class GPTModel(nn.Module):
         head: list[nn.Module | None] = [self.decoder.final_layernorm, self.mtp, self.output_layer]
         embeds = self.output_layer is not None and (self.output_layer.weight is None or self.mtp is not None)
         if embeds and (self.embedding is not None or self._weights_of_others):
+            # ZeRO-3 must gather the weight for the head, too, although it belongs to the first unit.
             head.append(nn.ParameterList([self._shared_weight()]))
         units = [[self.embedding], *([layer] for layer in self.decoder.layers.values()), head]
         return [present for unit in units if (present := [module for module in unit if module is not None])]
@@ -200,12 +200,14 @@ class GPTModel(nn.Module):
             hidden_states: output of the previous stage.
             sequences: positions, documents, numbers and masks of the sequences, such as a ``MicroBatch``.
         """
-        sequences, head = sequences or SequenceDetails(), head or HeadOptions()
+        sequences = sequences or SequenceDetails()
+        head = head or HeadOptions()
         if head.only_output_layer:
             assert hidden_states is not None, "the input of the output layer"
             return self._vocab_parallel_logits(hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
-        positions, loss_mask = sequences.positions, sequences.loss_mask
+        positions = sequences.positions
+        loss_mask = sequences.loss_mask
         shape = len(input_ids), input_ids.shape[1] * self.split.cp_size
         if positions is None:
             positions = self.split.positions(shape[1], input_ids.device)
@@ -213,7 +215,8 @@ class GPTModel(nn.Module):
         documents = None
         if sequences.document_lengths is not None:
             documents = PackedDocuments.of(sequences.document_lengths, *shape, input_ids.device)
-        size, masked = self.model_config.attention_chunk_size, attention_mask is not None
+        size = self.model_config.attention_chunk_size
+        masked = attention_mask is not None
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
@@ -254,9 +257,11 @@ class GPTModel(nn.Module):
         logit_loss: LogitLoss | None,
     ) -> Tensor:
         """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
-        config, add_z_loss, later = self.model_config, None, sequences.later
+        config = self.model_config
+        add_z_loss = None
+        later = sequences.later
         if config.output_z_loss_coeff and context.auxiliary_losses is not None:
-            add_z_loss = partial(with_z_loss, config, sequences.loss_mask, context, self.parallel)
+            add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
         losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
         if self.mtp is not None and self.training and later is not None:
             losses_of = partial(self._losses, tied=tied)
@@ -275,21 +280,26 @@ class GPTModel(nn.Module):
 
         ``add_z_loss``: function of losses and log Z that returns the losses; ``logit_loss`` replaces cross entropy.
         """
-        size, backend = self.vocab_size, self.model_config.kernel_backend
+        size = self.vocab_size
+        backend = self.model_config.kernel_backend
         assert self.output_layer is not None
+        # Complete logits are the largest tensor of many models; chunks of them are enough for the loss and its
+        # gradient.
         if self.model_config.fuses_output_layer_with_loss:
             hidden_states = self._scaled(hidden_states)
             weight = self.output_layer.weight if tied is None else tied
             assert weight is not None, "an output layer without a weight of its own is tied"
             comm = self.output_layer.comm
-            return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
+            return tensor_parallel.linear_cross_entropy(
+                hidden_states, weight, target, comm, vocab_size=size, backend=backend
+            )
         logits = self._vocab_parallel_logits(hidden_states, tied)
         if logit_loss is not None:
             return logit_loss(logits, target)
         canonical = self.parallel.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": canonical}
+        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "num_parts": canonical}
         if add_z_loss is not None:
-            return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))
+            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
         return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
 
     def _output_weight(self) -> nn.Parameter | None:
@@ -326,7 +336,8 @@ class GPTModel(nn.Module):
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        base, channels = self.model_config.rotary_base_of_windows, attention_of(self.model_config).rotary_channels
+        base = self.model_config.rotary_base_of_windows
+        channels = attention_of(self.model_config).rotary_channels
         if not channels or base is None:
             return None
         frequencies = plain_frequencies(channels, base, position_ids.device)

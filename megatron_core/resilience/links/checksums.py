@@ -28,16 +28,17 @@ def block_length(dtype: torch.dtype) -> int:
     return 64 if dtype in _SIXTEEN_BITS else 1024
 
 
-def block_sums(x: Tensor, parts: int) -> Tensor:
-    """Signed sums and norms of the blocks of each of ``parts`` equal parts of ``x``: ``[parts, blocks, 2]``.
+def block_sums(x: Tensor, count: int) -> Tensor:
+    """Signed sums and norms of the blocks of each of ``count`` equal parts of ``x``: ``[count, blocks, 2]``.
 
     float64 for floating-point numbers. Integers are summed in int64 modulo 2^64, and their norms are 0.
     """
-    rows, length = x.detach().reshape(parts, -1), block_length(x.dtype)
-    whole = rows.shape[1] // length * length
-    pieces = [_sums(rows[:, :whole].unflatten(1, (-1, length)))] if whole else []
-    if whole < rows.shape[1] or not pieces:
-        pieces.append(_sums(rows[:, whole:].unsqueeze(1)))
+    rows = x.detach().reshape(count, -1)
+    length = block_length(x.dtype)
+    full = rows.shape[1] // length * length
+    pieces = [_sums(rows[:, :full].unflatten(1, (-1, length)))] if full else []
+    if full < rows.shape[1] or not pieces:
+        pieces.append(_sums(rows[:, full:].unsqueeze(1)))
     return torch.cat(pieces, 1)
 
 
@@ -47,8 +48,8 @@ def _sums(blocks: Tensor) -> Tensor:
     if blocks.is_floating_point():
         wide = torch.float32 if blocks.dtype in _SIXTEEN_BITS else torch.float64
     signs = _signs(blocks.shape[2], blocks.device).to(wide)
-    each = max(_CHUNK // (blocks.shape[0] * max(blocks.shape[2], 1)), 1)
-    return torch.cat([_chunk_sums(chunk.to(wide), signs) for chunk in blocks.split(each, 1)], 1)
+    size = max(_CHUNK // (blocks.shape[0] * max(blocks.shape[2], 1)), 1)
+    return torch.cat([_chunk_sums(chunk.to(wide), signs) for chunk in blocks.split(size, 1)], 1)
 
 
 def _chunk_sums(blocks: Tensor, signs: Tensor) -> Tensor:
@@ -64,32 +65,32 @@ def _signs(length: int, device: torch.device) -> Tensor:
     return (2 * torch.randint(0, 2, (length,), generator=random) - 1).to(device)
 
 
-def maxima(x: Tensor, parts: int) -> Tensor:
-    """The maximum of each of ``parts`` equal parts of ``x`` without its NaNs, and 1 if there are NaNs, else 0:
-    ``[parts, 2]``."""
-    rows = x.detach().reshape(parts, -1)
+def maxima(x: Tensor, count: int) -> Tensor:
+    """The maximum of each of ``count`` equal parts of ``x`` without its NaNs, and 1 if there are NaNs, else 0:
+    ``[count, 2]``."""
+    rows = x.detach().reshape(count, -1)
     lost = rows.isnan()
     numbers = rows.masked_fill(lost, -torch.inf) if x.is_floating_point() else rows
     return torch.stack([numbers.amax(1), lost.any(1).to(x.dtype)], 1)
 
 
-def maximum_differs(found: Tensor, expected: Tensor) -> bool:
+def maximum_differs(result: Tensor, expected: Tensor) -> bool:
     """Whether ``maxima`` of a result differ from the greatest ones of the inputs, both ``[2]``.
 
     A maximum of inputs with NaNs may be any of them: gloo drops or keeps a NaN depending on the order of the ranks.
     """
-    return not bool(expected[1]) and not torch.equal(found, expected)
+    return not bool(expected[1]) and not torch.equal(result, expected)
 
 
-def differs(found: Tensor, expected: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Whether block sums ``found`` ``[..., 2]`` of a result of ``dtype`` differ from the ``expected`` ones by more than
+def differs(result: Tensor, expected: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+    """Whether block sums ``result`` ``[..., 2]`` of a reduced ``dtype`` differ from the ``expected`` ones by more than
     the rounding of a sum over ``ranks``: ``[...]`` bool."""
-    if not found.is_floating_point():
-        return found[..., 0] != expected[..., 0]
+    if not result.is_floating_point():
+        return result[..., 0] != expected[..., 0]
     info, length = torch.finfo(dtype), block_length(dtype)
     wide = torch.finfo(torch.float32 if dtype in _SIXTEEN_BITS else torch.float64)
     per_norm = (ranks - 1) * info.eps / 2 + length * wide.eps / 2
     bound = CONFIDENCE * per_norm * expected[..., 1] + ranks * length * info.tiny
-    wrong = ~((found[..., 0] - expected[..., 0]).abs() <= bound)
+    wrong = ~((result[..., 0] - expected[..., 0]).abs() <= bound)
     # A sum that is not finite, or may overflow, has no bound; a NaN that appears in a harmless sum is an error.
     return wrong & expected.isfinite().all(-1) & (expected[..., 1] < info.max / 4)

@@ -24,18 +24,19 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
     Returns a description of each wrong delivery, equal on all ranks: receiver, sender, collective and axis. Calls that
     are not complete on all ranks of their group stay recorded. ``named``: the launcher's rank of a rank.
     """
-    checking, LINKS.checking = LINKS.checking, False  # the comparison itself is not recorded
+    checking = LINKS.checking
+    LINKS.checking = False  # the comparison itself is not recorded
     try:
-        found = list(_wrong_messages(named))
+        differences = list(_wrong_messages(named))
         for group, names in groups.named():
-            found += _wrong_calls(group, names, [named(rank) for rank in groups.global_ranks(group)], device)
-        number = torch.tensor([len(found)], dtype=torch.int64, device=device)
+            differences += _wrong_calls(group, names, [named(rank) for rank in groups.global_ranks(group)], device)
+        number = torch.tensor([len(differences)], dtype=torch.int64, device=device)
         world = groups.group(WORLD)
         for group in (world, groups.outer_reports):
             all_reduce_(number, group)
         if not int(number):
             return []
-        text = "\n".join(gather_strings("\n".join(found[:MOST]), world, device))
+        text = "\n".join(gather_strings("\n".join(differences[:MOST]), world, device))
         texts = gather_strings(text, groups.outer_reports, device)
         return list(dict.fromkeys(line for text in texts for line in text.splitlines() if line))
     finally:
@@ -44,12 +45,13 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
 
 def _wrong_messages(named: Callable[[int], int]) -> Iterable[str]:
     """Describe the wrong messages between pipeline stages that this rank received."""
-    arrived, LINKS.deliveries = LINKS.deliveries, []
-    for each in arrived:
-        if not each.right:
+    arrived = LINKS.deliveries
+    LINKS.deliveries = []
+    for message in arrived:
+        if not message.right:
             yield (
-                f"step {each.iteration}: rank {named(each.receiver)} received a wrong {each} from rank "
-                f"{named(each.sender)} over pp (message {each.number} of this link)"
+                f"step {message.iteration}: rank {named(message.receiver)} received a wrong {message} from rank "
+                f"{named(message.sender)} over pp (message {message.number} of this link)"
             )
 
 
@@ -57,12 +59,12 @@ def _wrong_calls(group: Group, names: Sequence[str], ranks: Sequence[int], devic
     """Compare the calls over one group of ``ranks``; describe those that delivered wrong data to this rank."""
     calls = _complete_on_all(group, device)
     where = f"over {' = '.join(names)} (ranks {listed(ranks)})"
-    found: list[tuple[tuple[int, int], str]] = []
+    differences: list[tuple[tuple[int, int], str]] = []
     for call, sources in _wrong_moves([call for call in calls if not call.is_sum], group):
         senders = [ranks[source] for source in sources]
-        found.append((call.key, _sentence(call, ranks[group.rank()], _from(senders), where)))
-    found += _wrong_sums([call for call in calls if call.is_sum], group, ranks, where)
-    return [text for _, text in sorted(found)]
+        differences.append((call.key, _sentence(call, ranks[group.rank()], _from(senders), where)))
+    differences += _wrong_sums([call for call in calls if call.is_sum], group, ranks, where)
+    return [text for _, text in sorted(differences)]
 
 
 def _from(senders: Sequence[int]) -> str:
@@ -83,9 +85,9 @@ def _complete_on_all(group: Group, device: torch.device) -> list[Call]:
     greatest, least_negated, most, some_open = known.tolist()
     if greatest == -least_negated and not some_open:
         return calls
-    own = torch.tensor(complete + [(-1, -1)] * (most + 1 - len(complete)), dtype=torch.int64, device=device)
-    gathered = own.new_empty(group.size() * own.numel())
-    all_gather_flat_(gathered, own.view(-1), group)
+    local = torch.tensor(complete + [(-1, -1)] * (most + 1 - len(complete)), dtype=torch.int64, device=device)
+    gathered = local.new_empty(group.size() * local.numel())
+    all_gather_flat_(gathered, local.view(-1), group)
     common = set(complete)
     for keys in gathered.view(group.size(), -1, 2).tolist():
         common &= set(map(tuple, keys))
@@ -103,8 +105,8 @@ def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, li
     expected = COLLECTIVES["all_to_all"](sent.contiguous(), group)
     received = torch.stack([torch.stack(call.received) for call in calls], 1)
     wrong = (expected != received).cpu()
-    for at in wrong.any(0).nonzero().flatten().tolist():
-        yield calls[at], wrong[:, at].nonzero().flatten().tolist()
+    for index in wrong.any(0).nonzero().flatten().tolist():
+        yield calls[index], wrong[:, index].nonzero().flatten().tolist()
 
 
 def _wrong_sums(
@@ -115,21 +117,21 @@ def _wrong_sums(
     All-reduces whose results differ between the ranks by less than rounding are described by the first rank.
     """
     verdicts = dict(zip((call.key for call in calls), _wrong_by_value(calls, group), strict=True))
-    found = [(call.key, _sentence(call, ranks[group.rank()], "", where)) for call in calls if verdicts[call.key]]
-    whole = [call for call in calls if call.what == "all-reduce"]
-    if not whole:
-        return found
-    flags = torch.tensor([verdicts[call.key] for call in whole], dtype=torch.int64).to(whole[0].received[1])
-    own = torch.stack([torch.stack([call.received[1] for call in whole]), flags])
-    gathered = own.new_empty(group.size() * own.numel())
-    all_gather_flat_(gathered, own.view(-1), group)
-    hashes, wrong = gathered.view(-1, 2, len(whole)).unbind(1)
+    differences = [(call.key, _sentence(call, ranks[group.rank()], "", where)) for call in calls if verdicts[call.key]]
+    reductions = [call for call in calls if call.what == "all-reduce"]
+    if not reductions:
+        return differences
+    flags = torch.tensor([verdicts[call.key] for call in reductions], dtype=torch.int64).to(reductions[0].received[1])
+    local = torch.stack([torch.stack([call.received[1] for call in reductions]), flags])
+    gathered = local.new_empty(group.size() * local.numel())
+    all_gather_flat_(gathered, local.view(-1), group)
+    hashes, wrong = gathered.view(-1, 2, len(reductions)).unbind(1)
     named = wrong.any(0).tolist()
-    for call, each, is_named in zip(whole, hashes.T.tolist(), named, strict=True):
-        odd = "" if is_named or group.rank() else _minority(each, ranks)
+    for call, call_hashes, is_named in zip(reductions, hashes.T.tolist(), named, strict=True):
+        odd = "" if is_named or group.rank() else _minority(call_hashes, ranks)
         if odd:
-            found.append((call.key, f"step {call.iteration}: {odd} in {call}, call {call.number} {where}"))
-    return found
+            differences.append((call.key, f"step {call.iteration}: {odd} in {call}, call {call.number} {where}"))
+    return differences
 
 
 def _minority(hashes: Sequence[int], ranks: Sequence[int]) -> str:
@@ -147,21 +149,21 @@ def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
     """Whether the block sums of each call's result on this rank differ from the sums of the inputs' block sums."""
     wrong = [False] * len(calls)
     kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
-    for at, call in enumerate(calls):
-        kinds.setdefault((call.is_maximum, call.sent[0].dtype), []).append(at)
+    for index, call in enumerate(calls):
+        kinds.setdefault((call.is_maximum, call.sent[0].dtype), []).append(index)
     # All ranks have the same calls, and therefore the same kinds in the same order.
     for (maximum, _), members in kinds.items():
-        expected = torch.cat([calls[at].sent[0].reshape(-1) for at in members])
+        expected = torch.cat([calls[index].sent[0].reshape(-1) for index in members])
         all_reduce_(expected, group, maximum=maximum)
-        parts = expected.split([calls[at].sent[0].numel() for at in members])
-        for at, part in zip(members, parts, strict=True):
-            wrong[at] = _is_wrong(calls[at], part.view(calls[at].sent[0].shape), group)
+        sums_of_calls = expected.split([calls[index].sent[0].numel() for index in members])
+        for index, sums in zip(members, sums_of_calls, strict=True):
+            wrong[index] = _is_wrong(calls[index], sums.view(calls[index].sent[0].shape), group)
     return wrong
 
 
 def _is_wrong(call: Call, expected: Tensor, group: Group) -> bool:
-    own = expected[group.rank() if expected.shape[0] > 1 else 0]
-    found = call.received[0][0]
-    if call.is_maximum and found.dim() == 1:
-        return maximum_differs(found, own)
-    return bool(differs(found, own, call.dtype, group.size()).any())
+    expected_local = expected[group.rank() if expected.shape[0] > 1 else 0]
+    result = call.received[0][0]
+    if call.is_maximum and result.dim() == 1:
+        return maximum_differs(result, expected_local)
+    return bool(differs(result, expected_local, call.dtype, group.size()).any())

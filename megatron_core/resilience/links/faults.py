@@ -34,9 +34,9 @@ class LinkFault:
     """One of ``LINK_DAMAGES`` and ``LINK_DELAYS``."""
 
     @classmethod
-    def of(cls, kind: str) -> LinkFault | None:
+    def of(cls, fault: str) -> LinkFault | None:
         """The fault of a kind of ``--inject-fault``, such as ``tp-zeros``; None for other kinds."""
-        axis, _, damage = kind.partition("-")
+        axis, _, damage = fault.partition("-")
         return cls(axis, damage) if axis in LINK_AXES and damage in (*LINK_DAMAGES, *LINK_DELAYS) else None
 
 
@@ -59,10 +59,10 @@ class LinkFaults:
         """Find the groups of each axis."""
         self._axes.clear()
         for axis, names in _GROUPS.items():
-            own = [groups.group(name) for name in names]
-            own += [groups.shard_group(name) for name in names if name in ("dp", "dp-cp", "edp")]
-            own += [groups.context.heads, groups.context.ring] if axis == "cp" else []
-            for group in own:
+            axis_groups = [groups.group(name) for name in names]
+            axis_groups += [groups.shard_group(name) for name in names if name in ("dp", "dp-cp", "edp")]
+            axis_groups += [groups.context.heads, groups.context.ring] if axis == "cp" else []
+            for group in axis_groups:
                 if group.size() > 1:
                     self._axes.setdefault(group, set()).add(axis)
 
@@ -72,35 +72,40 @@ class LinkFaults:
 
     def disarm(self) -> list[LinkFault]:
         """Return the faults that changed no tensor, and forget them; unless ``remembers``, also previous tensors."""
-        left, self._armed = self._armed, []
+        left = self._armed
+        self._armed = []
         if not self.remembers:
             self._previous.clear()
         return left
 
-    def apply(self, what: str, group: Group, parts: Sequence[Tensor | None]) -> None:
-        """Damage one of the ``parts`` that a collective has delivered, if a fault is due.
+    def apply(self, what: str, group: Group, delivered: Sequence[Tensor | None]) -> None:
+        """Damage one of the ``delivered`` that a collective has delivered, if a fault is due.
 
         Expert-parallel links are damaged in all-to-alls only, because the group of an axis may have the same ranks as
         that of another.
         """
         axes = self._axes.get(group, set())
-        self._apply((group, what), axes - {"ep"} if what != "all-to-all" else axes, parts)
+        self._apply((group, what), axes - {"ep"} if what != "all-to-all" else axes, delivered)
 
     def apply_to_message(self, sender: int, receiver: int, data: Tensor) -> None:
         """Damage a message between pipeline stages, if a fault is due."""
         self._apply((sender, receiver), {"pp"}, [data])
 
-    def _apply(self, link: tuple[object, ...], axes: set[str], parts: Sequence[Tensor | None]) -> None:
-        for number, part in enumerate(parts):
-            if part is None or part.numel() < FEWEST or not (part.is_floating_point() or part.dtype == torch.uint8):
+    def _apply(self, link: tuple[object, ...], axes: set[str], delivered: Sequence[Tensor | None]) -> None:
+        for number, tensor in enumerate(delivered):
+            if (
+                tensor is None
+                or tensor.numel() < FEWEST
+                or not (tensor.is_floating_point() or tensor.dtype == torch.uint8)
+            ):
                 continue
-            key = (*link, number, part.numel(), part.dtype)
-            arrived = part.clone() if self.remembers else None
+            key = (*link, number, tensor.numel(), tensor.dtype)
+            arrived = tensor.clone() if self.remembers else None
             for fault in [fault for fault in self._armed if fault.axis in axes]:
                 if fault.damage in LINK_DELAYS:
                     self._armed.remove(fault)
                     wait_for_transfer(is_lost=fault.damage == "lost")
-                elif damage(part, fault.damage, self._previous.get(key)):
+                elif damage(tensor, fault.damage, self._previous.get(key)):
                     self._armed.remove(fault)
             if arrived is not None:
                 self._previous[key] = arrived
@@ -114,7 +119,7 @@ def wait_for_transfer(*, is_lost: bool) -> None:
         time.sleep(0.02)
 
 
-def damage(x: Tensor, kind: str, previous: Tensor | None = None) -> bool:
+def damage(x: Tensor, damage_kind: str, previous: Tensor | None = None) -> bool:
     """Damage ``x`` in place; return whether that changed a bit. ``previous``: the tensor received before it.
 
     A bit of the largest element is flipped, of bytes one in the middle. A doubled element that is itself a rounding
@@ -122,14 +127,14 @@ def damage(x: Tensor, kind: str, previous: Tensor | None = None) -> bool:
     """
     bits = x.detach().view(-1).view(_INTEGERS[x.element_size()])
     before = bits.clone()
-    if kind == "zeros":
+    if damage_kind == "zeros":
         bits.zero_()
-    elif kind == "shifted":
+    elif damage_kind == "shifted":
         bits.copy_(before.roll(1))
-    elif kind == "flipped":
-        at = x.detach().abs().argmax() if x.is_floating_point() else bits.numel() // 2
-        if not x.is_floating_point() or x.view(-1)[at]:  # 0 would become the smallest number
-            bits[at] ^= 1 << _BITS.get(x.dtype, 0)
+    elif damage_kind == "flipped":
+        index = x.detach().abs().argmax() if x.is_floating_point() else bits.numel() // 2
+        if not x.is_floating_point() or x.view(-1)[index]:  # 0 would become the smallest number
+            bits[index] ^= 1 << _BITS.get(x.dtype, 0)
     elif previous is not None:
         bits.copy_(previous.view(-1).view(bits.dtype))
     return not torch.equal(bits, before)

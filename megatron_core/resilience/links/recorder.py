@@ -107,10 +107,12 @@ class LinkRecorder:
         Calls since the previous ``begin`` stay recorded: those of the update are not compared yet. Older calls, which
         were still incomplete in a whole comparison, are dropped, so that calls without a ``wait`` do not accumulate.
         """
-        self.checking, self.iteration = True, iteration
-        last, self._recording = self._recording, self._recording + 1
+        self.checking = True
+        self.iteration = iteration
+        previous = self._recording
+        self._recording = self._recording + 1
         for group, calls in list(self.calls.items()):
-            self.calls[group] = [call for call in calls if call.recording == last]
+            self.calls[group] = [call for call in calls if call.recording == previous]
         self._numbers.clear()
 
     def end(self) -> None:
@@ -162,10 +164,10 @@ class LinkRecorder:
 
         def after(record: Call | None) -> Callable[[], None]:
             def complete() -> None:
-                parts = from_each()
-                self.faults.apply(what, group, [part for i, part in enumerate(parts) if i != group.rank()])
+                received = from_each()
+                self.faults.apply(what, group, [tensor for i, tensor in enumerate(received) if i != group.rank()])
                 if record is not None:
-                    record.received = _hashes(parts, x.device)
+                    record.received = _hashes(received, x.device)
                     record.complete = True
 
             return complete
@@ -178,15 +180,15 @@ class LinkRecorder:
         """See ``Observer.summed``."""
         if _is_captured(x):
             return call
-        parts = x.numel() // max(result.numel(), 1) or 1
+        count = x.numel() // max(result.numel(), 1) or 1
 
-        def sums(of: Tensor, parts: int) -> Tensor:
-            return maxima(of, parts) if maximum and of.numel() else block_sums(of, parts)
+        def sums(of: Tensor, count: int) -> Tensor:
+            return maxima(of, count) if maximum and of.numel() else block_sums(of, count)
 
         def run() -> Any:
             record = self.record(what, group, x, is_sum=True, is_maximum=maximum) if self.checking else None
             if record is not None:
-                record.sent = [sums(x, parts)]
+                record.sent = [sums(x, count)]
 
             def complete() -> None:
                 self.faults.apply(what, group, [result])
@@ -206,7 +208,8 @@ class LinkRecorder:
         """See ``Observer.receive``; record whether the checksum is right when the message has arrived."""
         if not self.sealing:
             return Watched(start(buffer), lambda: self.faults.apply_to_message(sender, receiver, buffer))
-        message, iteration = empty_message(buffer.nbytes, buffer.device), self.iteration
+        message = empty_message(buffer.nbytes, buffer.device)
+        iteration = self.iteration
         number = self.message_number(sender, receiver)
 
         def arrived() -> None:
@@ -232,13 +235,13 @@ def _finished(work: Any, after: Callable[[], None]) -> Any:
     return Watched(work, after)
 
 
-def _hashes(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+def _hashes(tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
     known: dict[int, Tensor] = {}  # an all-gather sends one tensor to all
     nothing = torch.zeros((), dtype=torch.int64, device=device)
-    for part in parts:
-        if part is not None and id(part) not in known:
-            known[id(part)] = bit_hash(part)
-    return [nothing if part is None else known[id(part)] for part in parts]
+    for tensor in tensors:
+        if tensor is not None and id(tensor) not in known:
+            known[id(tensor)] = bit_hash(tensor)
+    return [nothing if tensor is None else known[id(tensor)] for tensor in tensors]
 
 
 def _is_captured(x: Tensor) -> bool:

@@ -73,18 +73,20 @@ class Connection:
     def receive(self, size: int, out: memoryview | None = None) -> memoryview:
         """The next ``size`` bytes, in ``out`` if it is given. ``InterruptedWait`` if the wait is interrupted."""
         view = memoryview(bytearray(size)) if out is None else out[:size]
-        at, last = 0, time.monotonic()
-        while at < size:
+        offset = 0
+        last_arrival = time.monotonic()
+        while offset < size:
             try:
-                count = self._socket.recv_into(view[at:])
+                count = self._socket.recv_into(view[offset:])
             except TimeoutError:
                 interrupt.check()
-                if time.monotonic() - last > PATIENCE:
+                if time.monotonic() - last_arrival > PATIENCE:
                     raise
                 continue
             if count == 0:
                 raise ConnectionResetError("the process that keeps the state of another rank has ended")
-            at, last = at + count, time.monotonic()
+            offset = offset + count
+            last_arrival = time.monotonic()
         return view
 
     def close(self) -> None:
@@ -97,7 +99,8 @@ class RemoteCopy:
 
     def __init__(self, connection: Connection, copy: Copy) -> None:
         """Errors: ``KeyError`` if the keeper does not have ``copy``."""
-        self._connection, self.copy = connection, copy
+        self._connection = connection
+        self.copy = copy
         answer = connection.ask("open", copy)
         self.size = int(answer["size"])
         """Bytes of its tensors."""
@@ -129,8 +132,8 @@ class _Answers(socketserver.StreamRequestHandler):
             if not hmac.compare_digest(word.encode(errors="replace"), self.server.word.encode()):
                 return
             try:
-                for part in self.server.answer(request["what"], Copy(*request["copy"]), request):
-                    self.wfile.write(part)
+                for piece in self.server.answer(request["what"], Copy(*request["copy"]), request):
+                    self.wfile.write(piece)
             except KeyError:
                 self.wfile.write(b'{"found": false}\n')
 
@@ -141,7 +144,8 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: str, memory: HostMemory, mirror: HostMemory) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Answers)
-        self._memory, self._mirror = memory, mirror
+        self._memory = memory
+        self._mirror = mirror
         self.word = secrets.token_hex(16)
 
     def answer(self, what: str, copy: Copy, request: dict[str, Any]) -> Iterable[bytes | memoryview]:
@@ -158,15 +162,15 @@ class _Server(socketserver.ThreadingTCPServer):
         if what != "read":
             return [_line()]
         view = data.numpy().data
-        return [_line(), *(view[at : at + length] for at, length in request["spans"])]
+        return [_line(), *(view[offset : offset + length] for offset, length in request["spans"])]
 
     def _newest(self, after: int) -> Copy:
         """Wait for a copy of this rank whose stamp is greater than ``after``; at most ``PATIENCE`` / 2."""
         deadline = time.monotonic() + PATIENCE / 2
         while time.monotonic() < deadline:
-            found = self._memory.copies()
-            if found and found[-1].stamp > after:
-                return found[-1]
+            copies = self._memory.copies()
+            if copies and copies[-1].stamp > after:
+                return copies[-1]
             time.sleep(POLL)
         raise KeyError(after)
 
@@ -213,15 +217,15 @@ def _keep(rendezvous: Rendezvous, server: _Server, memory: HostMemory, mirror: H
 
 def _mirror(connection: Connection, owner: int, memory: HostMemory, mirror: HostMemory) -> None:
     """Read the next copies of ``owner`` as long as its copies are wanted."""
-    last = [Copy(owner, -1, 0), *(copy for copy in mirror.copies() if copy.owner == owner)][-1]
+    newest_copy = [Copy(owner, -1, 0), *(copy for copy in mirror.copies() if copy.owner == owner)][-1]
     while memory.numbers[MIRRORS] - 1 == owner:
-        newest = Copy(*connection.ask("newest", last)["copy"])
+        newest = Copy(*connection.ask("newest", newest_copy)["copy"])
         remote = RemoteCopy(connection, newest)
         remote.read_all(mirror.begin().numpy().data)
         connection.ask("check", newest)  # its memory was not written again meanwhile
         mirror.commit_copy(newest, remote.table, remote.state, remote.size)
         connection.ask("mirrored", newest)
-        last = newest
+        newest_copy = newest
     connection.close()
 
 
@@ -236,19 +240,19 @@ def own_address(size: int) -> str:
         return LOOPBACK
     master = os.environ.get("MASTER_ADDR", LOOPBACK)
     try:
-        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, socket_type, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket_type) as probe:
             probe.connect(where)
-            found = str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
     except OSError as error:
         raise LayoutError(
             f"MASTER_ADDR={master!r}: this host has no way to it ({error}), so other ranks could not read the "
             "copies of its state; set MASTER_ADDR to an address of rank 0's host that all hosts can reach"
         ) from None
-    if "LOCAL_WORLD_SIZE" in os.environ and (found.startswith("127.") or found == "::1"):
+    if "LOCAL_WORLD_SIZE" in os.environ and (address.startswith("127.") or address == "::1"):
         raise LayoutError(
-            f"MASTER_ADDR={master!r} is {found} on this host, which other hosts cannot reach, but "
+            f"MASTER_ADDR={master!r} is {address} on this host, which other hosts cannot reach, but "
             f"{os.environ['LOCAL_WORLD_SIZE']} of {size} ranks are here; set MASTER_ADDR to an address of rank 0's "
             "host that all hosts can reach, such as its IP address"
         )
-    return found
+    return address

@@ -82,22 +82,24 @@ class HostMemory:
         self._set(self._slot, _VALID, 0)
         return self._bytes(self._slot)
 
-    def commit(self, iteration: int, table: bytes, state: dict[str, Any], at: int, rollbacks: int = 0) -> None:
+    def commit(self, iteration: int, table: bytes, state: dict[str, Any], size: int, rollbacks: int = 0) -> None:
         """Complete the copy begun last, of this rank in the current generation.
 
-        ``table`` describes its tensors, which occupy its first ``at`` bytes.
+        ``table`` describes its tensors, which occupy its first ``size`` bytes.
         """
         copy = Copy(self.rank, iteration, self.numbers[GENERATION], rollbacks)
-        self.commit_copy(copy, table, json.dumps(state).encode(), at)
+        self.commit_copy(copy, table, json.dumps(state).encode(), size)
 
-    def commit_copy(self, copy: Copy, table: bytes, state: bytes, at: int) -> None:
+    def commit_copy(self, copy: Copy, table: bytes, state: bytes, size: int) -> None:
         """Complete the copy begun last, of any rank; ``state`` is JSON."""
         self.before_commit()
-        if at + len(table) + len(state) > self.room:
-            raise MemoryError(f"recover=in-process: a copy of {at} bytes of state does not fit into {self.room} bytes")
-        start = PAGE + self._slot * self.room + at
+        if size + len(table) + len(state) > self.room:
+            raise MemoryError(
+                f"recover=in-process: a copy of {size} bytes of state does not fit into {self.room} bytes"
+            )
+        start = PAGE + self._slot * self.room + size
         self._mapping[start : start + len(table) + len(state)] = table + state
-        fields = {_TABLE: at, _TABLE_BYTES: len(table), _STATE: at + len(table), _STATE_BYTES: len(state)}
+        fields = {_TABLE: size, _TABLE_BYTES: len(table), _STATE: size + len(table), _STATE_BYTES: len(state)}
         fields |= {_OWNER: copy.owner, _WRITTEN: copy.generation, _ROLLBACKS: copy.rollbacks}
         fields |= {_VALID: copy.iteration + 1}  # valid at last
         for field, value in fields.items():
@@ -109,11 +111,12 @@ class HostMemory:
 
     def read(self, copy: Copy) -> tuple[bytes, bytes, Tensor]:
         """Table and state of ``copy``, both JSON, and the bytes of its tensors. ``KeyError`` if it is absent."""
-        slot, found = self._slot_of(copy), []
-        for at, length in ((_TABLE, _TABLE_BYTES), (_STATE, _STATE_BYTES)):
-            start = PAGE + slot * self.room + self._number(slot, at)
-            found.append(self._mapping[start : start + self._number(slot, length)])
-        return found[0], found[1], self._bytes(slot)[: self._number(slot, _TABLE)]
+        slot = self._slot_of(copy)
+        texts = []
+        for entry, length in ((_TABLE, _TABLE_BYTES), (_STATE, _STATE_BYTES)):
+            start = PAGE + slot * self.room + self._number(slot, entry)
+            texts.append(self._mapping[start : start + self._number(slot, length)])
+        return texts[0], texts[1], self._bytes(slot)[: self._number(slot, _TABLE)]
 
     def forget(self) -> None:
         """Invalidate both copies."""
@@ -127,7 +130,8 @@ class HostMemory:
         raise KeyError(copy)
 
     def _copy(self, slot: int) -> Copy:
-        owner, iteration = self._number(slot, _OWNER), self._number(slot, _VALID) - 1
+        owner = self._number(slot, _OWNER)
+        iteration = self._number(slot, _VALID) - 1
         return Copy(owner, iteration, self._number(slot, _WRITTEN), self._number(slot, _ROLLBACKS))
 
     def _bytes(self, slot: int) -> Tensor:

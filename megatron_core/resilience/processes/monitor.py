@@ -33,7 +33,9 @@ class Monitor:
     """Interrupts the main thread when the current generation fails; ``limit``: time limit of collectives in seconds."""
 
     def __init__(self, rendezvous: Rendezvous, memory: HostMemory, limit: float) -> None:
-        self._rendezvous, self._memory, self._limit = rendezvous, memory, limit
+        self._rendezvous = rendezvous
+        self._memory = memory
+        self._limit = limit
         self._numbers = memory.numbers
         self._beat = 0.0
         self.prefix = ""
@@ -47,7 +49,8 @@ class Monitor:
 
     def beat(self, iteration: int) -> None:
         """Report the start of a step; from the first step on, a rank without progress is reported."""
-        self._numbers[ITERATION], self._beat = iteration, time.monotonic()
+        self._numbers[ITERATION] = iteration
+        self._beat = time.monotonic()
 
     def rest(self) -> None:
         """Stop checking for progress, because the remaining work may be slow."""
@@ -68,14 +71,16 @@ class Monitor:
         """Watch ``generation`` from now on."""
         interrupt.withdraw()
         with self._lock:
-            self._generation, self._since = generation, 0.0
+            self._generation = generation
+            self._since = 0.0
 
     def pause(self) -> None:
         """Stop watching: the main thread has been interrupted, or is complete."""
         while True:
             try:
                 with self._lock:
-                    self._generation, self._beat = None, 0.0
+                    self._generation = None
+                    self._beat = 0.0
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
                 return
             except interrupt.InterruptedWait:
@@ -110,15 +115,17 @@ class Monitor:
 
     def _interrupt(self, generation: int, reason: str) -> None:
         """Let waits fail at once, and the thread itself after ``GRACE`` seconds."""
-        now, is_first = time.monotonic(), self._since == 0.0
+        now = time.monotonic()
+        is_first = self._since == 0.0
         with self._lock:
             if self._generation != generation:
                 return
             self._since = self._since or now
             interrupt.request(reason)
             if now - self._since > GRACE:
-                thread, kind = ctypes.c_ulong(self._main), ctypes.py_object(interrupt.InterruptedWait)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, kind)
+                thread = ctypes.c_ulong(self._main)
+                exception = ctypes.py_object(interrupt.InterruptedWait)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
         if is_first:
             abort_groups()
 

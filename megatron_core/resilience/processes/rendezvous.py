@@ -31,7 +31,7 @@ class Failure:
     """Description with the rank as the subject, such as ``rank 1 (process 77) was killed by SIGKILL``."""
     iteration: int
     """The running iteration of the rank; 0 before the first one."""
-    at: float = field(default_factory=unix_time)
+    unix_seconds: float = field(default_factory=unix_time)
     """Time of the detection, in seconds since 1970."""
     first: int | None = None
     """The first step with wrong values, if they are the failure; the state before it is right."""
@@ -41,8 +41,8 @@ class Failure:
     @classmethod
     def of(cls, text: str) -> Failure:
         """The failure that ``text`` describes."""
-        found = json.loads(text)
-        return cls(**found | {"ranks": tuple(found["ranks"])})
+        fields = json.loads(text)
+        return cls(**fields | {"ranks": tuple(fields["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Members:
     @classmethod
     def of(cls, text: str) -> Members:
         """The members that ``text`` describes."""
-        found = json.loads(text)
-        lists = {name: tuple(found[name]) for name in ("ranks", "training", "fresh")}
-        return cls(**found | lists | {"holders": {int(owner): rank for owner, rank in found["holders"].items()}})
+        fields = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("ranks", "training", "fresh")}
+        return cls(**fields | lists | {"holders": {int(owner): rank for owner, rank in fields["holders"].items()}})
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, rank: int, size: int, choice: Choice | None = None) -> None:
         """``choice`` must be equal on all ranks."""
-        self._store, self.rank, self.size = store, rank, size
+        self._store = store
+        self.rank = rank
+        self.size = size
         self._choice = choice or Choice()
 
     def clone(self) -> Rendezvous:
@@ -150,16 +152,16 @@ class Rendezvous:
     def failures(self, before: int) -> list[Failure]:
         """The failures that led to generation ``before``, since the last generation that has trained: the first one of
         each generation, whose text also names the other processes that died."""
-        found = list[Failure]()
+        failures = list[Failure]()
         for generation in range(before - 1, -1, -1):
             failure = self.failure(generation)
             if failure is not None:
-                others = (self._get(f"{generation}/died/{rank}") for rank in range(self.size) if rank != failure.rank)
-                texts = [failure.what, *(text for text in others if text is not None)]
-                found.append(replace(failure, what=" and ".join(texts)))
+                deaths = (self._get(f"{generation}/died/{rank}") for rank in range(self.size) if rank != failure.rank)
+                texts = [failure.what, *(text for text in deaths if text is not None)]
+                failures.append(replace(failure, what=" and ".join(texts)))
             if self._has(f"{generation}/trains"):
                 break
-        return found[::-1]
+        return failures[::-1]
 
     def next_generation(self, after: int) -> int:
         """The first generation from ``after`` on that has neither failed nor been replaced."""
@@ -181,11 +183,11 @@ class Rendezvous:
 
     def members(self, generation: int) -> Members | None:
         """The members of ``generation``, once all ranks that are not lost have arrived; the same on all of them."""
-        found = self.decided(generation)
-        if found is None and not self.absent(generation):
+        decided = self.decided(generation)
+        if decided is None and not self.absent(generation):
             self._first(f"{generation}/members", json.dumps(asdict(self._count(generation))))
-            found = self.decided(generation)
-        return found
+            decided = self.decided(generation)
+        return decided
 
     def decided(self, generation: int) -> Members | None:
         """The members of ``generation`` if a rank has decided them."""
@@ -193,7 +195,8 @@ class Rendezvous:
         return None if text is None else Members.of(text)
 
     def _count(self, generation: int) -> Members:
-        there, fresh = list[int](), list[int]()
+        there = list[int]()
+        fresh = list[int]()
         holders: dict[tuple[int, int, int], dict[int, int]] = {}  # by written, rollbacks and iteration
         for rank in range(self.size):
             lost = self.is_lost(rank)
@@ -203,27 +206,27 @@ class Rendezvous:
                 there.append(rank)
                 fresh += [rank] * is_fresh
             for copy in map(Copy._make, copies):
-                found = holders.setdefault((copy.generation, copy.rollbacks, copy.iteration), {})
-                if copy.owner not in found or rank == copy.owner:
-                    found[copy.owner] = rank
-        earlier = {each: self.decided(each) for each in range(generation)}
-        failures = [(each, self.wrong(each)) for each in range(generation)]
-        wrong = [(each, failure.first or 0) for each, failure in failures if failure is not None]
+                owners = holders.setdefault((copy.generation, copy.rollbacks, copy.iteration), {})
+                if copy.owner not in owners or rank == copy.owner:
+                    owners[copy.owner] = rank
+        earlier = {number: self.decided(number) for number in range(generation)}
+        failures = [(number, self.wrong(number)) for number in range(generation)]
+        wrong = [(number, failure.first or 0) for number, failure in failures if failure is not None]
         usable = [
-            ((written, rollbacks, iteration), found)
-            for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True)
-            if not any(written <= each and iteration >= first for each, first in wrong)
+            ((written, rollbacks, iteration), owners)
+            for (written, rollbacks, iteration), owners in sorted(holders.items(), reverse=True)
+            if not any(written <= number and iteration >= first for number, first in wrong)
         ]
         # As many ranks as possible train; only without their state, fewer: those that have a copy of an iteration.
         training = self._choice.training(there)
         for only_owners in (False, True):
-            for (written, rollbacks, iteration), found in usable:
+            for (written, rollbacks, iteration), owners in usable:
                 writers = earlier.get(written)
-                chosen = self._choice.training([r for r in there if r in found]) if only_owners else training
-                if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):
-                    return Members(tuple(there), chosen, iteration, written, found, tuple(fresh), rollbacks)
+                chosen = self._choice.training([r for r in there if r in owners]) if only_owners else training
+                if chosen and writers is not None and self._choice.suffices(writers.training, owners, chosen):
+                    return Members(tuple(there), chosen, iteration, written, owners, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.
-        has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
+        has_trained = any(number is not None and number.iteration >= 0 for number in earlier.values())
         has_trained |= len({iteration for _, _, iteration in holders}) > 1
         return Members(tuple(there), training, LOST_STATE if has_trained else NO_STATE, 0, {}, tuple(fresh))
 
@@ -296,8 +299,8 @@ class Rendezvous:
 
     def watched(self, count: int = 1) -> dict[int, int]:
         """The next ``count`` ranks whose supervisors have not left, in order, and their numbers of beats."""
-        others = (*range(self.rank + 1, self.size), *range(self.rank))
-        present = islice((rank for rank in others if not self._has(f"left/{rank}")), count)
+        other_ranks = (*range(self.rank + 1, self.size), *range(self.rank))
+        present = islice((rank for rank in other_ranks if not self._has(f"left/{rank}")), count)
         return {rank: self._store.add(f"beats/{rank}", 0) for rank in present}
 
     def leave(self, rank: int | None = None) -> None:

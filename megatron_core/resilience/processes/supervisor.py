@@ -80,8 +80,11 @@ class Supervisor:
         ``respawns``: start a new process after a death; otherwise the job continues without this rank.
 
         Errors: ``LayoutError`` if other hosts could not reach this one."""
-        self._rendezvous, self._memory, self._restart = rendezvous, memory, restart_status
-        self._mirror, self._respawns = mirror, respawns
+        self._rendezvous = rendezvous
+        self._memory = memory
+        self._restart = restart_status
+        self._mirror = mirror
+        self._respawns = respawns
         self._address = own_address(rendezvous.size)
         self._pid = self._keeper = 0
         self._reason = ""
@@ -103,7 +106,8 @@ class Supervisor:
             sys.stdout.flush()
             sys.stderr.flush()
             self._keep()
-            parent, numbers = os.getpid(), self._memory.numbers
+            parent = os.getpid()
+            numbers = self._memory.numbers
             numbers[FINISHED] = 0
             self._pid = os.fork()
             if self._pid == 0:
@@ -118,16 +122,16 @@ class Supervisor:
         if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
             self._keeper = start_keeper(self._rendezvous, self._memory, self._mirror, self._address)
 
-    def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
+    def _begin(self, generation: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(self._restart)
         for received in self._signals:
             os.kill(os.getpid(), received)
-        return Child(number, self._memory)
+        return Child(generation, self._memory)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -191,8 +195,10 @@ class Supervisor:
         self._rendezvous.beat()
         if self._memory.numbers[GENERATION] == INVITED:
             return  # the others have not met this rank, so that it has no generation that could fail
-        count, now = max(WATCHED, read_integer("LOCAL_WORLD_SIZE", 1, least=1)), self._now()
-        known, self._watched = self._watched, {}
+        count = max(WATCHED, read_integer("LOCAL_WORLD_SIZE", 1, least=1))
+        now = self._now()
+        known = self._watched
+        self._watched = {}
         for rank, beats in self._rendezvous.watched(count).items():
             same = rank in known and known[rank][0] == beats
             self._watched[rank] = known[rank] if same else (beats, now)
@@ -232,7 +238,8 @@ class Supervisor:
 
     def _after(self, status: int) -> None:
         """Report the death of the training process, or exit if the job is over for this rank."""
-        numbers, code = self._memory.numbers, os.waitstatus_to_exitcode(status)
+        numbers = self._memory.numbers
+        code = os.waitstatus_to_exitcode(status)
         ended = self._ask(self._rendezvous.ended, None)
         if numbers[FINISHED] or code == 0:
             self._exit(max(code, 0))
@@ -253,8 +260,8 @@ class Supervisor:
             self._ask(lambda: self._rendezvous.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)
         if not self._respawns:
-            held = self._memory.copies() + self._mirror.copies()
-            self._ask(lambda: self._rendezvous.lose(self._rendezvous.rank, held), None)
+            copies = self._memory.copies() + self._mirror.copies()
+            self._ask(lambda: self._rendezvous.lose(self._rendezvous.rank, copies), None)
         failure = Failure(self._rendezvous.rank, what, numbers[ITERATION])
         self._ask(lambda: self._rendezvous.die(generation, failure), None)
         if not self._respawns:

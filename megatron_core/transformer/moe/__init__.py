@@ -1,4 +1,8 @@
-"""Mixture of experts: a router chooses experts for each token; a dispatcher sends tokens to experts and back."""
+"""Mixture of experts: a router chooses experts for each token; a dispatcher sends tokens to experts and back.
 
-from megatron_core.transformer.moe.layer import MoELayer, moe_loss_names
-from megatron_core.transformer.moe.router import Routing, TopKRouter, update_expert_biases
+Names are imported on first use, because most layers are dense; ``__init__.pyi`` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,7 +16,8 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.moe.choice import log_scores
 
 Total = Callable[[Tensor], Tensor]
-BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
+BALANCING = "load_balancing_loss"
+Z_LOSS = "z_loss"
 
 
 def balancing_names(config: ModelConfig) -> dict[str, str]:
@@ -50,17 +51,18 @@ def balancing_loss(
 
         E / (k T^2) sum_e n_e sum_t P_te       (1 for perfect balance)
 
-    This is ``seq_aux_loss``. ``aux_loss`` treats the b sequences of a micro-batch as one sequence. ``global_aux_loss``
-    computes n_e / T over the ranks of ``batch_group`` and the micro-batches so far. ``sequence_group`` contains the
-    ranks with parts of the same sequences.
-    Source: Fedus et al. 2021, equation 4.
+    ``sequence_group`` contains the ranks with parts of the same sequences, and ``batch_group`` those of the data axes,
+    too. Source: Fedus et al. 2021, equation 4.
     """
+    # This is ``seq_aux_loss``. ``aux_loss`` treats the b sequences of a micro-batch as one sequence; its loss is
+    # multiplied by b, because the mean is over sequences. ``global_aux_loss`` computes n_e / T over the ranks of
+    # ``batch_group`` and the micro-batches so far, and is a sum over tokens.
     # As Megatron Core's ``switch_load_balancing_loss_func``, all of them ignore expert bias and groups in n_e.
-    # ``aux_loss`` multiplies its loss by b, because the mean is over sequences; ``global_aux_loss`` is a sum over
-    # tokens.
     # Scores, and numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
-    experts, k = config.num_experts or 1, config.moe_router_topk
+    experts = config.num_experts or 1
+    k = config.moe_router_topk
     scores = log_scores(logits, config).softmax(-1)
+    # The counts are not differentiable; the gradient is that of the scores.
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
         both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
@@ -72,7 +74,8 @@ def balancing_loss(
                 both = context.auxiliary_losses.counts_so_far(layer_number, both)
         else:
             all_reduce_(both, sequence_group)
-        counts, tokens = both[..., :-1], both[..., -1].clamp_min(1.0)
+        counts = both[..., :-1]
+        tokens = both[..., -1].clamp_min(1.0)
     # The terms of the tokens ``[n, b]``, and their sum for each kind.
     terms = (scores * counts).sum(-1) * counted
     if loss_type == "global_aux_loss":

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from megatron_core.config import ModelConfig
 
-SINKHORN_EPSILON, SINKHORN_TOLERANCE = 1e-8, 1e-4
+SINKHORN_EPSILON = 1e-8
+SINKHORN_TOLERANCE = 1e-4
 
 
 def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
@@ -23,6 +24,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
         return logits
     if config.moe_router_score_function == "sigmoid":
         return functional.logsigmoid(logits)
+    # The logarithm of 0 would be -inf, and the gradient of the ratio NaN.
     tiny = torch.finfo(logits.dtype).tiny
     return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
 
@@ -35,14 +37,17 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     of its ``group_score_topk`` highest expert scores; only experts of the group_topk best groups are eligible.
     """
     if config.moe_router_score_function == "softmax":
+        # The softmax does not change the order of experts, but a bias is added to scores and not to logits.
         ranking = logits.softmax(-1) if config.moe_router_pre_softmax or bias is not None else logits
     elif config.moe_router_score_function == "sparsemixer":
         ranking = logits
     else:
         ranking = log_scores(logits, config).exp()
     ranking = ranking if bias is None else ranking + bias
-    k, groups = config.moe_router_topk, config.moe_router_num_groups
-    group_topk, counted = config.moe_router_group_topk, config.group_score_topk
+    k = config.moe_router_topk
+    groups = config.moe_router_num_groups
+    group_topk = config.moe_router_group_topk
+    counted = config.group_score_topk
     if groups is not None and group_topk is not None and counted is not None:
         grouped = ranking.unflatten(-1, (groups, -1))
         best = grouped.topk(counted).values.sum(-1).topk(group_topk).indices
@@ -59,7 +64,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     score functions, score / (sum of chosen scores + ``moe_router_sum_epsilon``), or the score itself if k = 1. For
     sparsemixer, see its function, which also gets ``drawn``.
     """
-    scores, k = log_scores(logits, config), config.moe_router_topk
+    scores = log_scores(logits, config)
+    k = config.moe_router_topk
     if config.moe_router_score_function == "sparsemixer":
         chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold, drawn)
     elif config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
@@ -75,7 +81,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     return chosen if factor is None else chosen * factor
 
 
-UNSCALED, SCALE = 0.75, 0.3333
+UNSCALED = 0.75
+SCALE = 0.3333
 """Share of drawn experts, apart from the likeliest ones, whose outputs have the factor ``SCALE``; constants of the code
 published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
 
@@ -83,20 +90,21 @@ published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
 def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float, drawn: Tensor | None = None) -> Tensor:
     """Return the factors on the outputs of the ``experts``, chosen one after the other.
 
-    With m the largest logit of the experts that are not chosen before, the factor of a choice is the softmax over
-    those of them whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``.
-    ``drawn`` ``[..., k]``, samples of U(0, 1): the experts are drawn, and the factor of a choice that is not the
-    likeliest one is divided by 3 in three of four cases, with unchanged gradients.
+    With m the largest logit of the experts not chosen before, the factor of a choice is the softmax over those of them
+    whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``. ``drawn`` ``[..., k]``, samples of U(0, 1): the
+    experts are drawn, and the factor of most choices but the likeliest is divided by 3, with unchanged gradients.
     Source: Liu et al. 2024 (GRIN, arXiv 2409.12136, section 2); Liu et al. 2023 (arXiv 2310.00811, section 3).
     """
     # In expectation, gradients of drawn experts are those of Heun's third-order method for the difference of an
     # expert's output and none.
-    left, factors = logits, []
+    left = logits
+    factors = []
     for number, chosen in enumerate(experts.split(1, dim=-1)):
         shares = _near(left, logits, threshold).softmax(-1)
         share = shares.gather(-1, chosen)
         if drawn is not None:
             unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
+            # Detached, so that only the value is scaled and the gradient is that of the whole share.
             share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
         factors.append(share)
         left = left.scatter(-1, chosen, -inf)
@@ -109,7 +117,8 @@ def draw_sparsemixer(logits: Tensor, noise: Tensor, threshold: float) -> Tensor:
 
     ``noise`` ``[..., k, E]``: samples of U(0, 1), of which Gumbel noise is added to the logits ``[..., E]``.
     """
-    left, experts = logits, []
+    left = logits
+    experts = []
     for drawn in noise.unbind(-2):
         chosen = (_near(left, logits, threshold) - (-drawn.log()).log()).argmax(-1, keepdim=True)
         experts.append(chosen)
@@ -138,11 +147,13 @@ def sinkhorn(logits: Tensor) -> Tensor:
     Source: Sinkhorn 1964; Clark et al. 2022, section 3.2.
     """
     cost = (logits - logits.max()).exp()  # a constant factor does not affect the result
-    columns, error = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device), inf
+    columns = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device)
+    error = inf
     while error > SINKHORN_TOLERANCE:
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPSILON))
         before = columns
         columns = 1 / (cost.shape[1] * ((rows[:, None] * cost).sum(0) + SINKHORN_EPSILON))
+        # Waits for the device: the number of iterations depends on the data.
         error = float((before - columns).abs().mean())
     return rows[:, None] * cost * columns
 
@@ -161,5 +172,6 @@ def within_capacity(experts: Tensor, probs: Tensor, num_experts: int, capacity: 
         rank = taken.cumsum(0) - 1
     else:
         priority = torch.full(shape, -inf, dtype=probs.dtype, device=probs.device).scatter_(-1, experts, probs)
+        # Stable, so that the choice among equal probabilities is the same in every layout.
         rank = priority.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
     return (rank < capacity).gather(-1, experts)

@@ -35,6 +35,7 @@ class ArrivingCounts:
             self._handle.wait()
             return self._own.tolist(), self.theirs.tolist()
         numbers, copied = self._copied
+        # The meter charges the wait to the collective.
         if isinstance(self._handle, Waited):
             self._handle.wait(instead=copied.synchronize)
         else:
@@ -45,7 +46,9 @@ class ArrivingCounts:
     def _copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Start the copy to pinned memory."""
         device = self._own.device
-        stream, copied = _stream(device), torch.cuda.Event()
+        stream = _stream(device)
+        copied = torch.cuda.Event()
+        # The counts are computed in the current stream.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work = self._handle.work if isinstance(self._handle, Waited) else self._handle

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from megatron_core.ops.grouped import runs
 from megatron_core.parallel.collectives import (
-    RowExchange,
     all_reduce_,
     all_to_all_rows,
-    exchange_rows,
     gather_from_sequence,
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.row_exchange import RowExchange, exchange_rows
 from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.tensor_parallel.arithmetic import Chunks, TokenNumbers
 from megatron_core.transformer.moe.counts import ArrivingCounts
@@ -62,7 +61,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index, places, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return _rows(x, index, holes)
 
     @staticmethod
@@ -77,7 +77,8 @@ class _SumTaken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, places, index, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes, ctx.total = holes, total
+        ctx.holes = holes
+        ctx.total = total
         return total(_rows(rows, places.flatten(), holes).unflatten(0, places.shape))
 
     @staticmethod
@@ -97,6 +98,7 @@ def _total_of_choices(slots: Tensor, copies: int) -> Tensor:
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
     if holes:
+        # So -1 selects a row of zeros without a test of every index.
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         index = index % x.shape[0]  # -1 is the last row
     return x.index_select(0, index)
@@ -110,10 +112,15 @@ class Dispatcher:
     """
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
-        self.group, self.size = groups.group("etp-ep"), groups.group("etp-ep").size()
-        self.local_experts, self.own_part = num_experts // groups.size("ep"), groups.index("ep")
+        self.group = groups.group("etp-ep")
+        self.size = self.group.size()
+        self.local_experts = num_experts // groups.size("ep")
+        self.own_part = groups.index("ep")
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
-        self.holders = [[i for i, held in enumerate(members) if held == number] for number in range(groups.size("ep"))]
+        self.holders = [
+            [i for i, part_of_rank in enumerate(members) if part_of_rank == number]
+            for number in range(groups.size("ep"))
+        ]
         """For each part of the experts, the indices in the group of the ranks with this part."""
         self._holders: Tensor | None = None
 
@@ -132,12 +139,15 @@ class AllToAll(Dispatcher):
     ) -> Dispatched:
         """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
+        # With padding all sizes are known in advance, so that no counts are exchanged and the host does not wait.
         capacity = routing.capacity if padded else None
         slots = Slots.of(keys, self.size * self.local_experts, capacity, drops=routing.kept is not None)
         arriving = None
         if capacity is None:
+            # Started before the rows are gathered, which hides its latency.
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
-        tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
+        tokens = slots.owners(keys.shape[1])
+        copies = len(self.holders[0])
         total = _plain_total if numbers is None else partial(_total_of_choices, copies=copies)
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
@@ -146,11 +156,14 @@ class AllToAll(Dispatcher):
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
             rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
+        # The probabilities travel with the rows: the expert's rank multiplies by them, so that the sender only sums and
+        # need not keep the outputs for their gradients.
         exchange = RowExchange([rows, probs], sent, received, self.group)
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
-        counts, chunks = [sum(column) for column in zip(*receive, strict=True)], None
+        counts = [sum(column) for column in zip(*receive, strict=True)]
+        chunks = None
         order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
         if numbers is not None:
             local = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
@@ -174,7 +187,9 @@ class AllToAll(Dispatcher):
         The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
         """
         holders = self._holders_on(device)  # [ep, etp]
-        ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
+        ranks = holders[routing.experts // self.local_experts]
+        local = routing.experts % self.local_experts
+        # Sorted by this key, rows are ordered by rank and within it by expert, as messages and experts need them.
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
@@ -199,10 +214,12 @@ class AllToAll(Dispatcher):
 
         ``arrived`` has the numbers of the ``rows`` received, or all are ``capacity``.
         """
+        # Rows of one sender, or for one expert, are in order.
         if self.size == 1 or self.local_experts == 1:
             return None, torch.empty(0)
         expert = torch.arange(self.local_experts, device=device).repeat(self.size)
         lengths = torch.full_like(expert, capacity or 0) if arrived is None else arrived.theirs.flatten()
+        # ``output_size`` is known on the host; without it, torch would wait for the device to learn it.
         order = expert.repeat_interleave(lengths, output_size=rows).argsort(stable=True)
         return order, _inverse(order)
 
@@ -222,8 +239,10 @@ class AllGatherDispatcher(Dispatcher):
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
-        local_rows, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
+        local_rows = x.shape[0]
+        longest = torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
+        # A gather needs equal sizes, and ranks may have a different number of tokens.
         missing = int(longest) - local_rows
 
         def gathered(tensor: Tensor, fill: float = 0) -> Tensor:
@@ -273,6 +292,7 @@ class Slots:
         slots may be dropped. The host does not wait for the device.
         """
         flat = keys.flatten()
+        # Stable: tokens of an expert stay in the order of positions, so sums over them have one order.
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(destinations + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits on GPUs
         if capacity is None:
@@ -280,7 +300,8 @@ class Slots:
             if drops:
                 places = places.masked_fill(flat == destinations, -1)
             return cls(order, places.view_as(keys), counts[:destinations], drops)
-        first, key = counts.cumsum(0) - counts, flat[order]
+        first = counts.cumsum(0) - counts
+        key = flat[order]
         row = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
         row = row.masked_fill(key == destinations, destinations * capacity)
         rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, row, order)[:-1]
@@ -302,7 +323,8 @@ def _by_number(numbers: Tensor, order: Tensor | None, counts: Sequence[int], chu
     ``numbers`` ``[R]`` are those of the received rows; ``order`` is the permutation to rows ordered by expert.
     """
     numbers = numbers if order is None else numbers[order]
-    permutations, experts = [], []
+    permutations = []
+    experts = []
     of_expert = []
     for run in runs(counts):
         ascending, order_in_run = numbers[run].sort(stable=True)

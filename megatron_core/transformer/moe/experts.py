@@ -29,10 +29,12 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
-        self.weight.init_method, self.bias = init_method, None
+        self.weight.init_method = init_method
+        self.bias = None
         if bias is not None:
             self.bias = allocate(bias, context.parallel.params_dtype, context.parallel.device)
             self.bias.init_method = nn.init.zeros_
+            # Two dims, but no matrix: optimizers of matrices must treat it as a bias.
             self.bias.is_vector = True
         self.adapter: Any = None
         self.product = product
@@ -59,14 +61,17 @@ class Experts(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config, groups = context.config, context.groups
+        config = context.config
+        groups = context.groups
         assert config.num_experts is not None
-        ffn, outer = config.expert_ffn_size, config.expert_hidden_size
+        ffn = config.expert_ffn_size
+        outer = config.expert_hidden_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
         first, second = ((config.num_experts, *shape) for shape in ((sum(pieces), outer), (outer, ffn)))
         inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
         once = replicated(second[:2], etp[0], axis="etp", partial_grad=True)
+        # Stacks and not separate parameters: one grouped product computes all experts of a rank.
         specs = [
             split_over(split(shape, 0, *ep, axis="ep"), over_etp, replica_axes=("edp",))
             for shape, over_etp in (
@@ -77,10 +82,12 @@ class Experts(nn.Module):
             )
         ]
         biases = specs[2:] if config.add_bias_linear else [None, None]
-        self.adds_bias, self.activation = etp[0] == 0, activation_of(config)
+        self.adds_bias = etp[0] == 0
+        self.activation = activation_of(config)
         self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
-        self.arithmetic, self.etp_group = context.parallel.arithmetic, groups.group("etp")
+        self.arithmetic = context.parallel.arithmetic
+        self.etp_group = groups.group("etp")
         split_inner = partial(split_fused, first, pieces, index=0, dim=1, axis="etp")
         product = self.arithmetic.expert_output_product(inner, split_inner, self.etp_group)
         self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, product=product, bias=biases[0])

@@ -51,7 +51,8 @@ class MoELayer(nn.Module):
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
         self.token_numbers = context.parallel.arithmetic.token_numbers
-        self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.tp_group = context.tp_group
+        self.sequence_parallel = context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
         """Return (output, None): experts have no bias to add to the output."""
@@ -66,10 +67,13 @@ class MoELayer(nn.Module):
         own_rows = self._own_rows(hidden.shape[0])
         x = hidden.view_as(hidden)  # a node of the graph: its gradient is complete before the shared experts' is added
         if self._divides:
+            # Without sequence parallelism all tensor-parallel ranks have all tokens; each routes a slice, so that
+            # experts compute them once.
             x = copy_to_region(hidden, self.tp_group)[own_rows]
         meanwhile = share if self.overlaps else None
         tokens = self._tokens(hidden, own_rows, context)
         routing = self.router(x, tokens, context)
+        # Texts of a step of generation have no numbers.
         sample_index = None if context.cache is not None else context.sample_index
         numbers = self.token_numbers(tokens.positions, sample_index, self.tp_group.size())
         if self.fc1_latent_proj is not None:
@@ -83,6 +87,8 @@ class MoELayer(nn.Module):
         if self.fc2_latent_proj is not None:
             output = self.fc2_latent_proj(output)
         if self._divides:
+            # A sum over ranks of slices in zeros is a gather whose backward is the identity, as the following layers
+            # require.
             full = output.new_zeros(hidden.shape)
             full[own_rows] = output
             output = reduce_from_region(full, self.tp_group)
@@ -111,7 +117,8 @@ class MoELayer(nn.Module):
 
     def _tokens(self, hidden: Tensor, own_rows: slice, context: SequenceContext) -> Tokens:
         length, batch, _ = hidden.shape
-        positions, counted = context.residual_positions, context.token_mask
+        positions = context.residual_positions
+        counted = context.token_mask
         if positions is None:
             positions = torch.arange(length, device=hidden.device)
         if counted is None:

@@ -62,17 +62,20 @@ class TopKRouter(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config, parallel = context.config, context.parallel
+        config = context.config
+        parallel = context.parallel
         tp_rank = context.tp_group.rank()
         assert config.num_experts is not None, "a layer without experts has no router"
-        self.config, self.layer_number = config, layer_number
+        self.config = config
+        self.layer_number = layer_number
         self.applications = config.applications(layer_number)
         self.sequence_group = context.groups.group("tp-cp")
         self.batch_group = context.groups.group("tp-dp-cp")
         shape = (config.num_experts, config.hidden_size)
         spec_of = partial(replicated, index=tp_rank, partial_grad=True)
         self.weight = allocate(spec_of(shape), parallel.params_dtype, parallel.device)
-        self.weight.init_method, self.bias = context.init_method, None
+        self.weight.init_method = context.init_method
+        self.bias = None
         if config.add_bias_linear:
             self.bias = allocate(spec_of(shape[:1]), parallel.params_dtype, parallel.device)
             self.bias.init_method = context.init_method
@@ -90,10 +93,13 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
         """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
+        # Near ties decide between experts: in 16 bits different layouts would choose differently (Fedus et al. 2021,
+        # section 2.4).
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         x = self._jittered(x.to(dtype), tokens, context)
         logits = self.product(x, self.weight, self.bias)
         drawn = self._drawn(logits, tokens, context)
+        # The choice has no gradient; the probabilities of the chosen experts have one.
         experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number + context.repeat, experts)
@@ -101,6 +107,7 @@ class TopKRouter(nn.Module):
         choose_by = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
         probs = (sinkhorn_probabilities if sinkhorn else choose_by)(logits, experts, self.config)
         within, capacity = self._capacity(experts, probs, tokens)
+        # Not in a forward pass without gradients, which has no collector.
         if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
         if self.training and context.auxiliary_losses is not None:
@@ -168,11 +175,13 @@ class TopKRouter(nn.Module):
 
     def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Gather ``[n, b, ...]`` of whole sequences by position; return it and the indices of this rank's tokens."""
-        group, n = self.sequence_group, x.shape[0]
+        group = self.sequence_group
+        n = x.shape[0]
         rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
         mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
         mine[:n] = rows
-        full, length = mine, n
+        full = mine
+        length = n
         if group.size() > 1:
             full = x.new_empty(group.size() * mine.shape[0], mine.shape[1])
             all_gather_flat_(full.view(-1), mine.view(-1), group)
@@ -187,7 +196,8 @@ class TopKRouter(nn.Module):
 
         The balancing losses of a layer that is applied several times are averaged, as in Megatron Core.
         """
-        config, counted = self.config, tokens.counted.to(logits.dtype)
+        config = self.config
+        counted = tokens.counted.to(logits.dtype)
         number = self.layer_number + context.repeat
         for loss_type, name in balancing_names(config).items():
             per_token = loss_type == "global_aux_loss"
@@ -234,6 +244,7 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
             applied = [loads[number] for number in router.applications]
+            # The same on all ranks, so replicas of the bias stay equal without a broadcast.
             load = torch.tensor(applied, dtype=torch.float64, device=router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)

@@ -8,7 +8,7 @@ from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors
-from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import gate_and_up
 from megatron_core.schema import COUNT, COUNTS, NUMBER, WIDTH, KeyType
 
@@ -25,7 +25,8 @@ MIXER_KEYS = {
 
 def mixer_sizes(hf_config: Settings) -> Settings:
     """Number and channels of the heads of Mamba-2 mixers."""
-    heads, inner = hf_config["mamba_n_heads"], hf_config["mamba_expand"] * hf_config["hidden_size"]
+    heads = hf_config["mamba_n_heads"]
+    inner = hf_config["mamba_expand"] * hf_config["hidden_size"]
     size = inner // heads if hf_config["mamba_d_head"] == "auto" else hf_config["mamba_d_head"]
     if size * heads != inner:
         refuse("mamba_d_head", size, f"mamba_n_heads={heads} x mamba_d_head must be mamba_expand x hidden_size={inner}")
@@ -49,7 +50,8 @@ MIXER_TYPES = {
 
 
 def _layers(hf_config: Settings) -> Settings:
-    layers, attention = hf_config["num_hidden_layers"], hf_config.get("attn_layer_indices") or []
+    layers = hf_config["num_hidden_layers"]
+    attention = hf_config.get("attn_layer_indices") or []
     pattern = "".join("*-" if n in attention else "M-" for n in range(layers))
     return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, **mixer_sizes(hf_config)}
 
@@ -64,10 +66,10 @@ def _layers_json(config: ModelConfig) -> Settings:
 
 
 def _rope(hf_config: Settings) -> Settings:
-    found = PARTIAL_ROPE.read({"partial_rotary_factor": ROTATED, **hf_config})
-    if found["rotary_percent"] != ROTATED:
-        refuse("partial_rotary_factor", found["rotary_percent"], f"for bamba only {ROTATED} is supported")
-    return found
+    settings = PARTIAL_ROPE.read({"partial_rotary_factor": ROTATED, **hf_config})
+    if settings["rotary_percent"] != ROTATED:
+        refuse("partial_rotary_factor", settings["rotary_percent"], f"for bamba only {ROTATED} is supported")
+    return settings
 
 
 BAMBA = register(
@@ -102,10 +104,10 @@ BAMBA = register(
         "mamba_proj_bias": False,
     },
     rules=(
-        Rule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types),
+        KeyRule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types),
         LIMITS_OF_STEPS,
-        Rule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS}),
-        Rule(
+        KeyRule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS}),
+        KeyRule(
             lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
             lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},
             {"z_loss_coefficient": NUMBER},

@@ -3,7 +3,7 @@
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import Architecture, register
 from megatron_core.hub.hugging_face.families.gpt_neox import GPT_NEOX
-from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import stacked_qkv
 from megatron_core.schema import NUMBER, OBJECT, POSITIVE
 
@@ -58,14 +58,15 @@ ONLY = {
 
 def _attention(hf_config: Settings) -> Settings:
     """``attn_config``; other numbers of heads than powers of 2 have slopes in another order."""
-    own, heads = hf_config.get("attn_config") or {}, hf_config["n_heads"]
+    attention = hf_config.get("attn_config") or {}
+    heads = hf_config["n_heads"]
     for key, only in ONLY.items():
-        if own.get(key, only) != only:
-            refuse(f"attn_config.{key}", own[key], f"for mpt only {only!r} is supported")
+        if attention.get(key, only) != only:
+            refuse(f"attn_config.{key}", attention[key], f"for mpt only {only!r} is supported")
     if heads & (heads - 1):
         refuse("n_heads", heads, "for mpt a power of 2 is supported: others have slopes in another order")
-    dropout = own.get("attn_pdrop") or 0.0
-    return {"softmax_scale": own.get("softmax_scale"), "hidden_dropout": dropout, "attention_dropout": dropout}
+    dropout = attention.get("attn_pdrop") or 0.0
+    return {"softmax_scale": attention.get("softmax_scale"), "hidden_dropout": dropout, "attention_dropout": dropout}
 
 
 def _attention_json(config: ModelConfig) -> Settings:
@@ -101,7 +102,7 @@ MPT = register(
             | {"tokenizer_name", "resid_pdrop", "attn_impl", *ONLY}
         ),
         rules=(
-            Rule(
+            KeyRule(
                 _attention,
                 _attention_json,
                 {"attn_config": OBJECT, "softmax_scale": POSITIVE, "attn_pdrop": NUMBER},

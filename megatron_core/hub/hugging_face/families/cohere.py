@@ -4,7 +4,7 @@ of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layer
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, KeyRule, Settings, norms_of_each_head
 from megatron_core.hub.hugging_face.tensors import of_each_head
 from megatron_core.schema import COUNT
 
@@ -33,13 +33,17 @@ COHERE = variant(
 
 def _windows(hf_config: Settings) -> Settings:
     """Every n-th layer, ``sliding_window_pattern``, has neither window nor positions."""
-    every, layers = hf_config.get("sliding_window_pattern", 4), hf_config["num_hidden_layers"]
+    every = hf_config.get("sliding_window_pattern", 4)
+    layers = hf_config["num_hidden_layers"]
     kinds = hf_config.get("layer_types") or [
         "full_attention" if n % every == 0 else "sliding_attention" for n in range(1, layers + 1)
     ]
-    found = WINDOWS.read({**hf_config, "layer_types": kinds})
-    windowed = [kind == "sliding_attention" and bool(found) for kind in kinds]
-    return {**found, "no_rope_freq": None if all(windowed) else tuple(int(not each) for each in windowed)}
+    settings = WINDOWS.read({**hf_config, "layer_types": kinds})
+    windowed = [layer_type == "sliding_attention" and bool(settings) for layer_type in kinds]
+    return {
+        **settings,
+        "no_rope_freq": None if all(windowed) else tuple(int(not has_window) for has_window in windowed),
+    }
 
 
 def _windows_json(config: ModelConfig) -> Settings:
@@ -60,6 +64,10 @@ COHERE2 = variant(
         "position_embedding_type": "rope_gptj",
         "order_of_interleaved_layers": "local_attn_first",
     },
-    rules=(ROPE, ATTENTION_BIASES, Rule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": COUNT})),
+    rules=(
+        ROPE,
+        ATTENTION_BIASES,
+        KeyRule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": COUNT}),
+    ),
     layer_tensors={"self_attention.k_layernorm": None},
 )

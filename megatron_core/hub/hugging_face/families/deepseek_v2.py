@@ -8,7 +8,7 @@ from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
     ROPE,
     SHARED_MATRICES,
-    Rule,
+    KeyRule,
     Settings,
     dense_first,
     groups_json,
@@ -17,7 +17,8 @@ from megatron_core.hub.hugging_face.rules import (
 )
 from megatron_core.schema import STRING
 
-GREEDY, LIMITED = "greedy", "group_limited_greedy"
+GREEDY = "greedy"
+LIMITED = "group_limited_greedy"
 
 
 def _groups(hf_config: Settings) -> Settings:
@@ -57,7 +58,7 @@ DEEPSEEK_V2 = register(
         ROPE,
         LATENT_POSITIONS,
         dense_first(dense=0, shared=2),
-        Rule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING}),
+        KeyRule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING}),
     ),
     layer_tensors={**LATENT_MATRICES, **EXPERT_MATRICES, **SHARED_MATRICES},
     mtp_layer_keys=(),

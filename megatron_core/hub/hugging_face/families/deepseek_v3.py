@@ -11,7 +11,7 @@ from megatron_core.hub.hugging_face.rules import (
     MTP_LAYERS,
     ROPE,
     SHARED_MATRICES,
-    Rule,
+    KeyRule,
     Settings,
     dense_first,
     refuse,
@@ -39,7 +39,7 @@ def _heads_json(config: ModelConfig) -> Settings:
     return {"num_key_value_heads": config.num_attention_heads, "head_dim": config.qk_pos_emb_head_dim}
 
 
-LATENT_POSITIONS = Rule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})
+LATENT_POSITIONS = KeyRule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})
 LATENT_MATRICES: dict[str, str | TensorSource] = {
     **LLAMA.layer_tensors,
     "self_attention.linear_q_proj": "self_attn.q_proj",

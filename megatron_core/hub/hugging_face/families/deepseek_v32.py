@@ -4,11 +4,14 @@ GLM-4.7-Flash: the layers of DeepSeek-V3 with another epsilon outside of the lat
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_POSITIONS
-from megatron_core.hub.hugging_face.rules import GROUPS_BY_TWO, ROPE, Rule, Settings, dense_first, refuse
+from megatron_core.hub.hugging_face.rules import GROUPS_BY_TWO, ROPE, KeyRule, Settings, dense_first, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import STRINGS
 
-INDEXED, SPARSE, DENSE, FULL = "indexed_attention", "sparse", "dense", "full"
+INDEXED = "indexed_attention"
+SPARSE = "sparse"
+DENSE = "dense"
+FULL = "full"
 
 
 def _layer_types(hf_config: Settings) -> Settings:
@@ -20,7 +23,7 @@ def _layer_types(hf_config: Settings) -> Settings:
     if hf_config.get("index_topk_freq", 1) != 1:
         refuse("index_topk_freq", hf_config["index_topk_freq"], "only 1 is supported: an indexer in every layer")
     if pattern is not None and (
-        not isinstance(pattern, str | list) or any(each not in ("F", FULL) for each in pattern)
+        not isinstance(pattern, str | list) or any(letter not in ("F", FULL) for letter in pattern)
     ):
         refuse("index_topk_pattern", pattern, "only F (full) is supported: an indexer in every layer")
     interleaved = hf_config.get("model_type") == "glm_moe_dsa"
@@ -30,7 +33,7 @@ def _layer_types(hf_config: Settings) -> Settings:
     kinds = hf_config.get("mlp_layer_types")
     if set(kinds or ()) - {SPARSE, DENSE}:
         refuse("mlp_layer_types", kinds, f"supported are {SPARSE} and {DENSE}")
-    return {} if kinds is None else {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
+    return {} if kinds is None else {"moe_layer_freq": tuple(int(mlp_type == SPARSE) for mlp_type in kinds)}
 
 
 def _layer_types_json(config: ModelConfig) -> Settings:
@@ -38,7 +41,7 @@ def _layer_types_json(config: ModelConfig) -> Settings:
     return {"mlp_layer_types": kinds, "layer_types": [INDEXED] * config.num_layers}
 
 
-LAYER_TYPES = Rule(
+LAYER_TYPES = KeyRule(
     _layer_types, _layer_types_json, dict.fromkeys(("mlp_layer_types", "layer_types", "indexer_types"), STRINGS)
 )
 INDEXER = "self_attention.core_attention.indexer"
@@ -84,17 +87,18 @@ GLM_MOE_DSA = variant(
 
 def _expert_layers(hf_config: Settings) -> Settings:
     """``mlp_layer_types`` of the layers."""
-    kinds, layers = hf_config.get("mlp_layer_types"), hf_config["num_hidden_layers"]
+    kinds = hf_config.get("mlp_layer_types")
+    layers = hf_config["num_hidden_layers"]
     if kinds is not None and (set(kinds) - {SPARSE, DENSE} or len(kinds) != layers):
         refuse("mlp_layer_types", kinds, f"supported are {SPARSE} and {DENSE}, one for each layer")
-    return {} if kinds is None else {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
+    return {} if kinds is None else {"moe_layer_freq": tuple(int(mlp_type == SPARSE) for mlp_type in kinds)}
 
 
 def _expert_layers_json(config: ModelConfig) -> Settings:
     return {"mlp_layer_types": [SPARSE if config.has_experts(n) else DENSE for n in range(config.num_layers)]}
 
 
-EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_layer_types": STRINGS})
+EXPERT_LAYERS = KeyRule(_expert_layers, _expert_layers_json, {"mlp_layer_types": STRINGS})
 """``mlp_layer_types``, which takes precedence over ``first_k_dense_replace``."""
 
 GLM4_MOE_LITE = variant(

@@ -3,7 +3,7 @@
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, SHARED_MATRICES, Rule, Settings
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, SHARED_MATRICES, KeyRule, Settings
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, KeyType
 
@@ -22,18 +22,21 @@ INTEGER = KeyType("an integer", lambda value: type(value) is int)
 
 def _layers(hf_config: Settings) -> Settings:
     """Every n-th layer from a first to a last one has experts; -1 is the last layer of the model."""
-    layers, every = hf_config["num_hidden_layers"], hf_config["moe_layer_interval"]
-    first, last = hf_config["moe_layer_start_index"], hf_config["moe_layer_end_index"]
-    last = layers - 1 if last == -1 else last
+    layers = hf_config["num_hidden_layers"]
+    every = hf_config["moe_layer_interval"]
+    first = hf_config["moe_layer_start_index"]
+    last_layer = hf_config["moe_layer_end_index"]
+    last_layer = layers - 1 if last_layer == -1 else last_layer
     shared = hf_config["moe_num_shared_experts"] * hf_config["moe_intermediate_size"]
     return {
-        "moe_layer_freq": tuple(int((n + 1) % every == 0 and first <= n <= last) for n in range(layers)),
+        "moe_layer_freq": tuple(int((n + 1) % every == 0 and first <= n <= last_layer) for n in range(layers)),
         "moe_shared_expert_intermediate_size": shared or None,
     }
 
 
 def _layers_json(config: ModelConfig) -> Settings:
-    sparse, shared = config.expert_layers, config.moe_shared_expert_intermediate_size or 0
+    sparse = config.expert_layers
+    shared = config.moe_shared_expert_intermediate_size or 0
     return {
         "moe_layer_start_index": sparse[0] if sparse else config.num_layers,
         "moe_layer_end_index": sparse[-1] if sparse else config.num_layers,
@@ -42,7 +45,7 @@ def _layers_json(config: ModelConfig) -> Settings:
     }
 
 
-LAYERS = Rule(
+LAYERS = KeyRule(
     _layers,
     _layers_json,
     {

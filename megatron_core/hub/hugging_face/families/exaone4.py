@@ -13,7 +13,7 @@ from megatron_core.hub.hugging_face.rules import (
     ROPE,
     SHARED_MATRICES,
     WINDOWS,
-    Rule,
+    KeyRule,
     Settings,
     dense_first,
     refuse,
@@ -27,13 +27,14 @@ def _windows(hf_config: Settings) -> Settings:
     """Every n-th layer, ``sliding_window_pattern``, has neither window nor positions; without windows all have them."""
     if hf_config.get("sliding_window") is None:
         return {}
-    every, layers = hf_config.get("sliding_window_pattern", 4), hf_config["num_hidden_layers"]
+    every = hf_config.get("sliding_window_pattern", 4)
+    layers = hf_config["num_hidden_layers"]
     if "layer_types" not in hf_config and (isinstance(every, str) or every == 0):
         refuse("sliding_window_pattern", every, "without layer_types it must be an integer >= 1")
     kinds = hf_config.get("layer_types") or [
         "full_attention" if n % every == 0 else "sliding_attention" for n in range(1, layers + 1)
     ]
-    without = tuple(int(kind == "full_attention") for kind in kinds)
+    without = tuple(int(layer_type == "full_attention") for layer_type in kinds)
     return {**WINDOWS.read({**hf_config, "layer_types": kinds}), "no_rope_freq": without if any(without) else None}
 
 
@@ -41,7 +42,7 @@ def _windows_json(config: ModelConfig) -> Settings:
     return {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)}
 
 
-WINDOWS_WITH_POSITIONS = Rule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": PATTERN})
+WINDOWS_WITH_POSITIONS = KeyRule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": PATTERN})
 
 EXAONE4 = register(
     OLMO2,
@@ -89,7 +90,7 @@ EXAONE_MOE = variant(
     rules=(
         ROPE,
         WINDOWS_WITH_POSITIONS,
-        Rule(FIRST_LAYERS.read, _first_layers_json, FIRST_LAYERS.types),
+        KeyRule(FIRST_LAYERS.read, _first_layers_json, FIRST_LAYERS.types),
         EXPERT_LAYERS,
         GROUPS_BY_TWO,
     ),

@@ -3,21 +3,23 @@
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.gpt_neox import GPT_NEOX
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, gelu, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, gelu, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
 from megatron_core.schema import COUNT, SWITCH
 
 
 def _layers(hf_config: Settings) -> Settings:
     """The later architecture, of Falcon 40B, has groups of heads, and by default two norms in parallel."""
-    later, parallel = hf_config.get("new_decoder_architecture", False), hf_config.get("parallel_attn", True)
+    later = hf_config.get("new_decoder_architecture", False)
+    parallel = hf_config.get("parallel_attn", True)
     norms = hf_config.get("num_ln_in_parallel_attn", 2 if later else 1)
     if later and not parallel:
         refuse("parallel_attn", False, "new_decoder_architecture=true has attention and MLP in parallel")
     if norms not in ((1, 2) if later else (1,)):
         refuse("num_ln_in_parallel_attn", norms, "supported are 1, and 2 with new_decoder_architecture")
     heads = hf_config["num_attention_heads"]
-    groups = hf_config.get("num_kv_heads", heads) if later else 1 if hf_config.get("multi_query", True) else heads
+    earlier_groups = 1 if hf_config.get("multi_query", True) else heads
+    groups = hf_config.get("num_kv_heads", heads) if later else earlier_groups
     grouped = {} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}
     return {
         **grouped,
@@ -69,7 +71,7 @@ FALCON = register(
     aliases={"n_embed": "hidden_size"},
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     required={"alibi": False, "apply_residual_connection_post_layernorm": False},
-    rules=(ROPE, gelu("activation", "gelu"), Rule(_layers, _layers_json, LAYER_TYPES)),
+    rules=(ROPE, gelu("activation", "gelu"), KeyRule(_layers, _layers_json, LAYER_TYPES)),
     tensors={
         "embedding.word_embeddings": "transformer.word_embeddings",
         "decoder.final_layernorm": "transformer.ln_f",

@@ -11,7 +11,7 @@ from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.bamba import BAMBA, HEAD_SIZE
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import separate_qkv
 from megatron_core.schema import COUNT, FACTORS, POSITIVE, SWITCH, KeyType
 
@@ -33,7 +33,8 @@ def _factors_of(count: int) -> KeyType:
 
 def _layers(hf_config: Settings) -> Settings:
     inner = hf_config.get("mamba_d_ssm") or hf_config["mamba_expand"] * hf_config["hidden_size"]
-    heads, size = hf_config["mamba_n_heads"], hf_config["mamba_d_head"]
+    heads = hf_config["mamba_n_heads"]
+    size = hf_config["mamba_d_head"]
     size = inner // heads if size == "auto" else size
     if size * heads != inner:
         refuse("mamba_d_head", size, f"mamba_n_heads={heads} x mamba_d_head must be mamba_d_ssm={inner}")
@@ -63,12 +64,13 @@ def _layers_json(config: ModelConfig) -> Settings:
 def _multipliers(hf_config: Settings) -> Settings:
     """Factors on an input become those on the outputs of its projections."""
     key, attention_in, attention_out, ssm_in, ssm_out = (float(hf_config[name]) for name in SINGLE)
-    scores, ssm = key * attention_in * attention_in, hf_config["ssm_multipliers"]
+    scores = key * attention_in * attention_in
+    ssm = hf_config["ssm_multipliers"]
     head = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
     return {
         "softmax_scale": None if scores == 1.0 else scores / math.sqrt(head),
         "parallel_mixer_multipliers": (attention_in * attention_out, ssm_out),
-        "mamba_multipliers": tuple(ssm_in * float(ssm[place]) for place in ORDER),
+        "mamba_multipliers": tuple(ssm_in * float(ssm[index]) for index in ORDER),
         "mlp_multipliers": tuple(map(float, hf_config["mlp_multipliers"])),
     }
 
@@ -80,12 +82,12 @@ def _multipliers_json(config: ModelConfig) -> Settings:
         root = math.sqrt(config.head_size)
         nearest = scale * root
         nearby = (nearest, math.nextafter(nearest, 0.0), math.nextafter(nearest, math.inf))
-        key = next((found for found in nearby if found / root == scale), nearest)
+        key = next((candidate for candidate in nearby if candidate / root == scale), nearest)
     factors = dict(zip(ORDER, config.mamba_multipliers, strict=True))
     attention_out, ssm_out = config.parallel_mixer_multipliers
     return {
         **dict(zip(SINGLE, (key, 1.0, attention_out, 1.0, ssm_out), strict=True)),
-        "ssm_multipliers": [factors[place] for place in sorted(ORDER)],
+        "ssm_multipliers": [factors[index] for index in sorted(ORDER)],
         "mlp_multipliers": list(config.mlp_multipliers),
     }
 
@@ -112,7 +114,7 @@ FALCON_H1 = register(
     rules=(
         ROPE,
         LIMITS_OF_STEPS,
-        Rule(
+        KeyRule(
             _layers,
             _layers_json,
             {
@@ -121,7 +123,7 @@ FALCON_H1 = register(
                 "mamba_d_head": HEAD_SIZE,
             },
         ),
-        Rule(
+        KeyRule(
             _multipliers,
             _multipliers_json,
             {

@@ -4,7 +4,7 @@ layers, bounded scores and logits."""
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse, windows_where
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, windows_where
 from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
 
 
@@ -18,7 +18,7 @@ def rope_by_layer_type(hf_config: Settings) -> Settings:
     """Rotary positions of layers with and without a window, as transformers 5 (``rope_parameters``) or earlier releases
     write them."""
     by_type: Settings = hf_config.get("rope_parameters") or {}
-    full, local = (by_type.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    full, local = (by_type.get(f"{layer_type}_attention") or {} for layer_type in ("full", "sliding"))
     full = full | (hf_config.get("rope_scaling") or {})
     if local.get("rope_type", "default") != "default":
         refuse("rope_type", local["rope_type"], "for sliding_attention only default is supported")
@@ -33,7 +33,7 @@ def _rope_by_layer_type_json(config: ModelConfig) -> Settings:
 
 GEMMA_WINDOWS = windows_where(_has_window, sliding_window_pattern=COUNT)
 ROPE_TYPES = {**ROPE.types, "rope_local_base_freq": POSITIVE, "full_attention": OBJECT, "sliding_attention": OBJECT}
-SOFTMAX_SCALE = Rule(
+SOFTMAX_SCALE = KeyRule(
     read=lambda hf_config: {"softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5},
     write=lambda config: {"query_pre_attn_scalar": round((config.softmax_scale or config.head_size**-0.5) ** -2)},
     types={"query_pre_attn_scalar": POSITIVE},
@@ -56,7 +56,7 @@ GEMMA = variant(
     fixed={"swiglu": False, "geglu": True, "openai_gelu": True, "apply_layernorm_1p": True, "scale_embeddings": True},
     defaults={"tie_word_embeddings": True, "head_dim": 256},
     required={"attention_bias": False, "use_bidirectional_attention": None},
-    rules=(ROPE, Rule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),
+    rules=(ROPE, KeyRule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),
 )
 GEMMA2 = register(
     LLAMA,
@@ -96,6 +96,6 @@ GEMMA3 = register(
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
     },
     required={**GEMMA2.required, "attn_logit_softcapping": None},
-    rules=(Rule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
+    rules=(KeyRule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
     layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
 )

@@ -2,7 +2,7 @@
 head, and matrices that are not transposed."""
 
 from megatron_core.hub.hugging_face.architecture import Architecture, register
-from megatron_core.hub.hugging_face.rules import Rule, Settings, gelu
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, gelu
 from megatron_core.hub.hugging_face.tensors import stacked_qkv, transposed
 from megatron_core.schema import SWITCH
 
@@ -59,7 +59,7 @@ GPT_BIGCODE = register(
     required={"scale_attn_weights": True, "add_cross_attention": False},
     rules=(
         gelu("activation_function", "gelu_pytorch_tanh"),
-        Rule(_key_heads, lambda config: {"multi_query": config.query_groups == 1}, {"multi_query": SWITCH}),
+        KeyRule(_key_heads, lambda config: {"multi_query": config.query_groups == 1}, {"multi_query": SWITCH}),
     ),
     layer_tensors={
         **GPT2.layer_tensors,

@@ -21,8 +21,8 @@ YARN = {
 
 
 def _rope(hf_config: Settings) -> Settings:
-    given = "rope_scaling" in hf_config or "rope_parameters" in hf_config
-    return ROPE.read(hf_config if given else {**hf_config, "rope_parameters": YARN})
+    has_rope = "rope_scaling" in hf_config or "rope_parameters" in hf_config
+    return ROPE.read(hf_config if has_rope else {**hf_config, "rope_parameters": YARN})
 
 
 def _rope_json(config: ModelConfig) -> Settings:

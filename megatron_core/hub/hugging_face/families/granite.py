@@ -4,13 +4,14 @@ experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, Rule, Settings
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, KeyRule, Settings
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import LENGTH_OR_ZERO, POSITIVE, SWITCH
 
 
 def _factors(hf_config: Settings) -> Settings:
-    scale, divisor = float(hf_config["attention_multiplier"]), float(hf_config["logits_scaling"])
+    scale = float(hf_config["attention_multiplier"])
+    divisor = float(hf_config["logits_scaling"])
     return {"softmax_scale": scale, "logit_multiplier": 1.0 / divisor}
 
 
@@ -23,7 +24,7 @@ def _factors_json(config: ModelConfig) -> Settings:
     }
 
 
-FACTORS = Rule(_factors, _factors_json, dict.fromkeys(("attention_multiplier", "logits_scaling"), POSITIVE))
+FACTORS = KeyRule(_factors, _factors_json, dict.fromkeys(("attention_multiplier", "logits_scaling"), POSITIVE))
 GRANITE = variant(
     LLAMA,
     model_type="granite",
@@ -69,7 +70,7 @@ GRANITE_MOE_SHARED = variant(
     GRANITE_MOE,
     model_type="granitemoeshared",
     class_name="GraniteMoeSharedForCausalLM",
-    rules=(ROPE, FACTORS, Rule(_shared, _shared_json, {"shared_intermediate_size": LENGTH_OR_ZERO})),
+    rules=(ROPE, FACTORS, KeyRule(_shared, _shared_json, {"shared_intermediate_size": LENGTH_OR_ZERO})),
     layer_tensors={
         "mlp.shared_experts.linear_fc1": "shared_mlp.input_linear",
         "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
@@ -102,7 +103,7 @@ HYPERCLOVAX = variant(
     rules=(
         ROPE,
         ATTENTION_BIASES,
-        Rule(_peri_norms, _peri_norms_json, {"attention_multiplier": POSITIVE, "use_post_norm": SWITCH}),
+        KeyRule(_peri_norms, _peri_norms_json, {"attention_multiplier": POSITIVE, "use_post_norm": SWITCH}),
     ),
     layer_tensors={"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"},
 )

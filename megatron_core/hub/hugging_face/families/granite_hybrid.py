@@ -9,7 +9,7 @@ from megatron_core.hub.hugging_face.families.bamba import BAMBA, MIXER_KEYS, MIX
 from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, KeyRule, Settings, refuse
 from megatron_core.schema import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 
 KINDS = {"mamba": "M", "attention": "*", "linear_attention": "M", "full_attention": "*"}
@@ -26,20 +26,20 @@ def _layers(hf_config: Settings) -> Settings:
     if len(kinds) != count or set(kinds) - set(KINDS):
         refuse("layer_types", kinds, f"it must have one of {', '.join(KINDS)} for each of {count} layers")
     mlp = "E" if hf_config["num_local_experts"] else "-"
-    pattern = "".join(KINDS[kind] + mlp for kind in kinds)
-    found = {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+    pattern = "".join(KINDS[layer_type] + mlp for layer_type in kinds)
+    settings = {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
     if "M" not in pattern:
-        return found
-    return found | {name: hf_config[key] for key, name in MIXER_KEYS.items()} | mixer_sizes(hf_config)
+        return settings
+    return settings | {name: hf_config[key] for key, name in MIXER_KEYS.items()} | mixer_sizes(hf_config)
 
 
 def _layers_json(config: ModelConfig) -> Settings:
     config = config.section(RecurrentConfig)
     kinds = ["attention" if letter == "*" else "mamba" for letter in (config.hybrid_layer_pattern or "")[::2]]
-    found = {"num_hidden_layers": config.num_layers // 2, "layer_types": kinds}
+    keys = {"num_hidden_layers": config.num_layers // 2, "layer_types": kinds}
     if not config.has_mamba:
-        return found | UNUSED_MIXER
-    return found | {key: getattr(config, name) for key, name in MIXER_KEYS.items()} | mixer_sizes_json(config)
+        return keys | UNUSED_MIXER
+    return keys | {key: getattr(config, name) for key, name in MIXER_KEYS.items()} | mixer_sizes_json(config)
 
 
 def _mlps(hf_config: Settings) -> Settings:
@@ -70,10 +70,10 @@ def _mlps_json(config: ModelConfig) -> Settings:
 
 
 def _positions(hf_config: Settings) -> Settings:
-    kind = hf_config.get("position_embedding_type")
-    if kind not in ("rope", WITHOUT_POSITIONS, None):
-        refuse("position_embedding_type", kind, f"supported are rope, and {WITHOUT_POSITIONS} or null")
-    return ROPE.read(hf_config) if kind == "rope" else {"position_embedding_type": "none"}
+    embedding_type = hf_config.get("position_embedding_type")
+    if embedding_type not in ("rope", WITHOUT_POSITIONS, None):
+        refuse("position_embedding_type", embedding_type, f"supported are rope, and {WITHOUT_POSITIONS} or null")
+    return ROPE.read(hf_config) if embedding_type == "rope" else {"position_embedding_type": "none"}
 
 
 def _positions_json(config: ModelConfig) -> Settings:
@@ -111,8 +111,8 @@ GRANITE_HYBRID = register(
         ATTENTION_BIASES,
         FACTORS,
         LIMITS_OF_STEPS,
-        Rule(_layers, _layers_json, {**MIXER_TYPES, "layer_types": STRINGS}),
-        Rule(
+        KeyRule(_layers, _layers_json, {**MIXER_TYPES, "layer_types": STRINGS}),
+        KeyRule(
             _mlps,
             _mlps_json,
             {
@@ -121,7 +121,7 @@ GRANITE_HYBRID = register(
                 "router_aux_loss_coef": NUMBER,
             },
         ),
-        Rule(_positions, _positions_json, {**ROPE.types, "position_embedding_type": STRING}),
+        KeyRule(_positions, _positions_json, {**ROPE.types, "position_embedding_type": STRING}),
     ),
     tensors=LLAMA.tensors,
     layer_tensors={

@@ -5,41 +5,44 @@ from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
 from megatron_core.hub.hugging_face.families.mistral import WINDOWS_OF_THREE_IN_FOUR
 from megatron_core.hub.hugging_face.rules import FACTORS as NUMBERS
-from megatron_core.hub.hugging_face.rules import ROPE, KeyType, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, KeyType, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 
 BASES = KeyType(
-    "a list of numbers >= 0", lambda x: isinstance(x, list) and NUMBERS.accepts([each for each in x if each])
+    "a list of numbers >= 0", lambda x: isinstance(x, list) and NUMBERS.accepts([base for base in x if base])
 )
 
 
 def _positions(hf_config: Settings) -> Settings:
     """``layer_rope_theta``: the rotary base of each layer, 0 for none."""
-    found, windows = ROPE.read(hf_config), WINDOWS_OF_THREE_IN_FOUR.read(hf_config)
-    bases, layers = hf_config.get("layer_rope_theta"), hf_config["num_hidden_layers"]
+    settings = ROPE.read(hf_config)
+    windows = WINDOWS_OF_THREE_IN_FOUR.read(hf_config)
+    bases = hf_config.get("layer_rope_theta")
+    layers = hf_config["num_hidden_layers"]
     if bases is None:
-        return {**found, **windows}
+        return {**settings, **windows}
     if len(bases) != layers:
         refuse("layer_rope_theta", bases, f"it must have num_hidden_layers={layers} numbers")
     pattern = windows.get("window_attn_skip_freq") or (int("window_size" in windows),) * layers
     of_windows, of_others = (
-        {base for base, own in zip(bases, pattern, strict=True) if base and own == n} for n in (1, 0)
+        {base for base, has_window in zip(bases, pattern, strict=True) if base and has_window == n} for n in (1, 0)
     )
     if max(len(of_windows), len(of_others)) > 1:
         refuse("layer_rope_theta", bases, "one base for layers with a window and one for the others is supported")
-    base = min(of_others | (set() if of_others else of_windows), default=found["rotary_base"])
+    base = min(of_others | (set() if of_others else of_windows), default=settings["rotary_base"])
     if (other := min(of_windows, default=base)) != base:
-        if found.get("use_rope_scaling"):
+        if settings.get("use_rope_scaling"):
             refuse("layer_rope_theta", bases, "with scaled positions one base for all layers is supported")
-        found["rotary_base_of_windows"] = float(other)
-    without = tuple(int(not each) for each in bases)
-    return {**found, **windows, "rotary_base": float(base), "no_rope_freq": without if any(without) else None}
+        settings["rotary_base_of_windows"] = float(other)
+    without = tuple(int(not theta) for theta in bases)
+    return {**settings, **windows, "rotary_base": float(base), "no_rope_freq": without if any(without) else None}
 
 
 def _positions_json(config: ModelConfig) -> Settings:
-    layers, base = range(config.num_layers), config.rotary_base
-    own = base if config.rotary_base_of_windows is None else config.rotary_base_of_windows
-    bases = [own if config.window_of_layer(n) is not None else base for n in layers]
+    layers = range(config.num_layers)
+    base = config.rotary_base
+    base_of_windows = base if config.rotary_base_of_windows is None else config.rotary_base_of_windows
+    bases = [base_of_windows if config.window_of_layer(n) is not None else base for n in layers]
     kinds = ["full_attention" if config.window_of_layer(n) is None else "sliding_attention" for n in layers]
     return {
         **ROPE.write(config),
@@ -49,7 +52,7 @@ def _positions_json(config: ModelConfig) -> Settings:
     }
 
 
-POSITIONS = Rule(
+POSITIONS = KeyRule(
     _positions, _positions_json, {**ROPE.types, **WINDOWS_OF_THREE_IN_FOUR.types, "layer_rope_theta": BASES}
 )
 SINKS = {"self_attention.softmax_offset": "self_attn.sinks"}

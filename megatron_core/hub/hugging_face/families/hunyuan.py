@@ -7,7 +7,7 @@ from megatron_core.hub.hugging_face.rules import (
     ATTENTION_BIASES,
     EXPERT_MATRICES,
     ROPE,
-    Rule,
+    KeyRule,
     Settings,
     refuse,
     rope_parameters,
@@ -35,7 +35,7 @@ HUNYUAN = variant(
     aliases={"attention_head_dim": "head_dim"},
     # Keys of published files that transformers does not read.
     required={"hidden_act": "silu", "mlp_bias": False, "use_qk_norm": True, "use_cla": False, "norm_type": "rms"},
-    rules=(Rule(_positions, ROPE.write, {**ROPE.types, "alpha": POSITIVE}), ATTENTION_BIASES),
+    rules=(KeyRule(_positions, ROPE.write, {**ROPE.types, "alpha": POSITIVE}), ATTENTION_BIASES),
     layer_tensors={
         "self_attention.q_layernorm": "self_attn.query_layernorm",
         "self_attention.k_layernorm": "self_attn.key_layernorm",
@@ -67,7 +67,7 @@ HUNYUAN_MOE = variant(
     keys={"num_experts": "num_experts"},
     aliases={**HUNYUAN.aliases, "num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
     unread=frozenset({"moe_intermediate_size", "num_shared_expert", "use_mixed_mlp_moe", "moe_layer_num_skipped"}),
-    rules=(*HUNYUAN.rules, Rule(_experts, _experts_json, {"moe_topk": COUNT_OR_COUNTS})),
+    rules=(*HUNYUAN.rules, KeyRule(_experts, _experts_json, {"moe_topk": COUNT_OR_COUNTS})),
     layer_tensors={
         **EXPERT_MATRICES,
         "mlp.router": "mlp.gate.wg",

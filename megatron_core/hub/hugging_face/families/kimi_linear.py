@@ -11,7 +11,7 @@ from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
-from megatron_core.hub.hugging_face.rules import Rule, Settings, groups_json, limited_to_groups, refuse
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, groups_json, limited_to_groups, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, gate_and_up
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 
@@ -34,7 +34,7 @@ def _mixers(hf_config: Settings) -> Settings:
     heads = nested.get("num_heads", hf_config.get("linear_num_heads", 32))
     size = nested.get("head_dim", hf_config.get("linear_head_dim", 128))
     return {
-        "linear_attention_freq": tuple(KINDS.index(kind) for kind in kinds),
+        "linear_attention_freq": tuple(KINDS.index(layer_type) for layer_type in kinds),
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads,
         "linear_key_head_dim": size,
@@ -55,7 +55,8 @@ def _mixers_json(config: ModelConfig) -> Settings:
 
 def _heads(hf_config: Settings) -> Settings:
     """Latent attention has as many key heads as query heads, by default 32; ``head_dim`` has no meaning."""
-    heads, key_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads", 32)
+    heads = hf_config["num_attention_heads"]
+    key_heads = hf_config.get("num_key_value_heads", 32)
     if key_heads != heads:
         refuse("num_key_value_heads", key_heads, f"supported is num_attention_heads={heads}")
     return {}
@@ -67,12 +68,13 @@ def _heads_json(config: ModelConfig) -> Settings:
 
 def _experts(hf_config: Settings) -> Settings:
     """Layers with experts, the width of shared ones, and groups."""
-    layers, first = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace", 1)
+    layers = hf_config["num_hidden_layers"]
+    first = hf_config.get("first_k_dense_replace", 1)
     kinds = hf_config.get("mlp_layer_types", [MLP_KINDS[n >= first] for n in range(layers)])
     if set(kinds) - set(MLP_KINDS) or len(kinds) != layers:
         refuse("mlp_layer_types", kinds, f"supported are {' and '.join(MLP_KINDS)}, one for each layer")
     return {
-        "moe_layer_freq": tuple(MLP_KINDS.index(kind) for kind in kinds),
+        "moe_layer_freq": tuple(MLP_KINDS.index(mlp_type) for mlp_type in kinds),
         "moe_shared_expert_intermediate_size": hf_config["num_shared_experts"] * hf_config["moe_intermediate_size"],
         **limited_to_groups(hf_config["num_expert_group"], hf_config["topk_group"], 2),
     }
@@ -155,9 +157,9 @@ KIMI_LINEAR = register(
         "mla_use_nope": True,
     },
     rules=(
-        Rule(_mixers, _mixers_json, MIXER_TYPES),
-        Rule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
-        Rule(_experts, _experts_json, EXPERT_TYPES),
+        KeyRule(_mixers, _mixers_json, MIXER_TYPES),
+        KeyRule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
+        KeyRule(_experts, _experts_json, EXPERT_TYPES),
     ),
     layer_tensors={
         **LATENT_MATRICES,

@@ -6,7 +6,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import CONVOLUTION, RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import gate_and_up, separate_qkv
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, POSITIVE, STRINGS, SWITCH, WIDTH
 
@@ -23,9 +23,9 @@ def _layers(hf_config: Settings) -> Settings:
     if len(kinds) != count or set(kinds) - set(KINDS):
         refuse("layer_types", kinds, f"it must have one of {', '.join(KINDS)} for each of {count} layers")
     dense = hf_config.get("num_dense_layers", count)
-    pattern = "".join(KINDS[kind] + ("-" if n < dense else "E") for n, kind in enumerate(kinds))
-    found = {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
-    return found | ({"linear_conv_kernel_dim": hf_config["conv_L_cache"]} if CONVOLUTION in pattern else {})
+    pattern = "".join(KINDS[layer_type] + ("-" if n < dense else "E") for n, layer_type in enumerate(kinds))
+    settings = {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+    return settings | ({"linear_conv_kernel_dim": hf_config["conv_L_cache"]} if CONVOLUTION in pattern else {})
 
 
 def _layers_json(config: ModelConfig) -> Settings:
@@ -39,7 +39,7 @@ def _layers_json(config: ModelConfig) -> Settings:
     }
 
 
-LAYERS = Rule(
+LAYERS = KeyRule(
     _layers,
     _layers_json,
     {
@@ -53,7 +53,8 @@ LAYERS = Rule(
 def _widths(hf_config: Settings) -> Settings:
     """``block_auto_adjust_ff_dim``: two thirds of the width times a factor, rounded up to a multiple."""
     width = hf_config.get("block_ff_dim") or hf_config["intermediate_size"]
-    factor, unit = hf_config.get("block_ffn_dim_multiplier"), hf_config["block_multiple_of"]
+    factor = hf_config.get("block_ffn_dim_multiplier")
+    unit = hf_config["block_multiple_of"]
     if hf_config["block_auto_adjust_ff_dim"]:
         width = int(2 * width / 3)
         if factor is not None:
@@ -90,7 +91,7 @@ LFM2 = register(
     rules=(
         ROPE,
         LAYERS,
-        Rule(
+        KeyRule(
             _widths,
             _widths_json,
             {
@@ -141,7 +142,7 @@ LFM2_MOE = variant(
         **{"num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True, "routed_scaling_factor": 1.0},
     },
     required={"conv_bias": False, "norm_topk_prob": True},
-    rules=(ROPE, LAYERS, Rule(lambda _: {}, _experts_json, {"num_dense_layers": COUNT_OR_ZERO})),
+    rules=(ROPE, LAYERS, KeyRule(lambda _: {}, _experts_json, {"num_dense_layers": COUNT_OR_ZERO})),
     layer_tensors={
         "mlp.router": "feed_forward.gate",
         "mlp.router.expert_bias": "feed_forward.expert_bias",

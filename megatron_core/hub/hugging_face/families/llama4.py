@@ -4,17 +4,19 @@ from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
-from megatron_core.hub.hugging_face.rules import ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
 from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 
-CHUNK, FLOOR = 8192, 8192
+CHUNK = 8192
+FLOOR = 8192
 """Tokens of a chunk, and positions of one temperature, if config.json has none."""
 
 
 def _experts(hf_config: Settings) -> Settings:
     """Layers with experts, by their numbers or every n-th; one shared expert has the width of the others."""
-    layers, every = hf_config["num_hidden_layers"], hf_config.get("interleave_moe_layer_step", 1)
+    layers = hf_config["num_hidden_layers"]
+    every = hf_config.get("interleave_moe_layer_step", 1)
     sparse = hf_config.get("moe_layers", list(range(every - 1, layers, every)))
     return {
         "moe_layer_freq": tuple(int(n in sparse) for n in range(layers)),
@@ -32,9 +34,13 @@ def _attention(hf_config: Settings) -> Settings:
     without = positions["no_rope_freq"] or (0,) * hf_config["num_hidden_layers"]
     size = hf_config.get("attention_chunk_size", CHUNK) if "attention_chunk_size" in hf_config else None
     kinds = ["chunked_attention" if size is not None and not none else "full_attention" for none in without]
-    given = hf_config.get("layer_types", kinds)
-    if given != kinds and (size is not None or "chunked_attention" in given):
-        refuse("layer_types", given, "layers with positions must have chunked_attention, and the others full_attention")
+    layer_types = hf_config.get("layer_types", kinds)
+    if layer_types != kinds and (size is not None or "chunked_attention" in layer_types):
+        refuse(
+            "layer_types",
+            layer_types,
+            "layers with positions must have chunked_attention, and the others full_attention",
+        )
     tuned = hf_config.get("attn_temperature_tuning", True) and any(without)
     norm = hf_config.get("use_qk_norm", True)
     return {
@@ -48,7 +54,8 @@ def _attention(hf_config: Settings) -> Settings:
 
 
 def _attention_json(config: ModelConfig) -> Settings:
-    size, layers = config.attention_chunk_size, range(config.num_layers)
+    size = config.attention_chunk_size
+    layers = range(config.num_layers)
     kinds = ["full_attention" if config.chunk_of_layer(n) is None else "chunked_attention" for n in layers]
     return {
         **POSITIONS.write(config),
@@ -93,8 +100,8 @@ LLAMA4 = variant(
     required={"hidden_act": "silu", "attention_bias": False, "router_jitter_noise": 0.0},
     rules=(
         ROPE,
-        Rule(_experts, _experts_json, {"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT}),
-        Rule(_attention, _attention_json, ATTENTION_TYPES),
+        KeyRule(_experts, _experts_json, {"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT}),
+        KeyRule(_attention, _attention_json, ATTENTION_TYPES),
     ),
     layer_tensors={
         "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),

@@ -8,7 +8,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import Architecture, register
-from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
 from megatron_core.schema import COUNT, NUMBER, KeyType
 
@@ -25,8 +25,10 @@ def _is_limit(value: object) -> bool:
 
 
 def _layers(hf_config: Settings) -> Settings:
-    count, width = hf_config["num_hidden_layers"], hf_config["hidden_size"]
-    inner, expanded = hf_config["num_heads"] * hf_config["head_dim"], hf_config["expand"] * width
+    count = hf_config["num_hidden_layers"]
+    width = hf_config["hidden_size"]
+    inner = hf_config["num_heads"] * hf_config["head_dim"]
+    expanded = hf_config["expand"] * width
     if inner != expanded:
         refuse("expand", hf_config["expand"], f"expand x hidden_size={width} must be num_heads x head_dim={inner}")
     return {"num_layers": count, "hybrid_layer_pattern": "M" * count}
@@ -54,14 +56,15 @@ def _limits_json(config: ModelConfig) -> Settings:
     }
 
 
-LIMITS_OF_STEPS = Rule(limits, _limits_json, {"time_step_limit": LIMITS})
+LIMITS_OF_STEPS = KeyRule(limits, _limits_json, {"time_step_limit": LIMITS})
 """``time_step_limit``."""
 
 
 def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
     """Stored are gates, inputs, B, C and steps; ours has the gates before the steps."""
     sizes = Mamba2(config)
-    inner, mixed = sizes.pieces[0], sizes.pieces[0] + sizes.convolved
+    inner = sizes.pieces[0]
+    mixed = sizes.pieces[0] + sizes.convolved
     return [RowRange(0, inner, mixed), RowRange(0, 0, inner), RowRange(0, mixed, mixed + sizes.heads)]
 
 
@@ -104,7 +107,7 @@ MAMBA2 = register(
         defaults={**INITIAL, **PRECISION, "expand": 2, "time_step_limit": [0.0, math.inf], "layer_norm_epsilon": 1e-5},
         required={"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
         rules=(
-            Rule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
+            KeyRule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
             LIMITS_OF_STEPS,
         ),
         tensors={

@@ -13,7 +13,7 @@ from megatron_core.hub.hugging_face.rules import (
     ROPE_PARAMETERS,
     WINDOW_OF_ALL_LAYERS,
     WINDOWS,
-    Rule,
+    KeyRule,
     Settings,
     refuse,
     rope_parameters,
@@ -45,7 +45,7 @@ MINISTRAL = register(
     MISTRAL,
     model_type="ministral",
     class_name="MinistralForCausalLM",
-    rules=(ROPE, Rule(WINDOWS.read, _windows_json, WINDOWS.types)),
+    rules=(ROPE, KeyRule(WINDOWS.read, _windows_json, WINDOWS.types)),
 )
 MIXTRAL = variant(
     LLAMA,
@@ -67,7 +67,8 @@ MIXTRAL = variant(
 )
 
 
-BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+BETA = "llama_4_scaling_beta"
+ORIGINAL = "original_max_position_embeddings"
 MINISTRAL3_POSITIONS = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -84,12 +85,13 @@ MINISTRAL3_POSITIONS = {
 def _temperature(hf_config: Settings) -> Settings:
     """Positions, and the temperature of queries, which counts in steps of the original positions."""
     rope = rope_parameters(hf_config)
-    found, beta = ROPE.read(hf_config), rope.get(BETA)
+    settings = ROPE.read(hf_config)
+    beta = rope.get(BETA)
     if not beta:
-        return found
+        return settings
     floor = rope.get(ORIGINAL) or refuse(BETA, beta, f"it needs {ORIGINAL} in the same object")
     return {
-        **found,
+        **settings,
         "query_temperature_scale": float(beta),
         "query_temperature_floor": floor,
         "query_temperature_of_rotary": True,
@@ -98,9 +100,9 @@ def _temperature(hf_config: Settings) -> Settings:
 
 def _temperature_json(config: ModelConfig) -> Settings:
     keys = ROPE_PARAMETERS.write(config)
-    own = {ORIGINAL: config.query_temperature_floor} if config.query_temperature_scale else {}
-    found = {key: value for key, value in keys["rope_parameters"].items() if value is not None}
-    return {**keys, "rope_parameters": own | found | {BETA: config.query_temperature_scale}}
+    original = {ORIGINAL: config.query_temperature_floor} if config.query_temperature_scale else {}
+    parameters = {key: value for key, value in keys["rope_parameters"].items() if value is not None}
+    return {**keys, "rope_parameters": original | parameters | {BETA: config.query_temperature_scale}}
 
 
 MINISTRAL3 = register(
@@ -108,7 +110,7 @@ MINISTRAL3 = register(
     model_type="ministral3",
     class_name="Ministral3ForCausalLM",
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_parameters": MINISTRAL3_POSITIONS},
-    rules=(Rule(_temperature, _temperature_json, {**ROPE.types, BETA: NUMBER}), WINDOW_OF_ALL_LAYERS),
+    rules=(KeyRule(_temperature, _temperature_json, {**ROPE.types, BETA: NUMBER}), WINDOW_OF_ALL_LAYERS),
 )
 
 

@@ -14,7 +14,9 @@ def _rows(config: ModelConfig, _: int) -> list[RowRange]:
 
     Its rotary positions turn in the other direction, which is the usual one for exchanged halves of a head.
     """
-    half, shared, found = config.head_size // 2, config.num_attention_heads // config.query_groups, []
+    half = config.head_size // 2
+    shared = config.num_attention_heads // config.query_groups
+    ranges = []
 
     def halves(tensor: int, head: int) -> list[RowRange]:
         first = 2 * head * half
@@ -22,9 +24,9 @@ def _rows(config: ModelConfig, _: int) -> list[RowRange]:
 
     for group in range(config.query_groups):
         for head in range(group * shared, (group + 1) * shared):
-            found += halves(0, head)
-        found += [*halves(1, group), RowRange(2, 2 * group * half, 2 * (group + 1) * half)]
-    return found
+            ranges += halves(0, head)
+        ranges += [*halves(1, group), RowRange(2, 2 * group * half, 2 * (group + 1) * half)]
+    return ranges
 
 
 NANOCHAT = register(

@@ -12,7 +12,7 @@ from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS, MAMB
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
     MTP_LAYERS,
-    Rule,
+    KeyRule,
     Settings,
     groups_json,
     limited_to_groups,
@@ -30,22 +30,21 @@ NO_LEAST_STEP = 1e-20
 
 
 def _layers(hf_config: Settings) -> Settings:
-    pattern, kinds = hf_config.get("hybrid_override_pattern"), hf_config.get("layers_block_type")
+    pattern = hf_config.get("hybrid_override_pattern")
+    kinds = hf_config.get("layers_block_type")
     if kinds is not None:
         letters = KINDS | EARLIER
         if set(kinds) - set(letters):
             refuse("layers_block_type", kinds, f"supported are {', '.join(KINDS)}")
-        pattern = "".join(letters[kind] for kind in kinds)
+        pattern = "".join(letters[layer_type] for layer_type in kinds)
     if not pattern or set(pattern) - set(KINDS.values()):
         refuse("hybrid_override_pattern", pattern, f"supported are {' '.join(KINDS.values())}, one for each layer")
     return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
 
 
 def _layers_json(config: ModelConfig) -> Settings:
-    names, pattern = (
-        {letter: kind for kind, letter in KINDS.items()},
-        config.section(RecurrentConfig).hybrid_layer_pattern or "",
-    )
+    names = {letter: layer_type for layer_type, letter in KINDS.items()}
+    pattern = config.section(RecurrentConfig).hybrid_layer_pattern or ""
     return {
         "layers_block_type": [names.get(letter, letter) for letter in pattern],
         "num_hidden_layers": config.num_layers,
@@ -186,7 +185,7 @@ NEMOTRON_H = register(
         "mamba_chunk_size": "chunk_size",
     },
     rules=(
-        Rule(
+        KeyRule(
             _layers,
             _layers_json,
             {
@@ -197,8 +196,8 @@ NEMOTRON_H = register(
                 "chunk_size": COUNT,
             },
         ),
-        Rule(_steps, _steps_json, {"time_step_min": NUMBER, "time_step_limit": LIMITS}),
-        Rule(
+        KeyRule(_steps, _steps_json, {"time_step_min": NUMBER, "time_step_limit": LIMITS}),
+        KeyRule(
             _experts,
             _experts_json,
             {

@@ -15,7 +15,7 @@ from megatron_core.features.layer_sizes.settings import (
 )
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.schema import KeyType
 
 KEY = "block_configs"
@@ -36,19 +36,20 @@ def _blocks(hf_config: Settings) -> Settings:
 
 
 def _blocks_json(config: ModelConfig) -> Settings:
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for block in config.section(HeterogeneousConfig).sized_blocks:
-        groups, width = block.attention.size, block.mlp.size
+        groups = block.attention.size
+        width = block.mlp.size
         if width is not None and width % MULTIPLE:
             refuse(KEY, width, f"widths of MLPs are multiples of {MULTIPLE} in this architecture")
-        own: dict[str, dict[str, Any]] = {
+        entry: dict[str, dict[str, Any]] = {
             "attention": {"n_heads_in_group": None if groups is None else config.num_attention_heads // groups},
             "ffn": {"ffn_mult": None if width is None else 1.5 * width / config.hidden_size},
         }
-        for name, part in (("attention", block.attention), ("ffn", block.mlp)):
-            own[name] |= {"no_op": part.no_op, "replace_with_linear": part.linear}
-        found.append(own)
-    return {KEY: found, "num_key_value_heads": None, "intermediate_size": None}
+        for name, sizes in (("attention", block.attention), ("ffn", block.mlp)):
+            entry[name] |= {"no_op": sizes.no_op, "replace_with_linear": sizes.linear}
+        entries.append(entry)
+    return {KEY: entries, "num_key_value_heads": None, "intermediate_size": None}
 
 
 NEMOTRON_NAS = variant(
@@ -56,7 +57,7 @@ NEMOTRON_NAS = variant(
     model_type="nemotron-nas",
     class_name="DeciLMForCausalLM",
     keys={"num_key_value_heads": None, "intermediate_size": None},
-    rules=(*LLAMA.rules, Rule(_blocks, _blocks_json, {KEY: OBJECTS})),
+    rules=(*LLAMA.rules, KeyRule(_blocks, _blocks_json, {KEY: OBJECTS})),
     unread=frozenset({"num_key_value_heads", "intermediate_size"}),
     layer_tensors={"self_attention": "self_attn.linear_attn", "mlp": "mlp.linear_mlp"},
 )

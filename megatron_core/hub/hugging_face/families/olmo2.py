@@ -6,7 +6,7 @@ from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.gemma import ROPE_TYPES, rope_by_layer_type
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import ROUTER_SOFTMAX
-from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, Rule, Settings, windows_where
+from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, KeyRule, Settings, windows_where
 
 OLMO2 = variant(
     LLAMA,
@@ -39,7 +39,8 @@ def _positions(hf_config: Settings) -> Settings:
 
 def _positions_json(config: ModelConfig) -> Settings:
     """In the form of earlier releases if it has the same meaning."""
-    full, local = ROPE.write(config), config.rotary_base_of_windows or config.rotary_base
+    full = ROPE.write(config)
+    local = config.rotary_base_of_windows or config.rotary_base
     if full["rope_theta"] == local == THETA:
         return full
     scaling = full["rope_scaling"] or {"rope_type": "default"}
@@ -56,7 +57,7 @@ OLMO3 = register(
     model_type="olmo3",
     class_name="Olmo3ForCausalLM",
     defaults={"sliding_window": 4096},
-    rules=(Rule(_positions, _positions_json, ROPE_TYPES), windows_where(lambda _, layer: layer % 4 != 3)),
+    rules=(KeyRule(_positions, _positions_json, ROPE_TYPES), windows_where(lambda _, layer: layer % 4 != 3)),
 )
 OLMOE = variant(
     LLAMA,

@@ -2,7 +2,7 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import Architecture, register
-from megatron_core.hub.hugging_face.rules import GELU, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import GELU, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, separate_qkv
 from megatron_core.schema import STRING, SWITCH, WIDTH
 
@@ -18,11 +18,13 @@ def _activation(hf_config: Settings) -> Settings:
 
 
 def _activation_json(config: ModelConfig) -> Settings:
-    return {"activation_function": "relu" if config.relu else "gelu_new" if config.openai_gelu else "gelu"}
+    gelu = "gelu_new" if config.openai_gelu else "gelu"
+    return {"activation_function": "relu" if config.relu else gelu}
 
 
 def _width_of_embeddings(hf_config: Settings) -> Settings:
-    width, hidden = hf_config.get("word_embed_proj_dim"), hf_config["hidden_size"]
+    width = hf_config.get("word_embed_proj_dim")
+    hidden = hf_config["hidden_size"]
     if width not in (None, hidden):
         refuse("word_embed_proj_dim", width, f"supported is hidden_size={hidden}: OPT 350M cannot be read")
     return {"disable_bias_linear": not hf_config.get("enable_bias", True)}
@@ -54,8 +56,8 @@ OPT = register(
             "layerdrop": 0.0,
         },
         rules=(
-            Rule(_activation, _activation_json, {"activation_function": STRING}),
-            Rule(
+            KeyRule(_activation, _activation_json, {"activation_function": STRING}),
+            KeyRule(
                 _width_of_embeddings, _width_of_embeddings_json, {"enable_bias": SWITCH, "word_embed_proj_dim": WIDTH}
             ),
         ),

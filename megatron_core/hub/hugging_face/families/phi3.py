@@ -18,10 +18,10 @@ from megatron_core.hub.hugging_face.tensors import stacked_qkv
 def _positions(hf_config: Settings) -> Settings:
     """Early files say su or yarn, which mean longrope."""
     rope = rope_parameters(hf_config)
-    kind = rope_type(rope)
-    if kind not in ("default", "longrope", "su", "yarn"):
-        refuse("rope_type", kind, "for phi3 supported are default and longrope")
-    return PARTIAL_ROPE.read(hf_config if kind == "default" else {**hf_config, "rope_scaling": rope | LONGROPE})
+    scaling = rope_type(rope)
+    if scaling not in ("default", "longrope", "su", "yarn"):
+        refuse("rope_type", scaling, "for phi3 supported are default and longrope")
+    return PARTIAL_ROPE.read(hf_config if scaling == "default" else {**hf_config, "rope_scaling": rope | LONGROPE})
 
 
 LONGROPE = {"rope_type": "longrope"}

@@ -9,7 +9,7 @@ from megatron_core.hub.hugging_face.rules import (
     LONGROPE_MSCALES,
     ROPE,
     WINDOW_OF_ALL_LAYERS,
-    Rule,
+    KeyRule,
     Settings,
     refuse,
     rope_parameters,
@@ -21,14 +21,14 @@ from megatron_core.schema import NUMBER
 def _positions(hf_config: Settings) -> Settings:
     """LongRoPE has a magnitude for short and one for long texts."""
     rope = rope_parameters(hf_config)
-    kind = rope_type(rope)
-    if kind == "default":
+    scaling = rope_type(rope)
+    if scaling == "default":
         return ROPE.read(hf_config)
-    if kind != "longrope" or any(rope.get(key) is None for key in LONGROPE_MSCALES):
-        refuse("rope_type", kind, "for phimoe supported are default, and longrope with short_mscale and long_mscale")
-    rest = {key: value for key, value in rope.items() if key not in (*LONGROPE_MSCALES, "attention_factor")}
+    if scaling != "longrope" or any(rope.get(key) is None for key in LONGROPE_MSCALES):
+        refuse("rope_type", scaling, "for phimoe supported are default, and longrope with short_mscale and long_mscale")
+    parameters = {key: value for key, value in rope.items() if key not in (*LONGROPE_MSCALES, "attention_factor")}
     scales = {setting: float(rope[key]) for key, setting in LONGROPE_MSCALES.items()}
-    return ROPE.read({**hf_config, "rope_scaling": rest}) | scales
+    return ROPE.read({**hf_config, "rope_scaling": parameters}) | scales
 
 
 def _positions_json(config: ModelConfig) -> Settings:
@@ -74,9 +74,9 @@ PHIMOE = variant(
     },
     required={"hidden_act": "silu", "hidden_dropout": 0.0},
     rules=(
-        Rule(_positions, _positions_json, ROPE.types),
+        KeyRule(_positions, _positions_json, ROPE.types),
         WINDOW_OF_ALL_LAYERS,
         ATTENTION_BIASES,
-        Rule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),
+        KeyRule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),
     ),
 )

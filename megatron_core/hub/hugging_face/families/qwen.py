@@ -9,7 +9,7 @@ from megatron_core.hub.hugging_face.rules import (
     ROPE,
     WINDOW_OF_ALL_LAYERS,
     WINDOWS,
-    Rule,
+    KeyRule,
     Settings,
     refuse,
     windows_where,
@@ -49,7 +49,8 @@ def _windows_of_qwen2_moe(hf_config: Settings) -> Settings:
 
 def _expert_layers(hf_config: Settings) -> Settings:
     """Every n-th layer, ``decoder_sparse_step``, has experts, but those of ``mlp_only_layers``."""
-    dense, every = hf_config.get("mlp_only_layers", []), hf_config.get("decoder_sparse_step", 1)
+    dense = hf_config.get("mlp_only_layers", [])
+    every = hf_config.get("decoder_sparse_step", 1)
     layers = range(hf_config["num_hidden_layers"])
     return {"moe_layer_freq": tuple(int(n not in dense and (n + 1) % every == 0) for n in layers)}
 
@@ -59,11 +60,11 @@ def _expert_layers_json(config: ModelConfig) -> Settings:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_only_layers": COUNTS, "decoder_sparse_step": COUNT})
+EXPERT_LAYERS = KeyRule(_expert_layers, _expert_layers_json, {"mlp_only_layers": COUNTS, "decoder_sparse_step": COUNT})
 WINDOW_TYPES = {**WINDOWS_OF_LAST_LAYERS.types, "use_sliding_window": SWITCH}
-QWEN_WINDOWS = Rule(_windows, _windows_json, WINDOW_TYPES)
-QWEN_MOE_WINDOWS = Rule(_windows_of_all_layers, _windows_json, WINDOW_TYPES)
-ROUTER_SOFTMAX = Rule(
+QWEN_WINDOWS = KeyRule(_windows, _windows_json, WINDOW_TYPES)
+QWEN_MOE_WINDOWS = KeyRule(_windows_of_all_layers, _windows_json, WINDOW_TYPES)
+ROUTER_SOFTMAX = KeyRule(
     read=lambda hf_config: {"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)},
     write=lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
     types={"norm_topk_prob": SWITCH},
@@ -125,7 +126,7 @@ QWEN2_MOE = register(
     required={"hidden_act": "silu"},
     rules=(
         ROPE,
-        Rule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES),
+        KeyRule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES),
         ROUTER_SOFTMAX,
         EXPERT_LAYERS,
     ),

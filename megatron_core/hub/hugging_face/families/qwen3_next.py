@@ -8,7 +8,7 @@ from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
-from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
 from megatron_core.schema import COUNT, STRINGS
 
@@ -19,11 +19,12 @@ EVERY = 4
 
 
 def _layers(hf_config: Settings) -> Settings:
-    count, every = hf_config["num_hidden_layers"], hf_config.get("full_attention_interval", EVERY)
+    count = hf_config["num_hidden_layers"]
+    every = hf_config.get("full_attention_interval", EVERY)
     kinds = hf_config.get("layer_types", [KINDS[(n + 1) % every != 0] for n in range(count)])
     if set(kinds) - set(KINDS) or len(kinds) != count or KINDS[1] not in kinds or count < 2:
         refuse("layer_types", kinds, f"supported are {' and '.join(KINDS)}, one of 2 or more layers with the latter")
-    return {"linear_attention_freq": tuple(KINDS.index(kind) for kind in kinds)}
+    return {"linear_attention_freq": tuple(KINDS.index(layer_type) for layer_type in kinds)}
 
 
 def _layers_json(config: ModelConfig) -> Settings:
@@ -33,14 +34,17 @@ def _layers_json(config: ModelConfig) -> Settings:
 
 def _gated_qkv_rows(config: ModelConfig, _: int) -> list[RowRange]:
     """Stored queries are followed by their gates, head by head; ours has queries, gates, key and value of a group."""
-    d, groups = config.head_size, config.query_groups
+    d = config.head_size
+    groups = config.query_groups
     heads = config.num_attention_heads // groups
-    found = []
+    ranges = []
     for group in range(groups):
-        own = range(group * heads, (group + 1) * heads)
-        found += [RowRange(0, (2 * head + part) * d, (2 * head + part + 1) * d) for part in (0, 1) for head in own]
-        found += [RowRange(tensor, group * d, (group + 1) * d) for tensor in (1, 2)]
-    return found
+        group_heads = range(group * heads, (group + 1) * heads)
+        ranges += [
+            RowRange(0, (2 * head + half) * d, (2 * head + half + 1) * d) for half in (0, 1) for head in group_heads
+        ]
+        ranges += [RowRange(tensor, group * d, (group + 1) * d) for tensor in (1, 2)]
+    return ranges
 
 
 def _rows_by_key_head(config: ModelConfig, _: int) -> list[RowRange]:
@@ -48,16 +52,14 @@ def _rows_by_key_head(config: ModelConfig, _: int) -> list[RowRange]:
     config = config.section(RecurrentConfig)
     groups = config.linear_num_key_heads
     values = config.linear_num_value_heads // groups
-    key, value = (
-        config.linear_key_head_dim,
-        config.linear_value_head_dim * values,
-    )
-    found = []
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim * values
+    ranges = []
     for tensor, sizes in enumerate(((key, key, value, value), (values, values))):
-        for at, size in enumerate(sizes):
-            firsts = (group * sum(sizes) + sum(sizes[:at]) for group in range(groups))
-            found += [RowRange(tensor, first, first + size) for first in firsts]
-    return found
+        for number, size in enumerate(sizes):
+            firsts = (group * sum(sizes) + sum(sizes[:number]) for group in range(groups))
+            ranges += [RowRange(tensor, first, first + size) for first in firsts]
+    return ranges
 
 
 def _separate_rows(config: ModelConfig, _: int) -> list[RowRange]:
@@ -91,7 +93,7 @@ LAYERS = {
     "attention_output_gate": True,
     "experimental_attention_variant": "gated_delta_net",
 }
-LAYER_TYPES = Rule(_layers, _layers_json, {"layer_types": STRINGS, "full_attention_interval": COUNT})
+LAYER_TYPES = KeyRule(_layers, _layers_json, {"layer_types": STRINGS, "full_attention_interval": COUNT})
 MIXERS = {
     **QK_NORMS,
     "self_attention.linear_qkv": TensorSource(
@@ -107,7 +109,8 @@ SEPARATE = TensorSource(
     tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     _separate_rows,
 )
-DERIVED, AHEAD = rf"{LLAMA.derived}|visual\..*", r"mtp\..*"
+DERIVED = rf"{LLAMA.derived}|visual\..*"
+AHEAD = r"mtp\..*"
 """Images and layers for multi-token prediction, which transformers does not read in the text model either."""
 
 QWEN3_NEXT = register(

@@ -3,13 +3,14 @@
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, KeyRule, Settings, refuse
 from megatron_core.schema import COUNT, COUNTS, SWITCH
 
 
 def _positions(hf_config: Settings) -> list[int]:
     """1 for each layer with rotary positions, 0 for one without."""
-    layers, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
+    layers = hf_config["num_hidden_layers"]
+    every = hf_config.get("no_rope_layer_interval", 4)
     kinds: list[int] = hf_config.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
     if len(kinds) != layers or not set(kinds) <= {0, 1}:
         refuse("no_rope_layers", kinds, "it must have 0 or 1 for each layer")
@@ -24,11 +25,11 @@ def _positions_json(config: ModelConfig) -> Settings:
 def _no_rope_freq(hf_config: Settings) -> Settings:
     """The layers without positions, from ``no_rope_layers`` or ``no_rope_layer_interval``."""
     kinds = _positions(hf_config)
-    return {"no_rope_freq": None if all(kinds) else tuple(int(not kind) for kind in kinds)}
+    return {"no_rope_freq": None if all(kinds) else tuple(int(not has_positions) for has_positions in kinds)}
 
 
 POSITION_TYPES = {"no_rope_layers": COUNTS, "no_rope_layer_interval": COUNT}
-POSITIONS = Rule(_no_rope_freq, _positions_json, POSITION_TYPES)
+POSITIONS = KeyRule(_no_rope_freq, _positions_json, POSITION_TYPES)
 """Layers without positions."""
 
 
@@ -36,7 +37,7 @@ def _windows(hf_config: Settings) -> Settings:
     """Layers without positions have a window if ``use_sliding_window`` is set."""
     if not hf_config.get("use_sliding_window", False):
         return {}
-    kinds = ["full_attention" if kind else "sliding_attention" for kind in _positions(hf_config)]
+    kinds = ["full_attention" if has_positions else "sliding_attention" for has_positions in _positions(hf_config)]
     return WINDOWS.read({"layer_types": kinds, **hf_config})
 
 
@@ -53,6 +54,6 @@ SMOLLM3 = register(
         ROPE,
         ATTENTION_BIASES,
         POSITIONS,
-        Rule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH}),
+        KeyRule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH}),
     ),
 )

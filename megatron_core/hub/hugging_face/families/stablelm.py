@@ -3,11 +3,11 @@ parallel with one norm. StableLM 2 12B has norms of queries and keys with separa
 
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, Rule, norms_of_each_head
+from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, norms_of_each_head
 from megatron_core.hub.hugging_face.tensors import of_each_head
 from megatron_core.schema import SWITCH
 
-PARALLEL = Rule(
+PARALLEL = KeyRule(
     read=lambda hf_config: dict.fromkeys(
         ("parallel_residual", "parallel_residual_shared_norm"), hf_config.get("use_parallel_residual", False)
     ),

@@ -46,23 +46,29 @@ def linear_cross_entropy(
             "sequence parallel [s/tp, b, h], and target [s, b], whole on every rank"
         )
     loss = VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
-    most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
-    pieces = max(-(-target.numel() // most), 1)
-    tokens = max(-(-target.numel() // pieces), 1)  # chunks of nearly equal size
-    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens)
+    # At least one token, however large the vocabulary is.
+    rows_in_memory = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
+    num_chunks = max(-(-target.numel() // rows_in_memory), 1)
+    rows = max(-(-target.numel() // num_chunks), 1)  # chunks of nearly equal size
+    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, rows)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, target, loss, comm, tokens):
+        # Gathered once for all chunks; backward gathers again, so that only the split input is kept.
         x = gather_input(hidden, comm)
-        parts = [
-            loss.parts(linear(x_piece, weight), ids) for x_piece, ids in _pieces(tokens, _flat(x), target.reshape(-1))
+        statistics_of_chunks = [
+            loss.parts(linear(rows, weight), ids) for rows, ids in _pieces(tokens, _flat(x), target.reshape(-1))
         ]
-        losses, statistics = loss.joined(torch.cat(parts, -1))
+        # One collective for all chunks: their statistics have four numbers for each token.
+        losses, statistics = loss.joined(torch.cat(statistics_of_chunks, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
         # After recomputation the saved weight is another tensor without main_grad, so keep this one.
-        ctx.weight, ctx.loss, ctx.comm, ctx.tokens = weight, loss, comm, tokens
+        ctx.weight = weight
+        ctx.loss = loss
+        ctx.comm = comm
+        ctx.tokens = tokens
         return losses.view(target.shape)
 
     @staticmethod
@@ -71,15 +77,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight = ctx.weight
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         x = gather_input(hidden, ctx.comm)
-        grad_x, grad_weight = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None, None
-        given = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.reshape(-1))
-        for number, (x_piece, ids, of_piece, grad) in enumerate(_pieces(ctx.tokens, *given)):
-            logits = linear(x_piece, weight)
-            grad_y = ctx.loss.gradient(grad, logits, ids, of_piece.t(), overwrite=True)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        grad_weight = None
+        tensors = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.reshape(-1))
+        for number, (rows, ids, statistics_of_rows, grad) in enumerate(_pieces(ctx.tokens, *tensors)):
+            logits = linear(rows, weight)
+            # The logits of a chunk are used up, so that their gradient takes their memory.
+            grad_y = ctx.loss.gradient(grad, logits, ids, statistics_of_rows.t(), overwrite=True)
             if needs_x:
                 _flat(grad_x)[number * ctx.tokens :][: len(ids)] = input_grad(grad_y, weight)
             if needs_weight:
-                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y))
+                # None if the gradient was added to ``main_grad``.
+                grad_weight = _sum(grad_weight, weight_grad(weight, rows, grad_y))
         if needs_x:
             grad_x, reducing = start_input_grad_reduction(grad_x, ctx.comm)
             reducing.wait()

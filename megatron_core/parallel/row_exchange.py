@@ -1,0 +1,90 @@
+"""All-to-all of rows with gradients, in two halves, between which other work runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.collectives import start_all_to_all_rows
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import Handle
+from megatron_core.parallel.interleave import hand_over
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """``all_to_all_rows``; backward returns each row's gradient to the rank that sent the row."""
+    (received,) = RowExchange([x], send, receive, group).wait()
+    return received
+
+
+class RowExchange:
+    """``exchange_rows`` of several tensors in two halves, so that computation between them overlaps with it.
+
+    In forward and in backward it switches to the other function of ``interleave`` between the halves.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        """Start sending ``tensors``, each with the same number of rows."""
+        # Two autograd functions instead of one: the graph then has a node at each end of the message, so that backward,
+        # too, starts the exchange of gradients before the computation in between and waits for it afterwards.
+        self._there = (send, receive)
+        self._back = (receive, send)
+        self._group = group
+        self._handles: list[Handle] = []
+        self._results: list[Tensor] = []
+        self._arriving: tuple[Tensor, ...] = _BeginRows.apply(self, *tensors)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the received rows of each tensor."""
+        # autograd refers to this object: no cycle of references
+        arriving = self._arriving
+        self._arriving = ()
+        return _FinishRows.apply(self, *arriving)
+
+    def begin(self, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
+        """Start sending values, or with ``back`` their gradients; the returned tensors are valid after ``finish``."""
+        for x in tensors:
+            result, handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
+            self._results.append(result)
+            self._handles.append(handle)
+        return self._results
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the rows and return them."""
+        if self._group.size() > 1:
+            # Between start and wait is the only point where the other function of a pair can use this rank's time. A
+            # rank alone sends nothing, and must not switch where ranks of other groups do not.
+            hand_over()
+        for handle in self._handles:
+            handle.wait()
+        results = self._results
+        self._handles = []
+        self._results = []
+        return results
+
+
+class _BeginRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        arriving = exchange.begin(tensors)
+        return tuple(there.view_as(there) if there is x else there for there, x in zip(arriving, tensors, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ctx.exchange.finish()  # ``grads`` are only placeholders with the shapes that autograd expects
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *arriving):
+        ctx.exchange = exchange
+        exchange.finish()
+        return tuple(rows.view_as(rows) for rows in arriving)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.exchange.begin(grads, back=True)
+        return None, *grads

@@ -1,0 +1,232 @@
+"""A mixture of experts: the choice of experts, the factors on their outputs, balancing losses, capacity, and biases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from tests.plain.mlp import expert, shared_experts
+from tests.plain.norms import Weights, under
+
+Noise = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Collected:
+    """Values of one step that layers add to: auxiliary losses with their coefficients, and loads of experts."""
+
+    mask: Tensor
+    """``[b, t]`` of the global batch, 1 for tokens that count."""
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Values of the losses by name, as they are logged: without coefficients."""
+    objective: list[Tensor] = field(default_factory=list)
+    """Terms that are minimised in addition to the loss of the model."""
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    """Choices of each expert by the global batch, by the number of the layer."""
+
+    def add(self, name: str, value: Tensor, coefficient: float) -> None:
+        """Add a loss."""
+        self.losses.setdefault(name, []).append(value.detach())
+        self.objective.append(coefficient * value)
+
+
+def scores_of(s: SimpleNamespace, logits: Tensor) -> Tensor:
+    """Scores of all experts: softmax, sigmoid (DeepSeek-V3, equation 15) or the root of softplus."""
+    if s.moe_router_score_function == "softmax":
+        return logits.softmax(-1)
+    if s.moe_router_score_function == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+def choose(s: SimpleNamespace, scores: Tensor, bias: Tensor | None) -> Tensor:
+    """The k experts of one token from its scores ``[E]``.
+
+    Wang et al. 2024 (arXiv 2408.15664), algorithm 1: a bias on the scores of the choice. DeepSeek-V2, section 2.1.3,
+    and V3, section 2.1.2: only experts of the best groups, by the sum of a group's highest scores.
+    """
+    ranking = scores.detach() if bias is None else scores.detach() + bias
+    groups, best = s.moe_router_num_groups, s.moe_router_group_topk
+    if groups and best and best < groups:
+        counted = s.moe_router_group_score_topk or s.moe_router_topk // best
+        size = s.num_experts // groups
+        of_groups = ranking.view(groups, size).sort(descending=True).values[:, :counted].sum(1)
+        for group in of_groups.argsort(descending=True)[best:].tolist():
+            ranking = ranking.clone()
+            ranking[group * size : (group + 1) * size] = -math.inf
+    return ranking.argsort(descending=True)[: s.moe_router_topk]
+
+
+def factors_of(s: SimpleNamespace, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The factors on the outputs of the chosen experts of one token.
+
+    softmax: over the chosen logits (Shazeer et al. 2017, equation 3), or over all before the choice (Fedus et al. 2021,
+    equation 1). Others: score / (sum of chosen scores + eps) (DeepSeek-V3, equation 13), or the score of a single one.
+    """
+    if s.moe_router_score_function == "softmax":
+        share = logits.softmax(-1)[chosen] if s.moe_router_pre_softmax else logits[chosen].softmax(-1)
+    else:
+        share = scores_of(s, logits)[chosen]
+        if s.moe_router_topk > 1:
+            share = share / (share.sum() + s.moe_router_sum_epsilon)
+    return share * (s.moe_router_topk_scaling_factor or 1.0)
+
+
+def sparsemixer(s: SimpleNamespace, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """GRIN (arXiv 2409.12136, section 2) in evaluation and without sampling: experts one after the other.
+
+    The factor of a choice is its softmax over the experts left whose logit x has (m - x) / max(|x|, m) <= 2 t.
+    """
+    left, chosen, factors = logits, [], []
+    for _ in range(s.moe_router_topk):
+        m = left.detach().max()
+        far = (m - logits.detach()) / torch.maximum(logits.detach().abs(), m) > 2 * s.moe_sparsemixer_threshold
+        share = left.masked_fill(far, -math.inf).softmax(-1)
+        chosen.append(int(left.detach().argmax()))
+        factors.append(share[chosen[-1]])
+        left = left.index_fill(0, torch.tensor([chosen[-1]]), -math.inf)
+    return torch.tensor(chosen), torch.stack(factors) * (s.moe_router_topk_scaling_factor or 1.0)
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """Clark et al. 2022, section 3.2, with the constants of Megatron Core: rows and columns are scaled in turn."""
+    cost = logits.exp()
+    rows, columns = torch.ones(len(cost)).double(), torch.ones(cost.shape[1]).double()
+    while True:
+        rows = 1 / len(cost) / ((columns * cost).sum(1) + 1e-8)
+        before, columns = columns, 1 / cost.shape[1] / ((rows[:, None] * cost).sum(0) + 1e-8)
+        if (before - columns).abs().mean() <= 1e-4:
+            return columns * cost * rows[:, None]
+
+
+def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int) -> tuple[Tensor, Tensor]:
+    """Experts and factors of all tokens ``[b, t, k]`` from logits ``[b, t, E]``."""
+    b, t, _ = logits.shape
+    if s.moe_router_load_balancing_type.endswith("sinkhorn"):
+        size = 1 if s.moe_router_load_balancing_type == "seq_sinkhorn" else micro
+        parts = [sinkhorn(part.detach().flatten(0, 1)).view_as(part) for part in logits.split(size)]
+        chosen = torch.cat(parts).argsort(dim=-1, descending=True)[..., : s.moe_router_topk]
+        share = torch.sigmoid(logits) if s.moe_router_topk == 1 else logits.softmax(-1)
+        return chosen, share.gather(-1, chosen)
+    chosen, factors = [], []
+    for i in range(b):
+        for p in range(t):
+            if s.moe_router_score_function == "sparsemixer":
+                of_token, factor = sparsemixer(s, logits[i, p])
+            else:
+                ranking = scores_of(s, logits[i, p])
+                of_token = choose(s, ranking, bias)
+                if s.moe_router_force_load_balancing:
+                    of_token = (p * s.moe_router_topk + torch.arange(s.moe_router_topk)) % s.num_experts
+                factor = factors_of(s, logits[i, p], of_token)
+            chosen.append(of_token)
+            factors.append(factor)
+    return torch.stack(chosen).view(b, t, -1), torch.stack(factors).view(b, t, -1)
+
+
+def kept(s: SimpleNamespace, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Which choices ``[b, t, k]`` an expert keeps: at most ceil(t k / E factor) of a sequence.
+
+    Fedus et al. 2021, section 2.2. Those with the highest factors, or the first ones.
+    """
+    keep = torch.ones_like(chosen, dtype=torch.bool)
+    if s.moe_expert_capacity_factor is None:
+        return keep
+    b, t, k = chosen.shape
+    capacity = math.ceil(t * k / s.num_experts * s.moe_expert_capacity_factor)
+    for i in range(b):
+        for e in range(s.num_experts):
+            places = [(p, j) for p in range(t) for j in range(k) if chosen[i, p, j] == e]
+            if s.moe_token_drop_policy == "probs":
+                places.sort(key=lambda place: -factors[i, place[0], place[1]].item())
+            for p, j in places[capacity:]:
+                keep[i, p, j] = False
+    return keep
+
+
+def balancing(s: SimpleNamespace, logits: Tensor, collected: Collected, kind: str) -> Tensor:
+    """The load balancing loss of one layer: E / k sum_e f_e P_e (Fedus et al. 2021, equations 4 to 6).
+
+    f_e is the share of counted tokens that have e among their k highest scores, without a gradient, and P_e the mean
+    of their scores, normalized over the experts. seq_aux_loss: of each sequence, then the mean over sequences.
+    aux_loss: of each micro-batch, then the mean over sequences. global_aux_loss: f_e of all tokens of the micro-batches
+    so far, and P_e of those of the global batch.
+    """
+    mask, k, experts = collected.mask, s.moe_router_topk, s.num_experts
+    scores = scores_of(s, logits) if s.moe_router_score_function != "sparsemixer" else logits.softmax(-1)
+    shares = scores / scores.sum(-1, keepdim=True)
+    highest = scores.detach().argsort(dim=-1, descending=True)[..., :k]
+    has = torch.zeros_like(shares).scatter_(-1, highest, 1.0) * mask[..., None]  # [b, t, E]
+    size = 1 if kind == "seq_aux_loss" else collected.micro_batch
+    total = torch.zeros(()).double()
+    for first in range(0, len(mask), size):
+        part = slice(first, first + size)
+        if kind == "global_aux_loss":
+            so_far = slice(0, first + size)
+            f = has[so_far].sum((0, 1)) / mask[so_far].sum().clamp(min=1)
+            total = total + (shares[part] * mask[part][..., None]).sum((0, 1)) @ f / mask.sum().clamp(min=1)
+        else:
+            counted = mask[part].sum().clamp(min=1)
+            f, mean = has[part].sum((0, 1)) / counted, (shares[part] * mask[part][..., None]).sum((0, 1)) / counted
+            total = total + size * (f @ mean) / len(mask)
+    return experts / k * total
+
+
+def mixture(
+    s: SimpleNamespace, x: Tensor, w: Weights, collected: Collected, layer: int, applied: int, noise: Noise
+) -> Tensor:
+    """sum over the chosen experts of factor x expert(x), plus the shared experts (Dai et al. 2024, equation 9).
+
+    ``applied``: times that the layer is applied in a step; its balancing losses are averaged over them. ``noise``:
+    samples of U(0, 1) for the router's input, which is multiplied by U(1 - eps, 1 + eps) (Fedus et al. 2021, section
+    2.4).
+    """
+    router = under(w, "router")
+    routed_input = x
+    if s.moe_input_jitter_eps:
+        routed_input = x * (1 + s.moe_input_jitter_eps * (2 * noise(x) - 1))
+    logits = routed_input @ router["weight"].T
+    if not s.disable_bias_linear:
+        logits = logits + router["bias"]
+    bias = router["expert_bias"].detach().double() if s.moe_router_enable_expert_bias else None
+    chosen, factors = routed(s, logits, bias, collected.micro_batch)
+    keep = kept(s, chosen, factors)
+    of_experts = x @ w["fc1_latent_proj.weight"].T if s.moe_latent_size else x
+    weights = under(w, "experts")
+    output = torch.zeros_like(of_experts)
+    for e in range(s.num_experts):
+        share = (factors * (keep & (chosen == e))).sum(-1, keepdim=True)
+        if s.moe_apply_probs_on_input:
+            # Llama 4: an expert without the token contributes nothing, also with biases.
+            has = (keep & (chosen == e)).any(-1, keepdim=True)
+            output = output + has * expert(s, share * of_experts, weights, e)
+        else:
+            output = output + share * expert(s, of_experts, weights, e)
+    if s.moe_latent_size:
+        output = output @ w["fc2_latent_proj.weight"].T
+    if s.moe_shared_expert_intermediate_size:
+        output = output + shared_experts(s, x, under(w, "shared_experts"))
+    kinds = [(s.moe_router_load_balancing_type, s.moe_aux_loss_coeff)]
+    kinds += zip(s.moe_further_balancing_types, s.moe_further_aux_loss_coeffs, strict=True)
+    for number, (kind, coefficient) in enumerate(kinds):
+        if coefficient and kind.endswith("aux_loss"):
+            name = kind if number else "load_balancing_loss"
+            collected.add(name, balancing(s, logits, collected, kind), coefficient / applied)
+    if s.moe_z_loss_coeff:  # Zoph et al. 2022, equation 5
+        z = (logits.logsumexp(-1) ** 2 * collected.mask).sum() / collected.mask.sum().clamp(min=1)
+        collected.add("z_loss", z, s.moe_z_loss_coeff)
+    counts = [((chosen == e).any(-1) * collected.mask).sum() for e in range(s.num_experts)]
+    collected.loads[layer] = collected.loads.get(layer, 0) + torch.stack(counts)
+    return output
+
+
+def updated_bias(s: SimpleNamespace, bias: Tensor, load: Tensor) -> Tensor:
+    """b_e + u sign(mean load - load of e) (Wang et al. 2024, algorithm 1), stored in float32."""
+    return bias + s.moe_router_bias_update_rate * torch.sign(load.double().mean() - load.double()).float()

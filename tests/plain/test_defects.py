@@ -1,0 +1,35 @@
+"""The plain model finds planted defects that are the same in every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.defects.plant import planted
+from tests.plain.defects import DEFECTS, OF_GROUPS, OF_LOSS_SCALE
+from tests.plain.rows import ROWS
+from tests.plain.test_groups import test_groups as compare_groups
+from tests.plain.test_rows import wrong
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", DEFECTS)
+def test_finds(name: str) -> None:
+    target, old, new, row = DEFECTS[name]
+    with planted(target, old, new):
+        assert wrong(ROWS[row], steps=2), f"the row {row!r} holds in spite of it"
+
+
+@pytest.mark.parametrize("name", OF_LOSS_SCALE)
+def test_finds_with_loss_scale(name: str) -> None:
+    target, old, new, row = OF_LOSS_SCALE[name]
+    with planted(target, old, new):
+        assert wrong(ROWS[row], steps=2) == [], f"the row {row!r} finds it without a loss scale"
+        assert wrong(ROWS[row], steps=2, loss_scale=1024.0)
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_finds_in_large_layouts(name: str) -> None:
+    target, old, new, row = OF_GROUPS[name]
+    with planted(target, old, new), pytest.raises(AssertionError):
+        compare_groups(row)
+    compare_groups(row)
