@@ -27,7 +27,7 @@ from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.features.fp8.products import FP8Products
-from megatron_core.features.fp8.scaled_product import product, unavailable_reason
+from megatron_core.features.fp8.scaled_product import product, scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import ALONE
@@ -130,7 +130,7 @@ def steps(settings: Settings) -> list[Row]:
     model = configuration(settings, {}).model
     flops = settings.length * flops_per_token(model, settings.length, settings.vocab)
     for recipe, block in (("blockwise", BLOCK), ("mxfp8", SMALL_BLOCK)):
-        reason = unavailable_reason(block, torch.device(settings.device))
+        reason = scaled_product_unavailable_reason(block, torch.device(settings.device))
         print(f"{recipe}: " + (f"dequantised matrices, because {reason}" if reason else "torch's product of blocks"))
     print(f"{settings.layers} layers of {settings.hidden}, {settings.length} tokens")
     print(f"{'run':20} {'ms/step':>9} {'TFLOP/s':>9} {'to bf16':>8} {'GiB':>6}")

@@ -23,7 +23,7 @@ from benchmarks.gpu.training import LATENT, TINY, world_on
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.features.fp8.rules import block_size
-from megatron_core.features.fp8.scaled_product import unavailable_reason
+from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.monitor.device import measure_product_rate, peak_memory_bytes
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.parallel.initialization import draws_alike
@@ -171,7 +171,7 @@ def main() -> int:
         return 1
     settings = RunConfig.from_flat(settings_of(given.shape, given.device)).training
     if settings.fp8_format is not None and given.device == "cuda":
-        reason = unavailable_reason(block_size(settings), torch.device("cuda", 0))
+        reason = scaled_product_unavailable_reason(block_size(settings), torch.device("cuda", 0))
         if reason is not None:
             skip(given.out, f"FP8 would not be faster than bfloat16 here: {reason}")
     write_figures(given.out, measure(given.shape, given.device))

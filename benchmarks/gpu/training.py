@@ -23,7 +23,7 @@ from benchmarks.gpu.stages import MODES
 from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.features.fp8.rules import block_size
-from megatron_core.features.fp8.scaled_product import unavailable_reason
+from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.inference import Generator, Request, Sampling, generate
 from megatron_core.parallel import World
 from megatron_core.training import pretrain
@@ -140,7 +140,9 @@ def plain(name: str, device: str, shape: dict[str, Any]) -> dict[str, Any]:
     bound = mode.bound * (TINY_BOUND if shape["hidden_size"] == TINY["hidden_size"] else 1.0)
     figures = compared(losses_on(device, settings), expected, bound)
     if "fp8_recipe" in mode.own:
-        reason = unavailable_reason(block_size(RunConfig.from_flat(settings).training), torch.device(device))
+        reason = scaled_product_unavailable_reason(
+            block_size(RunConfig.from_flat(settings).training), torch.device(device)
+        )
         figures["products"] = f"dequantised matrices: {reason}" if reason else "torch's FP8 product"
     return figures
 

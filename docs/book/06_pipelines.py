@@ -16,8 +16,8 @@
 from small_runs import COLOURS, PICTURES, kib, new_figure, print_table, save, train
 
 from megatron_core.reports.plot_pipeline import plot_timelines
+from megatron_core.reports.timelines import timeline_picture
 from megatron_core.schedules import make_plan
-from megatron_core.schedules.draw import picture
 from megatron_core.schedules.simulate import Costs, simulate
 
 P, M = 4, 8
@@ -29,7 +29,7 @@ def timeline(name: str, micro_batches: int = M):
     return simulate(make_plan(name, P, chunks, micro_batches), Costs())
 
 
-print(picture(timeline("gpipe"), f"GPipe, {P} ranks, {M} micro-batches", width=100))
+print(timeline_picture(timeline("gpipe"), f"GPipe, {P} ranks, {M} micro-batches", width=100))
 
 # %% [markdown]
 # With p ranks and m micro-batches each rank waits for (p - 1) micro-batches, so that the bubble is (p - 1) / (m + p -
@@ -39,7 +39,7 @@ print(picture(timeline("gpipe"), f"GPipe, {P} ranks, {M} micro-batches", width=1
 # section 2.2) alternates: once a backward can run, it runs. The bubble is the same, the memory is not:
 
 # %%
-print(picture(timeline("1f1b"), f"1F1B, {P} ranks, {M} micro-batches", width=100))
+print(timeline_picture(timeline("1f1b"), f"1F1B, {P} ranks, {M} micro-batches", width=100))
 formula = (P - 1) / (M + P - 1)
 assert abs(timeline("1f1b").bubble - formula) < 1e-12 and abs(timeline("gpipe").bubble - formula) < 1e-12
 
@@ -99,4 +99,4 @@ print_table(["schedule", "activations of rank 0", "of rank 1", "sent by rank 0"]
 
 # %%
 NAME = "zb_h1"
-print(picture(simulate(make_plan(NAME, P, 1, M), Costs(1, 1, 1)), NAME, width=110))
+print(timeline_picture(simulate(make_plan(NAME, P, 1, M), Costs(1, 1, 1)), NAME, width=110))

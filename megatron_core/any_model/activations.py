@@ -46,7 +46,7 @@ def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfi
     for number, unit in enumerate(units):
         # torch.nn.Module.__call__ reads the attribute, and its hooks run outside of it.
         if number < recompute:
-            unit.forward = recomputed(unit, unit.forward)
+            unit.forward = recompute_in_backward(unit, unit.forward)
         if number <= _away(config) > 0:
             unit.forward = _offloaded(offload, number, unit, unit.forward)
 
@@ -55,7 +55,7 @@ def _away(config: ModelConfig) -> int:
     return config.cpu_offloading_num_layers if config.cpu_offloading else 0
 
 
-def recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_in_backward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``forward``, run again in backward; the buffers of ``unit`` change only once.
 
     It is a ``partial``, so that a deep copy of the unit runs its own forward.

@@ -32,7 +32,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_counts(**counts: Any) -> None:
+def check_positive(**counts: Any) -> None:
     """ConfigError for an argument that is not an integer >= 1."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -217,7 +217,7 @@ def check_scheduler_of(scheduler: Any, optimizer: torch.optim.Optimizer) -> None
             )
 
 
-def made_by(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def scheduler_made_by(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
     """Return the scheduler ``function(optimizer)``; ``ConfigError`` if the result is none."""
     scheduler = function(optimizer)
     if not callable(getattr(scheduler, "step", None)):

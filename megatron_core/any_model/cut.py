@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megatron_core.any_model.data import call_with
 from megatron_core.any_model.module import outermost
 from megatron_core.any_model.partition import stage_ranges
-from megatron_core.any_model.stages import Place, Stage
+from megatron_core.any_model.stages import ModelStage, ParameterPlace
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import listed
 
@@ -127,9 +128,9 @@ class ModelCut:
         """Stages of each module outside of layers that has parameters of its own."""
         self.all_places = self._find_places()
         """Every parameter of the whole model."""
-        self.places: dict[nn.Parameter, Place] = {}
+        self.places: dict[nn.Parameter, ParameterPlace] = {}
 
-    def _find_places(self) -> dict[nn.Parameter, Place]:
+    def _find_places(self) -> dict[nn.Parameter, ParameterPlace]:
         final = len(self.stage_to_rank) - 1
         stages: dict[nn.Parameter, set[int]] = {}
         names: dict[nn.Parameter, str] = {}
@@ -157,7 +158,7 @@ class ModelCut:
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
                 stages.setdefault(parameter, set()).update(using)
                 names.setdefault(parameter, name)
-        return {p: Place(names[p], tuple(sorted(numbers))) for p, numbers in stages.items()}
+        return {p: ParameterPlace(names[p], tuple(sorted(numbers))) for p, numbers in stages.items()}
 
     def keep(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         """Drop the layers and parameters that the pipeline rank ``index`` does not hold; the run has these types."""
@@ -199,9 +200,9 @@ class ModelCut:
         finally:
             self._rest()
 
-    def make_stages(self) -> tuple[dict[int, Stage], dict[int, list[list[nn.Module]]]]:
+    def make_stages(self) -> tuple[dict[int, ModelStage], dict[int, list[list[nn.Module]]]]:
         """Return this rank's stages, and the modules of their units: each layer, and parts with weights of others."""
-        stages: dict[int, Stage] = {}
+        stages: dict[int, ModelStage] = {}
         units: dict[int, list[list[nn.Module]]] = {}
         seen: set[nn.Parameter] = set()
         for stage in self.mine:
@@ -211,7 +212,7 @@ class ModelCut:
             outside = [
                 module for module, users in self._users.items() if stage in users and not self._is_around(module)
             ]
-            stages[stage] = Stage(self._run_of(stage), [*outside, *layers], named)
+            stages[stage] = ModelStage(self._run_of(stage), [*outside, *layers], named)
             borrowed = stages[stage].borrowed({p for _, p in named})
             units[stage] = [[unit] for unit in layers] + [[unit] for unit in borrowed if unit not in layers]
         return stages, units
@@ -314,11 +315,11 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 def _nothing_in(value: Any) -> Any:
     """Replace the floating-point tensors in the output of a layer by NaN."""
-    if isinstance(value, Tensor):
-        return _nothing(value.shape, value.dtype, value.device).data if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_nothing_in(inner) for inner in value)
-    return {name: _nothing_in(inner) for name, inner in value.items()} if type(value) is dict else value
+
+    def nothing(tensor: Tensor) -> Tensor:
+        return _nothing(tensor.shape, tensor.dtype, tensor.device).data if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, nothing, value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

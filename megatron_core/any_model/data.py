@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_core.any_model.arguments import check_dataset
@@ -91,13 +92,7 @@ class EngineLoader:
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with its floating-point tensors in ``dtype``, inside of tuples, lists and dicts too."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(cast_floating(inner, dtype) for inner in value)
-    if type(value) is dict:
-        return {name: cast_floating(inner, dtype) for name, inner in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import TensorBox
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint, train_state
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.training.state import TrainState, held_weights, optimizer_pieces
+from megatron_core.training.state import held_weights, optimizer_pieces
 
 
 class DeepSpeedReader:
@@ -168,8 +168,8 @@ def _check_names(stored: DeepSpeedCheckpoint, module: nn.Module, buffers: set[st
 
 def _counters(stored: DeepSpeedCheckpoint) -> dict[str, Any]:
     """The values of ``EngineState``: counters, the caller's state, and that of the learning-rate scheduler."""
-    counts = stored.counters
-    steps, samples, skipped = (counts[name] for name in ("global_steps", "global_samples", "skipped_steps"))
-    per_step = samples // steps if steps else 0
-    state = TrainState(steps, samples, skipped_iterations=skipped, skipped_samples=skipped * per_step)
-    return {**asdict(state), "client_state": dict(stored.client_state), "scheduler": dict(stored.lr_scheduler)}
+    return {
+        **asdict(train_state(stored)),
+        "client_state": dict(stored.client_state),
+        "scheduler": dict(stored.lr_scheduler),
+    }

@@ -1,8 +1,11 @@
-"""``loss.backward()`` without ``engine.backward``, detected by hooks on the outputs of a forward."""
+"""Calls of a program that bypass its engine: ``loss.backward()``, detected by hooks, and ``module.zero_grad()``."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,3 +69,28 @@ def _detached_loss(output: Any) -> Tensor | None:
     except ConfigError:
         return None
     return loss if loss.numel() == 1 else None
+
+
+class ZeroGrad:
+    """Replaces ``zero_grad`` of one module; copies of the module, which no engine trains, have the method itself."""
+
+    def __init__(self, module: nn.Module, discard: Callable[[], object]) -> None:
+        self._module = module
+        self._discard = discard
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Call the module's own method, and discard the gradients of the engine."""
+        type(self._module).zero_grad(self._module, set_to_none)
+        self._discard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._module)]
+        return MethodType(type(copied).zero_grad, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "zero_grad")
+
+
+def discard_with(module: nn.Module, discard: Callable[[], object]) -> None:
+    """Let ``module.zero_grad()`` call ``discard()``, too."""
+    cast(Any, module).zero_grad = ZeroGrad(module, discard)

@@ -17,26 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.arguments import check_counts, next_batch
+from megatron_core.any_model.arguments import check_positive, next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
-from megatron_core.any_model.direct import DirectBackward
+from megatron_core.any_model.direct import DirectBackward, discard_with
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
 from megatron_core.any_model.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
 from megatron_core.any_model.prepare import Choices, Prepared, prepare_model
-from megatron_core.any_model.scheduler import (
-    make_scheduler,
-    plain_state,
-    replace_step,
-    restore_state,
-    share_groups,
-)
+from megatron_core.any_model.scheduler import make_scheduler, plain_state, replace_step, restore_state, share_groups
 from megatron_core.any_model.tensor import whole_tensor
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
-from megatron_core.any_model.zero_grad import discard_with
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
@@ -75,11 +68,13 @@ class Engine(EngineBackward, nn.Module):
         initialise: Initialise | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.config = module, config
+        self.module = module
+        self.config = config
         self.world = world
         parameters = None if model_parameters is None else list(model_parameters)
         prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
-        self.groups, self.fp8 = prepared.groups, prepared.fp8
+        self.groups = prepared.groups
+        self.fp8 = prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
@@ -100,7 +95,8 @@ class Engine(EngineBackward, nn.Module):
         """Reads and writes whole weights, gradients and optimizer state of parameters at every ZeRO stage."""
         # Counters, and the schedule of the learning rate.
         self.state = EngineState(layout=self.layout)
-        self.monitor, self.micro_step = StepMonitor(config, self.groups, world, self.layout), 0
+        self.monitor = StepMonitor(config, self.groups, world, self.layout)
+        self.micro_step = 0
         """Number of micro-batches since the last optimizer step."""
         self.forced_boundary: bool | None = None
         """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
@@ -130,7 +126,8 @@ class Engine(EngineBackward, nn.Module):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
-        stage, groups = self.config.parallel.dp_zero_stage, self.groups
+        stage = self.config.parallel.dp_zero_stage
+        groups = self.groups
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "pp") if groups.size(axis) > 1)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
@@ -161,7 +158,7 @@ class Engine(EngineBackward, nn.Module):
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
-        check_counts(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
+        check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
         samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
         training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
         self.config = replace(self.config, training=training)
@@ -210,7 +207,8 @@ class Engine(EngineBackward, nn.Module):
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         # a backward may have failed
-        self._direct.is_running, self.data_parallel.grad_factor = False, 1.0
+        self._direct.is_running = False
+        self.data_parallel.grad_factor = 1.0
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
@@ -244,7 +242,8 @@ class Engine(EngineBackward, nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         check_trained(self.module, self._trained)
-        data, sharded = self.data_parallel, self._sharded
+        data = self.data_parallel
+        sharded = self._sharded
         METER.switch("gradients")
         finish_gradients(data, self._after_gradients)
         self.before_update()

@@ -11,12 +11,12 @@ from torch import nn
 
 from megatron_core.any_model.arguments import (
     DEFAULT_PARTITION,
-    check_counts,
     check_cut,
     check_dataset,
     check_flags,
     check_functions,
     check_model,
+    check_positive,
     check_unit_classes,
     checked_groups,
     make_optimizer,
@@ -29,10 +29,10 @@ from megatron_core.any_model.module import (
     Initialise,
     UnitClasses,
     broadcast_from_first,
+    check_engine_settings,
     check_same_module,
     check_same_settings,
-    check_settings,
-    read_settings,
+    read_engine_settings,
 )
 from megatron_core.any_model.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.any_model.pipeline import PipelineEngine
@@ -89,7 +89,7 @@ def initialize(
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
-    settings = read_settings(config)
+    settings = read_engine_settings(config)
     is_list = isinstance(model, PipelineModule)
     check_model(model)
     check_functions(lr_scheduler=None if hasattr(lr_scheduler, "step") else lr_scheduler)
@@ -119,7 +119,7 @@ def initialize(
         model_parameters = optimizer.param_groups
     world = _join(settings)
     check_same_settings(settings, world.device)
-    settings = check_settings(settings, world.size)
+    settings = check_engine_settings(settings, world.size)
     set_process_switches(settings)
     options: dict[str, Any] = {
         "model_parameters": model_parameters,
@@ -162,7 +162,7 @@ def parallelize(
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
     check_model(model)
-    check_counts(tensor=tensor)
+    check_positive(tensor=tensor)
     check_heads(model, heads)
     check_plan_type("plan", plan)
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_core.any_model.activations import recomputed
+from megatron_core.any_model.activations import recompute_in_backward
 from megatron_core.any_model.arguments import check_functions
 from megatron_core.any_model.partition import check_partition_method, stage_ranges
-from megatron_core.any_model.stages import Place, Stage
-from megatron_core.any_model.tensor_plan import Plan, check_plan_type, plan_of
+from megatron_core.any_model.stages import ModelStage, ParameterPlace
+from megatron_core.any_model.tensor_plan import Plan, check_plan_type, styles_of_plan
 from megatron_core.errors import ConfigError
 
 LossOfLabels = Callable[[Any, Any], Tensor]
@@ -117,7 +118,7 @@ class PipelineModule(nn.Module):
         check_functions(loss_fn=loss_fn)
         check_partition_method(partition_method, self.class_names, has_example=example is not None)
         self.bounds: list[range] = []
-        self.places: dict[nn.Parameter, Place] = {}
+        self.places: dict[nn.Parameter, ParameterPlace] = {}
         self.uses: set[tuple[int, ...]] = set()
         """The stages that use a parameter, for every parameter of the whole model."""
         self._mine: list[int] = []
@@ -203,7 +204,7 @@ class PipelineModule(nn.Module):
         for name, module in modules.items():
             for path, parameter in module.named_parameters(prefix=name):
                 users.setdefault(parameter, (path, set()))[1].update(stages[name])
-        self.places = {p: Place(path, tuple(sorted(s))) for p, (path, s) in users.items() if s & set(mine)}
+        self.places = {p: ParameterPlace(path, tuple(sorted(s))) for p, (path, s) in users.items() if s & set(mine)}
         used_on = [*stages.values(), *(numbers for _, numbers in users.values())]
         self.uses = {tuple(sorted(numbers)) for numbers in used_on}
         # The functions of this rank's layers; the specs of others are dropped.
@@ -261,16 +262,16 @@ class PipelineModule(nn.Module):
         for name, layer in zip(names, self.skeleton, strict=True):
             if layer is not None and name not in built._modules:
                 built._modules[name] = layer
-        plan = plan_of(built, self.tensor_plan, nn.Linear)
+        plan = styles_of_plan(built, self.tensor_plan, nn.Linear)
         return {name: style if count == 1 else f"packed_colwise:{count}" for name, (style, count) in plan.items()}
 
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank is the first one whose stages use a buffer of the whole model."""
         return next(s for path, s in self._first_stage.items() if path and name.startswith(f"{path}.")) in self._mine
 
-    def make_stages(self) -> tuple[dict[int, Stage], dict[int, list[list[nn.Module]]]]:
+    def make_stages(self) -> tuple[dict[int, ModelStage], dict[int, list[list[nn.Module]]]]:
         """Return this rank's stages, and the modules of their units: each layer with parameters."""
-        stages: dict[int, Stage] = {}
+        stages: dict[int, ModelStage] = {}
         units: dict[int, list[list[nn.Module]]] = {}
         seen: set[nn.Parameter] = set()
         for stage in self._mine:
@@ -283,7 +284,7 @@ class PipelineModule(nn.Module):
                     call = self._calls[number]
                     uses.setdefault(layer, [layer]).extend([call] if isinstance(call, _Use) else [])
             modules_of_stage = [module for modules in uses.values() for module in modules]
-            stages[stage] = Stage(partial(_run_stage, self, stage), modules_of_stage, named)
+            stages[stage] = ModelStage(partial(_run_stage, self, stage), modules_of_stage, named)
             units[stage] = [modules for layer, modules in uses.items() if next(layer.parameters(), None) is not None]
         return stages, units
 
@@ -300,7 +301,7 @@ class PipelineModule(nn.Module):
         for start in range(layers.start, layers.stop, interval):
             group = range(start, min(start + interval, layers.stop))
             modules = nn.ModuleList(self._parts[number] for number in group if number in self._parts)
-            x = recomputed(modules, partial(self._run_layers, group))(x)
+            x = recompute_in_backward(modules, partial(self._run_layers, group))(x)
         return x
 
     def _run_layers(self, layers: range, x: Any) -> Any:
@@ -355,8 +356,5 @@ def _without_memory(spec: LayerSpec) -> nn.Module:
 def _on_meta(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).to("meta")
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple | list):
-        return type(value)(map(_on_meta, value))
-    return {name: _on_meta(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+    content = dict(value) if isinstance(value, Mapping) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), content)

@@ -1,9 +1,12 @@
-"""Prepare any ``nn.Module`` for data parallelism: settings, dtype, equal weights on all ranks, units of ZeRO."""
+"""Prepare any ``nn.Module`` for data parallelism: settings, dtype, equal weights on all ranks, units of ZeRO.
+
+``meta_init`` constructs a model without memory for its parameters."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any
@@ -12,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import read_config
@@ -52,7 +57,7 @@ Initialise = Callable[[nn.Module], None]
 UnitClasses = Sequence[str | type[nn.Module]]
 
 
-def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None) -> RunConfig:
+def read_engine_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None) -> RunConfig:
     """Convert the ``config`` of ``initialize`` into a ``RunConfig``; check it for ``world_size`` ranks later.
 
     Errors: ``ConfigError`` for unknown names, values of the wrong type, and settings of the GPT model or its data.
@@ -119,7 +124,7 @@ def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
     return RunConfig.from_flat(values)
 
 
-def check_settings(config: RunConfig, world_size: int) -> RunConfig:
+def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
     """Check ``config`` on ``world_size`` ranks; return it with a constant learning rate if the steps are unknown."""
     training = config.training
     optimizer = config.optimizer
@@ -173,7 +178,7 @@ def _layers_of(parallel: ParallelConfig) -> int:
     return stages if parallel.pipeline_model_parallel_size > 1 else RunConfig().model.num_layers
 
 
-def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
+def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Move ``module`` to ``device`` and its floating-point parameters to the compute dtype.
 
     Buffers keep their dtype with bf16 and fp16, because running statistics and tables lose accuracy; with fp64 they
@@ -339,3 +344,30 @@ class LocalInitialisation:
                 f"{path or 'the model'} ({type(scratch).__name__}) is on the meta device without reset_parameters(); "
                 "give initialise=, a function that fills the parameters of one module"
             )
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Return a context in which parameters of modules are on the meta device, and buffers have their values.
+
+    ``initialize`` gives the parameters memory and initial values, unit by unit. Each parameter has memory until it is
+    registered in its module. In ``torch.device("meta")`` buffers, too, would lose their values, which cannot be
+    computed again.
+    """
+    moved = WeakIdKeyDictionary()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        if parameter not in moved:  # one that is registered twice stays one
+            moved[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            vars(moved[parameter]).update(vars(parameter))
+        on_meta: nn.Parameter = moved[parameter]
+        return on_meta
+
+    hook: Any = move  # torch's type says that hooks return nothing
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from megatron_core.config.partition import partition_by_cost
 from megatron_core.errors import ConfigError, LayoutError
 
 METHODS = "'uniform', 'parameters', 'flops', 'type:REGEX', or the number of layers of each stage"
@@ -48,23 +49,6 @@ def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
     return bounds[::-1]
 
 
-def fastest_bounds(costs: Sequence[float], stages: int) -> list[int]:
-    """Divide layers of these costs, at least one on each stage, so that the most expensive stage is cheapest."""
-    count = len(costs)
-    sums = [0.0, *accumulate(map(float, costs))]
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
-    for stage in range(1, stages + 1):
-        for number in range(stage, count - (stages - stage) + 1):
-            candidates = (start for start in range(stage - 1, number) if (start, stage - 1) in best)
-            best[number, stage] = min(
-                (max(best[start, stage - 1][0], sums[number] - sums[start]), start) for start in candidates
-            )
-    bounds = [count]
-    for stage in range(stages, 0, -1):
-        bounds.append(best[bounds[-1], stage][1])
-    return bounds[::-1]
-
-
 def check_partition_method(method: Any, names: Sequence[str], *, has_example: bool) -> None:
     """ConfigError unless ``method`` is legal for some number of stages of a model with modules of these classes."""
     if not isinstance(method, str):
@@ -87,7 +71,7 @@ def stage_ranges(
     stages: int,
     *,
     parameters: Callable[[], Sequence[float]],
-    flops: Callable[[], Sequence[float]] | None = None,
+    flops: Callable[[], Sequence[int]] | None = None,
 ) -> list[range]:
     """Return the layers of each stage by ``partition_method``; ``names`` are the classes of all layers.
 
@@ -114,7 +98,7 @@ def stage_ranges(
         bounds = balanced_bounds(_matches(method, names), stages)
     else:
         assert flops is not None
-        bounds = fastest_bounds(flops(), stages)
+        return partition_by_cost(list(flops()), stages)
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 

@@ -19,7 +19,7 @@ from megatron_core.any_model.dtype import refuse_other_dtypes
 from megatron_core.any_model.engine import Engine, LossFunction
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.layers import PipelineModule
-from megatron_core.any_model.module import LocalInitialisation, cast, check_same_module, find_units
+from megatron_core.any_model.module import LocalInitialisation, cast_module, check_same_module, find_units
 from megatron_core.any_model.monitoring import StepReport
 from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
 from megatron_core.any_model.prepare import Choices, Prepared, compile_units
@@ -139,7 +139,7 @@ class PipelineEngine(Engine):
         with raising_on_all_ranks(self.world.device):
             if not self._has_dtype and config.training.compute_dtype == "float32":
                 refuse_other_dtypes(module)
-        cast(module, config, self.world.device)
+        cast_module(module, config, self.world.device)
         local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
         equalize(module.places, module.buffers(), where, groups)
         if plan is not None:
@@ -170,14 +170,14 @@ class PipelineEngine(Engine):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
         if groups.size("tp") > 1:  # splits are chosen from the whole model
-            cast(module, config, device)
+            cast_module(module, config, device)
             equalize_and_split(module, groups, config.training.seed)
         multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
         cut = ModelCut(module, where, self._partition_method, self._head_modules)
         groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, where))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
         if groups.size("tp") == 1:
-            cast(module, config, device)
+            cast_module(module, config, device)
             equalize(cut.places, module.buffers(), where, groups)
         return cut, param_groups, local
 

@@ -13,7 +13,7 @@ from megatron_core.any_model.module import (
     Initialise,
     LocalInitialisation,
     UnitClasses,
-    cast,
+    cast_module,
     check_same_module,
     find_units,
 )
@@ -66,7 +66,7 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     check_same_module(module, world.device)
     with raising_on_all_ranks(world.device):
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
-    cast(module, config, world.device)
+    cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed)
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)

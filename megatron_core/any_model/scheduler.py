@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_core.any_model.arguments import check_scheduler_of, made_by
+from megatron_core.any_model.arguments import check_scheduler_of, scheduler_made_by
 from megatron_core.errors import CheckpointError, ConfigError
 
 
@@ -82,7 +82,7 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     if scheduler is None:
         return None
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
-        scheduler = made_by(scheduler, optimizer)
+        scheduler = scheduler_made_by(scheduler, optimizer)
     check_scheduler_of(scheduler, optimizer)
     if needs_argument(scheduler.step):
         raise ConfigError(

@@ -16,7 +16,7 @@ Call = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """The stages that use a parameter."""
 
     name: str
@@ -24,7 +24,7 @@ class Place:
     stages: tuple[int, ...]
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """A stage of a model: ``run(batch, received)`` computes it, and ``modules`` have its parameters.
 
     ``named`` are its parameters by their names in the whole model; parameters that another stage of this rank has
@@ -55,13 +55,13 @@ class Stage(nn.Module):
 class Staged(Protocol):
     """A model that is divided into stages."""
 
-    places: dict[nn.Parameter, Place]
+    places: dict[nn.Parameter, ParameterPlace]
     """This rank's parameters."""
 
     def owns_buffer(self, name: str) -> bool:
         """Whether this pipeline rank is the first one whose stages use a buffer of the whole model."""
 
-    def make_stages(self) -> tuple[dict[int, Stage], dict[int, list[list[nn.Module]]]]:
+    def make_stages(self) -> tuple[dict[int, ModelStage], dict[int, list[list[nn.Module]]]]:
         """Return this rank's stages, and the modules of their units of data parallelism."""
 
 
@@ -76,7 +76,9 @@ def ranks_of(stages: Sequence[int], stage_to_rank: Sequence[int]) -> tuple[int, 
     return tuple(sorted({stage_to_rank[stage] for stage in stages}))
 
 
-def mark_tied(places: Mapping[nn.Parameter, Place], stage_to_rank: Sequence[int], groups: ParallelGroups) -> None:
+def mark_tied(
+    places: Mapping[nn.Parameter, ParameterPlace], stage_to_rank: Sequence[int], groups: ParallelGroups
+) -> None:
     """Record in the ``ShardSpec`` of parameters which pipeline ranks hold them; the first stage's copy counts."""
     for parameter, holder in places.items():
         ranks = ranks_of(holder.stages, stage_to_rank)
@@ -89,7 +91,7 @@ def mark_tied(places: Mapping[nn.Parameter, Place], stage_to_rank: Sequence[int]
 
 @torch.no_grad()
 def equalize(
-    places: Mapping[nn.Parameter, Place],
+    places: Mapping[nn.Parameter, ParameterPlace],
     buffers: Iterable[Tensor],
     stage_to_rank: Sequence[int],
     groups: ParallelGroups,

@@ -20,18 +20,18 @@ from megatron_core.any_model.tensor_heads import (
     FEED_FORWARD,
     KEYS_AND_VALUES,
     Heads,
-    candidates,
     head_size,
     plain_values,
+    ways_to_divide,
 )
 from megatron_core.any_model.tensor_plan import (
     Plan,
     check_partners,
-    inside,
     is_inside,
+    name_inside,
     outermost_of,
-    plan_of,
     smallest_regions,
+    styles_of_plan,
 )
 from megatron_core.any_model.tensor_trial import Region, twin_of
 from megatron_core.errors import ConfigError, LayoutError
@@ -163,12 +163,12 @@ class _ParallelLayers:
         """Replace the split layers inside of ``root``, which is the module ``prefix`` of the model or a copy of it."""
         for name, style in self.styles.items():
             if is_inside(name, prefix):
-                owner, _, label = inside(name, prefix).rpartition(".")
+                owner, _, label = name_inside(name, prefix).rpartition(".")
                 parent = root.get_submodule(owner)
                 setattr(parent, label, self._parallel(style, getattr(parent, label)))
         for name in self.experts:
             if is_inside(name, prefix):
-                module = root.get_submodule(inside(name, prefix))
+                module = root.get_submodule(name_inside(name, prefix))
                 module.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
                 module.register_forward_hook(self._sum_output)
 
@@ -198,7 +198,7 @@ class _Splitting:
         self.index = group.rank()
         self.conv = conv1d()
         self.heads = heads
-        self.plan = plan_of(model, plan, linear_types())
+        self.plan = styles_of_plan(model, plan, linear_types())
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.specs: dict[nn.Parameter, tuple[str, ShardSpec]] = {}
         self.replacements: dict[str, str] = {}
@@ -265,16 +265,18 @@ class _Splitting:
         regions: dict[str, Region] = {}
         for path in outermost_of(smallest.values()):
             module = self.modules[path]
-            own_scopes = {inside(name, path): scope for name, scope in scopes.items() if is_inside(name, path)}
+            own_scopes = {name_inside(name, path): scope for name, scope in scopes.items() if is_inside(name, path)}
             specs = {name: self._spec_of(parameter) for name, parameter in module.named_parameters()}
-            layers = {inside(name, path): style for name, style in self.replacements.items() if is_inside(name, path)}
+            layers = {
+                name_inside(name, path): style for name, style in self.replacements.items() if is_inside(name, path)
+            }
             values = [(name, id(type(child)), plain_values(child)) for name, child in module.named_modules()]
             structure = repr((layers, specs, values))
             if structure in regions:
                 regions[structure].names.append(path)
                 regions[structure].references.append(weakref.ref(module))
                 continue
-            ways = candidates(own_scopes, self.size, self.heads)
+            ways = ways_to_divide(own_scopes, self.size, self.heads)
             install = partial(parallel.install, path)
             regions[structure] = Region(
                 [path], [weakref.ref(module)], twin_of(module), specs, install, ways, self.heads is not None

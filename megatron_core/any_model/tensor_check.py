@@ -24,12 +24,12 @@ from megatron_core.any_model.tensor_trial import (
     PARTIAL,
     Arguments,
     Region,
-    Results,
+    TrialResults,
     gather_outputs,
     gradient_faults,
     is_float,
     output_fault,
-    run,
+    run_trial,
 )
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
@@ -67,7 +67,7 @@ def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -
         _check_same_inputs(region, inputs, group)
     with _undisturbed(region.device):
         weights = _weights(region)
-        unsplit = run(region, inputs, weights, None)
+        unsplit = run_trial(region, inputs, weights, None)
         reason = _agreed(unsplit if isinstance(unsplit, str) else "", group, region)
         if reason and is_real and not region.is_vouched:
             raise ConfigError(
@@ -78,7 +78,7 @@ def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -
             return is_real
         faults: list[str] = []
         for sentence, attributes in region.ways:
-            split = run(region, inputs, weights, attributes, unsplit, group)
+            split = run_trial(region, inputs, weights, attributes, unsplit, group)
             fault = _agreed(split if isinstance(split, str) else output_fault(unsplit, split), group, region)
             if not fault and not isinstance(split, str):
                 fault = _agreed(gradient_faults(region, unsplit, split, group), group, region)
@@ -91,7 +91,7 @@ def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -
     raise ConfigError(_refusal(region, group.size(), faults))
 
 
-def _accept(region: Region, attributes: Attributes, split: Results, group: Group) -> None:
+def _accept(region: Region, attributes: Attributes, split: TrialResults, group: Group) -> None:
     """Set the attributes of the modules, and let them return the heads of all ranks."""
     for module in region.modules:
         region.adjust(module, attributes)

@@ -105,7 +105,7 @@ def divided(value: int, size: int) -> int | None:
     return 1 if size % value == 0 else None
 
 
-def candidates(
+def ways_to_divide(
     scopes: Mapping[str, tuple[nn.Module, int, int]], size: int, heads: Heads | None
 ) -> list[tuple[str, Attributes]]:
     """Return the ways to adjust the attributes of a region to this rank's heads, the likeliest first.

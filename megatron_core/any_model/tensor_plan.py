@@ -43,7 +43,9 @@ def check_plan_type(name: str, plan: object) -> None:
         raise ConfigError(f"{name}={plan!r} must be a dict of styles by names of modules, with one entry or more")
 
 
-def plan_of(model: nn.Module, chosen: Plan | None, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
+def styles_of_plan(
+    model: nn.Module, chosen: Plan | None, is_linear: type | tuple[type, ...]
+) -> dict[str, tuple[str, int]]:
     """Return (style, number of packed matrices) for each name of a module or parameter in the plan.
 
     Errors: ``ConfigError`` for names that match nothing and for unknown styles.
@@ -113,7 +115,7 @@ def is_inside(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-def inside(name: str, path: str) -> str:
+def name_inside(name: str, path: str) -> str:
     """Return the name of a module as seen from the module ``path`` around it."""
     return name.removeprefix(path).removeprefix(".") if path else name
 

@@ -79,7 +79,7 @@ class Region:
 
 
 @dataclass
-class Results:
+class TrialResults:
     """Outputs and gradients of a run."""
 
     outputs: list[Tensor]
@@ -116,14 +116,14 @@ def _copy(module: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> nn.Module
         ) from error
 
 
-def run(
+def run_trial(
     region: Region,
     inputs: Arguments,
     weights: dict[str, Tensor],
     attributes: Attributes | None,
-    reference: Results | None = None,
+    reference: TrialResults | None = None,
     group: Group | None = None,
-) -> Results | str:
+) -> TrialResults | str:
     """Run forward and backward of a copy, or with ``attributes`` of a split copy; return a text if it fails.
 
     ``reference``: the results that those of a split copy should have.
@@ -158,10 +158,10 @@ def run(
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*needed, *leaves.values()], results, strict=True)]
     gradients = dict(zip(leaves, grads[len(needed) :], strict=True))
-    return Results([tensor.detach() for tensor in outputs], gathered, grads[: len(needed)], gradients)
+    return TrialResults([tensor.detach() for tensor in outputs], gathered, grads[: len(needed)], gradients)
 
 
-def output_fault(reference: Results, split: Results) -> str:
+def output_fault(reference: TrialResults, split: TrialResults) -> str:
     """Return the first output, or gradient of an input, that differs, or an empty text."""
     if len(reference.outputs) != len(split.outputs):
         return f"{len(split.outputs)} outputs instead of {len(reference.outputs)}"
@@ -178,7 +178,7 @@ def output_fault(reference: Results, split: Results) -> str:
     return ""
 
 
-def gradient_faults(region: Region, reference: Results, split: Results, group: Group) -> str:
+def gradient_faults(region: Region, reference: TrialResults, split: TrialResults, group: Group) -> str:
     """Return the first gradient of a parameter that differs, or an empty text; a collective call."""
     floor = FLOOR * max((float(gradient.double().norm()) for gradient in reference.parameters.values()), default=0.0)
     faults = [

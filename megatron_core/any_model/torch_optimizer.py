@@ -104,7 +104,7 @@ class FillsBoxes(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ShardPiece:
     """The part of a parameter in this rank's shard: whole, in its shape, or a flat range."""
 
     shard: Shard
@@ -152,14 +152,16 @@ class TorchOptimizer(Optimizer):
             self._members[group_of[piece.source]].append(piece.weights)
 
     @staticmethod
-    def _pieces_of(shard: Shard) -> Iterator[Piece]:
+    def _pieces_of(shard: Shard) -> Iterator[ShardPiece]:
         for name, parameter, start, stop, offset in shard.bucket.pieces():
             flat = shard.main[offset : offset + stop - start]
             is_whole = stop - start == parameter.numel()
-            yield Piece(shard, name, parameter, offset, nn.Parameter(flat.view(parameter.shape) if is_whole else flat))
+            yield ShardPiece(
+                shard, name, parameter, offset, nn.Parameter(flat.view(parameter.shape) if is_whole else flat)
+            )
 
     @staticmethod
-    def _part_of(piece: Piece, value: Any) -> Any:
+    def _part_of(piece: ShardPiece, value: Any) -> Any:
         """Return the part of state from before the engine, such as Adagrad's initial sums."""
         if not isinstance(value, Tensor) or value.shape != piece.source.shape or not value.dim():
             return deepcopy(value)
@@ -258,7 +260,7 @@ class TorchOptimizer(Optimizer):
             shape = tuple(parameter.shape)
             yield from pieces_of(label, spec_of(parameter), shape, start, stop, values)
 
-    def _other_boxes(self) -> Iterator[tuple[Piece, str, TensorBox]]:
+    def _other_boxes(self) -> Iterator[tuple[ShardPiece, str, TensorBox]]:
         """Yield state of other shapes: counters, and factors of whole matrices."""
         for piece in self.pieces:
             first = next(start for _, p, start, *_ in piece.shard.bucket.pieces() if p is piece.source) == 0
@@ -272,7 +274,7 @@ class TorchOptimizer(Optimizer):
                 yield piece, name, TensorBox(f"optimizer.{name}.of.{piece.name}", shape, box, memory, owned=owned)
 
 
-def _is_full(piece: Piece, value: Any) -> bool:
+def _is_full(piece: ShardPiece, value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.weights.shape
 
 

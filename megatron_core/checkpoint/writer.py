@@ -11,8 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -263,51 +262,6 @@ class BackgroundSave:
 
         run_on_all_ranks(self._agree, "write its part of a checkpoint", tell)
         return self._save.final
-
-
-class Snapshot:
-    """Copies of pieces in CPU memory, in one buffer that is reused."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(
-        self, later: Iterable[TensorBox], now: Iterable[TensorBox] = ()
-    ) -> tuple[list[TensorBox], Callable[[], None]]:
-        """The owned pieces as copies, and the function that copies those of ``later``, callable from any thread.
-
-        ``later`` must not change until that function returns; ``now`` are copied immediately.
-        """
-        first, second = ([piece for piece in pieces if piece.owned] for pieces in (later, now))
-        offsets = [0, *accumulate(-(-piece.memory.nbytes // 64) * 64 for piece in first + second)]
-        device = next((piece.memory.device for piece in first + second if piece.memory.is_cuda), None)
-        if self._buffer.numel() < offsets[-1]:
-            self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
-        copies = []
-        for piece, at in zip(first + second, offsets, strict=False):
-            room = self._buffer[at : at + piece.memory.nbytes]
-            copies.append(replace(piece, memory=room.view(piece.memory.dtype).view(piece.memory.shape)))
-        _copy(second, copies[len(first) :])
-        ready = None if device is None else torch.cuda.current_stream(device).record_event()
-
-        def complete() -> None:
-            if ready is None:
-                return _copy(first, copies)
-            # A thread's default device is GPU 0, where torch.cuda.stream would use memory.
-            torch.cuda.set_device(device)
-            stream = torch.cuda.Stream(device)
-            stream.wait_event(ready)
-            with torch.cuda.stream(stream):
-                _copy(first, copies)
-            stream.synchronize()
-
-        return copies, complete
-
-
-@torch.no_grad()
-def _copy(pieces: Iterable[TensorBox], copies: Iterable[TensorBox]) -> None:
-    for piece, copy in zip(pieces, copies, strict=False):
-        copy.memory.copy_(piece.memory, non_blocking=True)
 
 
 def save_tensors(

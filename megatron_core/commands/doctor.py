@@ -108,7 +108,7 @@ def kernels() -> Iterator[str]:
                 )
             for chosen, dtypes in dtypes_by_backend.items():
                 yield f"{op} on {device_type}, {' '.join(dtypes)}: {chosen}"
-    yield f"products of --layout-invariant on cpu: {fixed_products.describe('cpu')}"
+    yield f"products of --layout-invariant on cpu: {fixed_products.describe_products('cpu')}"
 
 
 def other_libraries() -> Iterator[str]:

@@ -26,10 +26,10 @@ from typing import Any
 from megatron_core.command import program
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
+from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
-from megatron_core.schedules.draw import chrome_trace, picture
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
@@ -127,7 +127,9 @@ def pictures(drawings: list[Shown], *, one_scale: bool) -> list[str]:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size((120, 24))
     longest = max(drawing.timeline.makespan for drawing in drawings) if one_scale else None
-    return [picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in drawings]
+    return [
+        timeline_picture(s.timeline, s.title, width=width.columns, colour=colour, longest=longest) for s in drawings
+    ]
 
 
 def simulated(settings: Settings) -> list[Shown]:
@@ -173,7 +175,7 @@ def plans(settings: Settings) -> list[tuple[str, Plan]]:
     if settings.plan is not None:
         plan = read_plan(settings.plan)
         has_backward = any(action.kind != "F" for actions in plan.ranks for action in actions)
-        named.append((Path(settings.plan).name, check(plan, plan.num_microbatches, forward_only=not has_backward)))
+        named.append((Path(settings.plan).name, check_plan(plan, plan.num_microbatches, forward_only=not has_backward)))
     return named
 
 
@@ -185,7 +187,7 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
         chunks = default if name not in SCHEDULES else SCHEDULES[name].chunks or default
     paired = settings.paired and not (settings.compare and name in SCHEDULES and name not in PAIRED)
     plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches, paired=paired)
-    return check(plan, settings.microbatches, forward_only=name == "forward_only")
+    return check_plan(plan, settings.microbatches, forward_only=name == "forward_only")
 
 
 def figures(drawing: Shown) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron_core.config.flops import forward_flops_per_token, layer_flops
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.stage_notation import parse_layout
 
@@ -172,10 +172,10 @@ def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
                 f"pipeline_plan={parallel.pipeline_plan} is a plan for {setting}={theirs}, but the run has {ours}; "
                 "change one of them (micro-batches: global_batch_size / (micro_batch_size x data-parallel size))"
             )
-    return check(plan, num_microbatches)
+    return check_plan(plan, num_microbatches)
 
 
 @lru_cache(maxsize=64)
 def _plan_of_schedule(name: str, num_ranks: int, num_chunks: int, num_microbatches: int, paired: bool) -> Plan:
     """The checked plan, made once for all ranks of a simulated world: for 16 ranks with 8 chunks it takes 0.25 s."""
-    return check(make_plan(name, num_ranks, num_chunks, num_microbatches, paired=paired), num_microbatches)
+    return check_plan(make_plan(name, num_ranks, num_chunks, num_microbatches, paired=paired), num_microbatches)

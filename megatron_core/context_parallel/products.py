@@ -177,7 +177,7 @@ def fused_products(device: torch.device, dtype: torch.dtype, mask: Mask | None =
     return FusedOnCUDA() if dtype in (torch.float16, torch.bfloat16) and mask is None else Unfused(mask=mask)
 
 
-def visible(tile: Tile, device: torch.device) -> Tensor:
+def visible_keys(tile: Tile, device: torch.device) -> Tensor:
     """``[q, k]``, True where a key is visible to a query, for a tile with a band."""
     assert tile.band is not None, "without a band all is visible"
     offset, window = tile.band
@@ -190,7 +190,7 @@ def hidden(tile: Tile, owner: int, mask: Mask | None, device: torch.device) -> T
     masked = None if mask is None else mask(tile, owner)
     if tile.band is None:
         return masked
-    unseen = ~visible(tile, device)
+    unseen = ~visible_keys(tile, device)
     return unseen if masked is None else masked | unseen
 
 

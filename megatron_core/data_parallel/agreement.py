@@ -66,12 +66,15 @@ class Announcements:
 
         Wait for the result before the collective's own result is used.
         """
+        # A bound, because a rank that fails makes this many empty announcements, so that all ranks have made equally
+        # many.
         if len(self._pending) == AHEAD:
             self._pending[0].wait()
         return self._make(what, detail)
 
     def _make(self, what: str, detail: Iterable[int] = ()) -> Announcement:
         code = int.from_bytes(blake2b(f"{what} {(*detail,)}".encode(), digest_size=7).digest(), "little")
+        # The maximum of -code is minus the minimum: one all-reduce compares all ranks.
         values = torch.tensor([code, -code])
         group = process_group(self.group)
         RECORDER.note(f"announcement ({what})", group, values)
@@ -94,6 +97,7 @@ class Announcements:
             self._make("nothing")
         while self._pending:
             self._pending.popleft().is_equal()
+        # The texts are sent only now: usually a number of 7 bytes is compared.
         texts = gather_strings(announcement.what, self.group, torch.device("cpu"))
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, text in zip(dist.get_process_group_ranks(process_group(self.group)), texts, strict=True):
@@ -147,6 +151,7 @@ class Agreement:
         """Announce a sum or gather of ``buckets``; readers see ``verb``, the names of the units, and ``purpose``."""
         units = dict.fromkeys(self._unit_names[bucket.stage, bucket.unit] for bucket in buckets)
         of_buckets = [number for bucket in buckets for number in (bucket.stage, bucket.unit, bucket.weights.numel())]
+        # The step is a part of the text: a rank that is one step behind announces the same units.
         text = f"{verb} {listed([*units])}{purpose} in step {self.step}"
         announcement = self._announcements.announce(text, (*of_buckets, *detail))
         if self._compares_first:
@@ -155,6 +160,7 @@ class Agreement:
 
     def late_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> Tensor:
         """Return the memory for a gradient that arrives after the sum of ``bucket`` has started."""
+        # Allocated only when a gradient is late, which is rare.
         if bucket not in self.late:
             self.late[bucket] = torch.zeros_like(bucket.grads)
         gradient: Tensor = parameter.main_grad
@@ -164,7 +170,9 @@ class Agreement:
         """Return the buckets with late gradients on any rank; all ranks then follow the first rank's order of units."""
         discarded = f" after zero_grad() x {self.discards}" if self.discards else ""
         self._announcements.announce(f"ends step {self.step}{discarded}").wait()
+        # A maximum over the ranks: a bucket is summed again on all ranks if it is late on any.
         flags = [int(bucket in self.late or (bucket.splits_grads and bucket.has_grads)) for bucket in buckets]
+        # One rank's order for all: any is right, as long as it is the same.
         is_first = self._announcements.group.rank() == 0
         orders = [sync.positions() if is_first else [0] * len(sync.units) for sync in stages]
         values = torch.tensor(flags + [position for order in orders for position in order])

@@ -44,6 +44,7 @@ class AwaitedParameter:
     ) -> Any:
         """Wait for the weights if the function reads elements, and run it."""
         options = dict(kwargs or {})
+        # Shapes and devices are asked far more often than elements, and must not wait.
         if not reads_elements(func, args, AwaitedParameter) and func.__name__ not in READS_MEMORY:
             return torch._C._disabled_torch_function_impl(func, types, args, options)
         for value in flat_values((args, options)):
@@ -68,6 +69,7 @@ def await_reads(parameters: Sequence[nn.Parameter], gathering: Handle | Any, fin
 def _end(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if isinstance(parameter, AwaitedParameter):
+            # The class before the mixin was added; the object, which hooks and optimizers refer to, stays the same.
             parameter.__class__ = type(parameter).__mro__[2]
             vars(parameter).pop("finish_gather", None)
 

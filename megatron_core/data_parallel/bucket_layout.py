@@ -29,7 +29,7 @@ class BucketLayout:
     """Length of the bucket, a multiple of the number of shards."""
 
 
-class Rule(Protocol):
+class FillRule(Protocol):
     """Rule that fills a bucket."""
 
     def is_full(self, sizes: Sequence[int], following: int, bucket_size: int) -> bool:
@@ -106,9 +106,11 @@ class WholeInShards:
 
     def place(self, sizes: Sequence[int], costs: Sequence[int]) -> BucketLayout:
         """Place parameters in shards of equal length."""
+        # Equal work alone could place all large and cheap parameters in one shard, and the others would be padding.
         limit = 1.3 * sum(sizes) / self.shards
         ends = [0] * self.shards
         positions = [(0, 0)] * len(sizes)
+        # Costs and sizes are those of global shapes, so that all ranks compute the same layout without a message.
         for number in sorted(range(len(sizes)), key=lambda n: -costs[n]):
             starts = [round_up(end, self.start_multiple) for end in ends]
             fit = [shard for shard, start in enumerate(starts) if start + sizes[number] <= limit]
@@ -116,6 +118,7 @@ class WholeInShards:
             positions[number] = shard, starts[shard]
             ends[shard] = starts[shard] + sizes[number]
             self.work[shard] += costs[number]
+        # Shards are equal in length, as collectives require; shorter ones are padded.
         length = round_up(max(ends), self.shard_multiple)
         offsets = [shard * length + start for shard, start in positions]
         end = max(offset + size for offset, size in zip(offsets, sizes, strict=True))
@@ -125,7 +128,7 @@ class WholeInShards:
 class Packer(Generic[Item]):
     """Fills buckets one after another and yields each full bucket."""
 
-    def __init__(self, rule: Rule, bucket_size: int) -> None:
+    def __init__(self, rule: FillRule, bucket_size: int) -> None:
         self.rule = rule
         self.bucket_size = bucket_size
         self._items: list[tuple[Item, int, int]] = []

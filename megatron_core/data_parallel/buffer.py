@@ -70,6 +70,7 @@ class Bucket:
         self.shard = (
             slice(dp_group.rank() * size, (dp_group.rank() + 1) * size) if self.is_sharded else slice(0, padded)
         )
+        # Gradients of many micro-batches and ranks are added: in 16 bits small ones would be lost.
         final_dtype = torch.promote_types(first.dtype, torch.float32)
         grad_dtype = torch.float64 if settings.arithmetic.adds_exactly else final_dtype
         self.weights = torch.zeros(padded, dtype=first.dtype, device=device)
@@ -78,6 +79,7 @@ class Bucket:
         # The only rank of a group keeps its gradients whole, and its weights too unless they are offloaded.
         self.splits_grads = settings.zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
         self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
+        # Gradients of stage 2 get their memory, and their zeros, in ``open_grads``.
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)
         self.offsets = layout.offsets
@@ -85,6 +87,7 @@ class Bucket:
         self.used = layout.used
         for (name, parameter), offset in zip(named, self.offsets, strict=True):
             span = slice(offset, offset + parameter.numel())
+            # Views instead of copies: layers, hooks and checkpoints keep using the parameter objects.
             memory.adopt(name, parameter, self.weights[span].view_as(parameter))
             if parameter.requires_grad:
                 parameter.main_grad = self.grads[span].view_as(parameter)
@@ -101,7 +104,10 @@ class Bucket:
         self._final_shard: Tensor | None = None
         if settings.arithmetic.adds_exactly and first.requires_grad:
             self._final_shard = self.grads.new_empty(self.sum_shard.shape, dtype=final_dtype)
-        # Options and state of the communication.
+        self._prepare_sums(settings, grad_dtype)
+
+    def _prepare_sums(self, settings: DataParallelSettings, grad_dtype: torch.dtype) -> None:
+        """Set the options and the state of the communication."""
         self.wire_dtype = settings.wire_dtype or grad_dtype
         """Dtype in which gradients are sent and summed over the ranks."""
         self.sums_wide = settings.sums_wide
@@ -135,6 +141,7 @@ class Bucket:
     @property
     def saved_span(self) -> slice:
         """Part of the bucket that this rank saves: each of n ranks with the same shard saves 1 / n of it."""
+        # Each element is saved once, and the writing is divided among the ranks that have it.
         copies = self.instances.size()
         index = self.instances.rank()
         if not self.is_sharded:
@@ -202,6 +209,7 @@ class Bucket:
 
     def open_grads(self) -> None:
         """Allocate the gradients as zeros if they have no memory; first finish a pending reduction."""
+        # The memory of the last micro-batch's gradients is still being sent.
         if self._wire is not None and self.splits_grads:
             self.finish_reduce()
         if not self.has_grads:
@@ -220,12 +228,15 @@ class Bucket:
             self._compressing = self.compressor.reduce_(self)
             self.continue_reduce()
             return
+        # Without a copy if both dtypes are equal.
         wire = self._wire = self.grads.to(self.wire_dtype)
         self.wire_bytes += wire.nbytes
         if self.is_sharded:
+            # The first sum of a step can be received in place; later ones are added to it.
             direct = wire is self.grads and not self._has_sum
             like = self.sum_shard if self.sums_wide else wire
             self._partial = self.sum_shard if direct else like.new_empty(self.sum_shard.numel())
+            # 16-bit messages with additions in float32: half of the bytes without a rounding for each rank.
             if self.sums_wide and wire is not self.grads:
                 self._reducing = reduce_scatter_wide_(self._partial, wire, self.dp_group)
             else:
@@ -251,8 +262,10 @@ class Bucket:
         self._reducing = Done()
         if self._wire is not None:
             total = self._wire if self._partial is None else self._partial
+            # Stages 2 and 3 sum each micro-batch; stages 0 and 1 sum the accumulated gradients once.
             if self._has_sum and self.splits_grads:
                 self.sum_shard.add_(total)
+            # Equal if the collective wrote into the shard itself.
             elif total.data_ptr() != self.sum_shard.data_ptr():
                 self.sum_shard.copy_(total)
             self._wire = None
@@ -261,6 +274,7 @@ class Bucket:
             if self.splits_grads:
                 release(self.grads)
         if not self.splits_grads:
+            # A debug mode: outside of the shard the gradients are this rank's own and must not be read.
             poison_outside(self.grads, self.shard)
 
     def sum_over_instances(self) -> None:
@@ -276,6 +290,7 @@ class Bucket:
             if self.dp_group.size() == 1:
                 self.weights.copy_(weight_shard)
             self._gather(weight_shard)
+            # Reads are allowed only when the weights have arrived.
             self.gathering = Arrival(self.gathering, self.freed.restore)
         elif self.is_sharded and not self.splits_weights:
             poison_outside(self.weights, self.shard)
@@ -283,6 +298,7 @@ class Bucket:
 
     def _own_weights(self) -> Tensor:
         """Return this rank's shard on the device."""
+        # Usually a read that was started while an earlier unit computed.
         self.prefetch_weights()
         if self._fetched is None:
             return self.weight_shard
@@ -292,6 +308,7 @@ class Bucket:
     def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
+        # Layers may gather their weights in another format, such as FP8, with fewer bytes.
         if self.kind.start_gather is not None:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)

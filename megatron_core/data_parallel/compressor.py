@@ -20,6 +20,7 @@ class Compressor:
     def __init__(self) -> None:
         self.step = 0
         """Number of optimizer steps so far."""
+        # A function, because a dynamic scale changes between steps.
         self.loss_scale: Callable[[], float] = lambda: 1.0
         """Returns the factor on the gradients of this step, which is not part of the stored errors."""
         self.update_rule: Callable[[Any, ParallelGroups], Any] = lambda rule, groups: rule

@@ -28,6 +28,7 @@ class EarlySums:
 
     def enable_grad_sync(self, stage: int) -> None:
         """Announce that the next backward of ``stage`` is its last in this step."""
+        # Known only before the last backward: earlier ones accumulate in the same memory.
         early = [b for b in self._early(stage) if self.settings.overlap_grad_reduce or self._needs_no_sum(b)]
         self._waiting.update({bucket: set(bucket.parameters) for bucket in early})
         if stage in self._sync:
@@ -45,6 +46,7 @@ class EarlySums:
 
     def _early(self, stage: int) -> list[Bucket]:
         """Buckets whose sums may start before all gradients of the step are complete."""
+        # Partial gradients need sums over model axes first, for which other ranks may not be ready in this backward.
         complete = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
         return [b for b in complete if b.compresses or not b.splits_grads]
 
@@ -53,6 +55,8 @@ class EarlySums:
         for bucket in self._early(stage):
             if bucket.reduced:
                 continue
+            # Only the first incomplete bucket is waited for: with another order on each rank, collectives would meet
+            # wrong ones.
             if self._waiting.get(bucket, {None}):
                 return
             self._start_early(bucket)
@@ -79,6 +83,8 @@ class EarlySums:
         """Start a bucket's reduction after the sums that must precede it."""
         if bucket.splits_grads:
             bucket.open_grads()
+        # At stages 2 and 3 sums over model axes follow on the shard, with a fraction of the bytes. Shared ranges need
+        # whole gradients: ranks hold them at different offsets.
         (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
         start_sum(bucket)
 
@@ -133,6 +139,7 @@ def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> N
     extent = 0
     start_of = {}
     for start, stop in spec.all_shared_ranges(split):
+        # Only the shared ranges are sent, one after the other in a tensor with a place for each on every rank.
         start_of[start, stop] = extent
         extent = extent + stop - start
     total = grad.new_zeros((*grad.shape[: split.dim], extent, *grad.shape[split.dim + 1 :]))

@@ -72,17 +72,19 @@ def make_buckets(
                 rule = settings.rule_of(bucket_kind, ranks[bucket_kind][0].size())
                 packers[bucket_kind] = Packer(rule, settings.bucket_size)
             is_shared = settings.zero_stage > 0 and getattr(parameter, "shared_embedding", False)
+            # Ranks of several stages sum it together, and the other parameters of a bucket would differ there.
             alone = bool(bucket_kind.tied) or is_shared
             cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
             for full in packers[bucket_kind].add((name, parameter), parameter.numel(), cost, alone=alone):
                 make(bucket_kind, number, *full)
+        # Otherwise the gradients of a unit would wait for those of the unit before it in backward.
         if settings.zero_stage >= 2:
             close_all(number)
     close_all(number)
     return buckets
 
 
-def modules_of(module: nn.Module) -> list[list[nn.Module]]:
+def modules_of_units(module: nn.Module) -> list[list[nn.Module]]:
     """Return the modules of a stage's units: the list of its ``units()``, else each child, else the stage itself."""
     declared: Any = getattr(module, "units", None)
     units = [[child] for child in module.children()] if declared is None else declared()
@@ -92,18 +94,20 @@ def modules_of(module: nn.Module) -> list[list[nn.Module]]:
 def units_of(
     module: nn.Module, groups: ParallelGroups, units: list[list[nn.Module]] | None = None, *, has_rest: bool = False
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return a stage's named parameters by unit; ``units`` are the modules of each (default: ``modules_of``).
+    """Return a stage's named parameters by unit; ``units`` are the modules of each (default: ``modules_of_units``).
 
     A parameter in no unit belongs to the first unit, which with ``has_rest`` has no other parameters and precedes
     ``units``; a parameter in several units belongs to the first of them. Parameters
     without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
     of experts, which only expert-data-parallel ranks share.
     """
-    units = ([[]] if has_rest else []) + (modules_of(module) if units is None else units)
+    units = ([[]] if has_rest else []) + (modules_of_units(module) if units is None else units)
+    # Reversed, so that the first unit with a parameter wins.
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
     result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in global_parameters(module):
         if not hasattr(parameter, "shard_spec"):
+            # Megatron's mark for parameters of experts.
             expert = not getattr(parameter, "allreduce", True)
             axis = "etp" if expert else "tp"
             spec = replicated(tuple(parameter.shape), groups.index(axis), axis=axis)

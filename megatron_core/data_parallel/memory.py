@@ -15,7 +15,10 @@ Initialise = Callable[[str, nn.Parameter], None]
 @torch.no_grad()
 def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: Initialise | None) -> None:
     """Move a parameter from the meta device into ``memory``; object identity and attributes are preserved."""
+    # A swap, because assigning ``.data`` cannot change the device of a parameter on meta, and modules, hooks and tied
+    # weights refer to this object.
     real = nn.Parameter(memory.new_empty(0), requires_grad=parameter.requires_grad)
+    # Attributes such as the shard's description and the hooks of the program stay with the parameter.
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
     # assign .data, as for other parameters, so that autograd does not regard gathers as modifications

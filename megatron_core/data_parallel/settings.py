@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel.bucket_layout import InOrder, Rule, WholeInShards
+from megatron_core.data_parallel.bucket_layout import FillRule, InOrder, WholeInShards
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.sharding import spec_of
@@ -72,9 +72,11 @@ class BucketKind:
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
             dtype=parameter.dtype,
+            # Decay pulls norms and biases, which are not scale-free, towards 0; Megatron-LM leaves them out, too.
             decay=matrix or getattr(parameter, "decays", False),
             matrix=matrix,
             replica_axes=spec.replica_axes,
+            # Axes of one rank are left out: their parameters may share buckets with others.
             partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
@@ -93,17 +95,17 @@ class BucketKind:
         return bool(self.partial_axes or self.shared_axes or self.tied)
 
 
-def in_order(bucket_kind: BucketKind, shards: int) -> Rule:
+def in_order(bucket_kind: BucketKind, shards: int) -> FillRule:
     """Return the default rule: parameters in order, shards aligned to 16 bytes."""
     return InOrder(1, shards * SHARD_MULTIPLE)
 
 
-def whole_matrices(bucket_kind: BucketKind, shards: int) -> Rule:
+def whole_matrices(bucket_kind: BucketKind, shards: int) -> FillRule:
     """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
     return whole_parameters(bucket_kind, shards) if bucket_kind.is_hidden_matrix else in_order(bucket_kind, shards)
 
 
-def whole_parameters(bucket_kind: BucketKind, shards: int) -> Rule:
+def whole_parameters(bucket_kind: BucketKind, shards: int) -> FillRule:
     """Return the rule for filling buckets such that no shard cuts a parameter."""
     return WholeInShards(shards, 1, SHARD_MULTIPLE)
 
@@ -116,7 +118,7 @@ class DataParallelSettings:
     """0: whole state on every rank; 1: shards of the optimizer's state; 2: also of gradients; 3: also of weights."""
     bucket_size: int = 40_000_000
     """Number of elements from which a bucket is full."""
-    rule_of: Callable[[BucketKind, int], Rule] = in_order
+    rule_of: Callable[[BucketKind, int], FillRule] = in_order
     """Returns the rule that fills buckets of a kind, for a number of shards."""
     join: Callable[[BucketKind], BucketKind] | None = None
     """Parameters whose kinds this function maps to the same kind share buckets."""

@@ -63,8 +63,10 @@ class SplitParameter:
             (value for value in flat_values((args, options)) if isinstance(value, SplitParameter)), None
         )
         is_closed = vars(parameter)["is_closed"]
+        # Without gradients nothing is kept for backward, so a read of weights that still have memory is right.
         if is_closed and not torch.is_grad_enabled():
             return torch._C._disabled_torch_function_impl(func, types, args, options)
+        # Libraries call ``.to(device)`` on all parameters; without a change the elements are not needed.
         if name in CONVERSIONS and isinstance(first, Tensor) and (same := _converted(func, types, args, options)):
             return same[0]
         name = f"Tensor.{func.__self__.__name__}" if name in ACCESSES else name
@@ -90,6 +92,8 @@ FIX = (
 
 def release(flat: Tensor) -> None:
     """Free the memory of ``flat`` and of all its views; the tensor objects remain."""
+    # The storage and not the tensors: every view, also those that autograd has saved, gets the memory back when it
+    # returns.
     flat.untyped_storage().resize_(0)
 
 
@@ -116,6 +120,7 @@ class FreedWeights:
         self.flat = flat
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
+        # One element expanded: the freed parameter keeps its shape without memory.
         self._freed = [parameter.data.new_full((), math.nan).expand(parameter.shape) for parameter in parameters]
         self._users: int | None = None
         for parameter, name in zip(parameters, names, strict=True):
@@ -123,6 +128,7 @@ class FreedWeights:
 
     def release(self) -> Tensor:
         """Free the weights and return the flat buffer: another one if it has new users since ``count_users``."""
+        # A program may keep views of gathered weights; freeing their memory would change what it holds.
         if self._users is not None and users_of(self.flat) > self._users:
             offsets = [view.storage_offset() for view in self._views]
             self.flat = torch.empty_like(self.flat)
@@ -134,6 +140,7 @@ class FreedWeights:
         release(self.flat)
         for parameter, freed in zip(self._parameters, self._freed, strict=True):
             vars(parameter)["is_closed"] = False
+            # A class and not a flag that each operation asks: whole parameters have torch's own class and cost nothing.
             parameter.__class__ = _class_for(type(parameter))
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.data = freed

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.buffer import Bucket
 from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, tensors_in
 from megatron_core.data_parallel.settings import DataParallelSettings
+from megatron_core.data_parallel.unit_weights import UnitWeights
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import outside_of_graphs
 from megatron_core.parallel.handles import Done
 
 
-class UnitSync:
+class UnitSync(UnitWeights):
     """Gathers weights and reduces gradients of one pipeline stage, unit by unit, during forward and backward.
 
     ``reduce(bucket)`` starts to sum a bucket's gradients. In a backward each unit is reduced once, in the order of
@@ -96,10 +96,12 @@ class UnitSync:
         """Register hooks on each unit's modules and their submodules with parameters: a model may call only
         submodules.
         """
+        # A module that several units contain belongs to the first.
         seen = {root}
         for unit, listed in zip(self.units[len(self.units) - len(modules) :], modules, strict=True):
             for module in listed:
                 for inner in outside_of_graphs(module):
+                    # Modules without parameters of their own read no weights.
                     owns = inner is module or next(inner.parameters(recurse=False), None) is not None
                     if owns and inner not in seen:
                         seen.add(inner)
@@ -192,6 +194,7 @@ class UnitSync:
             if unit in (self._backward, self._weights, *self._around_backward) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
         if self._kind != "F" and self._unreduced is not None:
+            # Units that this rank has not run add zeros, because other ranks wait for the sum.
             while self._unreduced:
                 self._reduce_now(self._unreduced.pop(0))
             self._unreduced = None
@@ -215,6 +218,7 @@ class UnitSync:
         around_before = self._around_backward
         self._backward = unit
         self._around_backward = around
+        # A unit has several outputs and modules, each with a hook.
         if before is unit and around == around_before:
             return
         # The recomputed forward of the previous unit is over; it may have ended inside of a module.
@@ -223,6 +227,7 @@ class UnitSync:
         self._inside.clear()
         if before is None:
             self._passed = None
+        # The rest runs between other units, and is no step of the order in which units are prefetched.
         self._passed = self._passed if unit is self._rest else unit.number
         units_left = [
             left
@@ -242,6 +247,7 @@ class UnitSync:
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
         if self._kind == "W" and bucket in (unit := self.units[bucket.unit]).own and self._weights is not unit:
+            # W computes the gradients of one unit after the other, so the next unit completes the one before.
             if self._weights is not None:
                 self._reduce(self._weights)
             self._weights = unit
@@ -295,111 +301,3 @@ class UnitSync:
         ran = sorted((unit for unit in self.units if positions[unit.number]), key=lambda unit: positions[unit.number])
         following = iter(ran)
         self.order = [next(following) if positions[unit.number] else unit for unit in self.order]
-
-    # Weights.
-
-    def release(self) -> None:
-        """Free all weights before the shards are updated."""
-        self._forward = self._backward = None
-        self._around_forward = self._around_backward = ()
-        self._release_all_but([])
-
-    def _hold(self) -> None:
-        """Gather the weights of the active units, with overlap start those of the next unit, and free the others."""
-        if not self._splits_weights:
-            return
-        now = self._active()
-        overlaps = self.settings.overlap_param_gather
-        following = self._ahead(1) if overlaps else []
-        if not self.settings.keep_after_forward:
-            self._release_all_but(now + following)
-        self._gather(now)
-        self._gather(following)
-        for bucket in now:
-            bucket.finish_gather()
-        for bucket in self._ahead(1 + overlaps):
-            bucket.prefetch_weights()
-
-    def _gather(self, buckets: Sequence[Bucket]) -> None:
-        """Start to gather those of ``buckets`` that are not whole."""
-        missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._whole]
-        if not missing:
-            return
-        reader = "a forward" if self._backward is None else "a backward"
-        announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "", self._next_sums)
-        if self._next_sums:
-            self._announced = announced
-            self._has_announced_sums = True
-        for bucket in missing:
-            bucket.start_gather()
-            bucket.gathering = Arrival(bucket.gathering, before=announced.wait)
-        self._whole += missing
-
-    def _open(self, unit: Unit) -> None:
-        """Allow reads of the unit's weights."""
-        for bucket in unit.reads if self._splits_weights else ():
-            if bucket.splits_weights and bucket.is_whole:
-                bucket.freed.restore()
-
-    def _close(self, unit: Unit) -> None:
-        """Refuse further reads of a unit's weights in this forward: its backward would not keep them for their readers.
-
-        The parameters outside of all units are whole in all backwards.
-        """
-        if self._rest in (None, unit) or self._backward is not None or self.settings.keep_after_forward:
-            return
-        active = [other for other, count in self._inside.items() if count > 0]
-        needed = [bucket for other in active for bucket in other.reads] + self._pinned
-        for bucket in unit.own:
-            if bucket.splits_weights and bucket in self._whole and bucket not in needed:
-                bucket.freed.close()
-
-    def pin(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Gather ``buckets`` and keep them whole until ``unpin``; return the buckets that were not whole."""
-        added = [bucket for bucket in buckets if bucket not in self._whole]
-        self._pinned += buckets
-        self._gather(added)
-        for bucket in buckets:
-            bucket.finish_gather()
-            bucket.freed.restore()
-        for bucket in added:
-            bucket.keep_for_users()  # a caller may keep tensors of the whole weights
-        return added
-
-    def unpin(self, buckets: Sequence[Bucket], added: Sequence[Bucket]) -> None:
-        """End ``pin``, which returned ``added``: free these buckets unless an active unit reads them."""
-        for bucket in buckets:
-            self._pinned.remove(bucket)
-        active = self._active()
-        self._release_all_but([bucket for bucket in self._whole if bucket in active or bucket not in added])
-
-    def _release_all_but(self, needed: list[Bucket]) -> None:
-        needed = needed + self._pinned
-        for bucket in self._whole:
-            if bucket not in needed:
-                bucket.release_weights()
-        self._whole = [bucket for bucket in self._whole if bucket in needed]
-
-    def _active(self) -> list[Bucket]:
-        """The buckets that running modules read."""
-        units = dict.fromkeys((*self._at_work(), *self._around_forward, *self._around_backward))
-        return [bucket for unit in units for bucket in unit.reads]
-
-    def _at_work(self) -> list[Unit]:
-        units = [unit for unit in (self._forward, self._backward) if unit is not None]
-        return units[:1] if len(set(units)) == 1 else units
-
-    def _ahead(self, distance: int) -> list[Bucket]:
-        """Return the buckets of the next unit, or with ``distance`` 2 of the one after it.
-
-        The list is empty while two units are active, so that at most two units are in memory.
-        """
-        if len(self._at_work()) != 1:
-            return []
-        first = 0 if self._rest is None else 1
-        backward = self._backward is not None
-        passed = self._at_work()[0].number if self._rest is None else self._passed
-        if passed is None:
-            passed = len(self.units) if backward else first - 1
-        number = passed + (-distance if backward else distance)
-        return list(self.units[number].reads) if first <= number < len(self.units) else []

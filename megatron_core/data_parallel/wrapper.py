@@ -16,7 +16,7 @@ from megatron_core.data_parallel.agreement import Agreement, Announcement
 from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.buffer import Bucket, Compressor
 from megatron_core.data_parallel.early_sums import EarlySums, complete_shard
-from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of, name_units, units_of
+from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of_units, name_units, units_of
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.split_parameter import release
@@ -65,7 +65,7 @@ class DataParallel(EarlySums):
         self.settings = settings = settings or DataParallelSettings()
         self.groups = groups
         self.compressor = compressor
-        self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
+        self._units = {stage: modules_of_units(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
         self.memory = memory = memory or BucketMemory()
         self.buckets: list[Bucket] = []
@@ -127,9 +127,11 @@ class DataParallel(EarlySums):
                 )
         for bucket in self.buckets:
             for parameter in bucket.parameters:
+                # After accumulation: the gradient of a parameter that is used several times is complete only then.
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
+        # Graphs have no parameter objects, only their numbers.
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
         for stage in stages if self.settings.overlap_param_gather and self.settings.zero_stage < 3 else ():
@@ -204,10 +206,12 @@ class DataParallel(EarlySums):
         tied = sorted((bucket for bucket in self.buckets if bucket.kind.tied), key=lambda bucket: bucket.names)
         ordered = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
         for bucket in ordered:
+            # One sum per step, or one for each micro-batch of which only late gradients are left.
             once = bucket.compresses or not bucket.splits_grads
             if not bucket.reduced if once else bucket in late:
                 self._start_reduce(bucket)
         for bucket in ordered:
+            # All sums have started before the first wait, so that they travel together.
             bucket.finish_reduce()
             if bucket in late and self._takes_late(bucket) and self._agreement is not None:
                 self._agreement.add_late(bucket)
@@ -239,6 +243,7 @@ class DataParallel(EarlySums):
         for bucket in self.buckets:
             if not bucket.splits_weights:
                 bucket.start_gather()
+                # Weights arrive during the forward of earlier layers; the first read of each waits for its own bucket.
                 if self.settings.overlap_param_gather:
                     bucket.gathering = await_reads(bucket.parameters, bucket.gathering, bucket.finish_gather)
         if not self.settings.overlap_param_gather:
@@ -275,6 +280,7 @@ class DataParallel(EarlySums):
                 bucket = self._bucket_of.get(parameter)
                 if bucket is not None and bucket.splits_weights:
                     if (bucket.stage, bucket.unit) != active:
+                        # The unit before is freed first, so that two whole units are never in memory.
                         stack.close()
                     active = bucket.stage, bucket.unit
                 stack.enter_context(self.gathered([parameter]))
@@ -326,12 +332,14 @@ class DataParallel(EarlySums):
                         "remove --layout-invariant, or compute it with functions of features.equal_bits"
                     )
                 gradient: torch.Tensor = parameter.main_grad
+                # The bucket's memory holds a sum that is complete, or still in flight.
                 if self._agreement is not None and self._takes_late(bucket):
                     gradient = self._agreement.late_gradient(bucket, parameter)
                 else:
                     bucket.open_grads()
                 # Detached: with create_graph=True a gradient has a graph of its own.
                 gradient.add_(parameter.grad.detach(), alpha=self.grad_factor)
+                # Freed at once: autograd's gradients of a stage would take as much memory as the buffer.
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket].discard(parameter)

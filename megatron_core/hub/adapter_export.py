@@ -1,9 +1,10 @@
-"""Export of low-rank adapters: in PEFT's format, or merged with the frozen weights."""
+"""Weights that an export reads: low-rank adapters merged with the frozen weights, averages, adapters for PEFT."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, open_newest, parameter_pieces
 from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.adapters import linears_of
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
+from megatron_core.hub.hugging_face.writer import read_whole
 from megatron_core.models.build import meta_model
 from megatron_core.output_file import new_folder
 from megatron_core.parallel.boxes import Box
@@ -96,7 +99,20 @@ def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> d
     tensors = {}
     for name, shape in shapes.items():
         wide = torch.promote_types(reader.dtype_of(f"model.{name}"), torch.float32)
-        tensors[name] = torch.empty(shape, dtype=wide)
-        box = Box((0,) * len(shape), shape)
-        reader.fill([TensorBox(f"model.{name}", shape, box, tensors[name], owned=True)])
+        tensors[name] = read_whole(reader, f"model.{name}", shape, wide)
     return tensors
+
+
+PREFIX = f"optimizer.{AVERAGE.name}."
+
+
+class AveragedReader(CheckpointReader):
+    """A checkpoint whose averages are read in place of its weights; tensors without one are read as they are."""
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the averages into the memory of every piece of a weight."""
+        super().fill(self._average_of(piece) for piece in pieces)
+
+    def _average_of(self, piece: TensorBox) -> TensorBox:
+        name = PREFIX + piece.name.removeprefix("model.")
+        return replace(piece, name=name) if name in self.manifest.tensors else piece

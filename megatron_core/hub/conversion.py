@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, open_newest, parameter_pieces
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_newest, parameter_pieces
 from megatron_core.checkpoint.folder import refuse_foreign
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.reader import note
@@ -26,8 +26,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
-from megatron_core.hub.adapter_export import MergedReader
-from megatron_core.hub.averaged_reader import AveragedReader
+from megatron_core.hub.adapter_export import AveragedReader, MergedReader
 from megatron_core.hub.hugging_face import (
     MTP_PREFIX,
     HuggingFaceReader,
@@ -36,6 +35,7 @@ from megatron_core.hub.hugging_face import (
     stored_dtype,
     write_hugging_face,
 )
+from megatron_core.hub.hugging_face.writer import read_whole
 from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.hub.megatron_lm.arguments import MegatronProgress
 from megatron_core.hub.megatron_lm.format import state_at
@@ -45,7 +45,6 @@ from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.output_file import new_folder, refuse_inputs
-from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
@@ -378,15 +377,6 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
             f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; correct its "
             "config.json, or convert with --no-verify"
         ) from error
-
-
-def read_whole(
-    reader: CheckpointReader | HuggingFaceReader | MegatronReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Read one complete tensor."""
-    tensor = torch.empty(shape, dtype=dtype)
-    reader.fill([TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
-    return tensor
 
 
 def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> CheckpointReader | MergedReader:

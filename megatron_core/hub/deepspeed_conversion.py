@@ -15,13 +15,12 @@ from torch import Tensor
 from megatron_core.checkpoint.writer import Entry, save_tensors
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import check_empty, written_folder
-from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
+from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint, train_state
 from megatron_core.hub.hugging_face.reader import CONFIG
 from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.parallel.texts import listed
 from megatron_core.schema import STRINGS, read_object
 from megatron_core.tokenizers.companions import companion_files, vocabulary_files
-from megatron_core.training.state import TrainState
 
 OPTIMIZERS = {("exp_avg", "exp_avg_sq"): "adam", ("exp_avg",): "lion", ("momentum_buffer",): "sgd"}
 """Kinds of optimizer state -> our optimizer."""
@@ -44,15 +43,7 @@ def import_deepspeed(
     checkpoint = read_deepspeed_checkpoint(source, tag)
     kinds = () if optimizer is False else _kinds(checkpoint, required=bool(optimizer))
     name = _optimizer_of(checkpoint, kinds)
-    steps = checkpoint.counters["global_steps"]
-    samples_per_step = checkpoint.counters["global_samples"] // steps if steps else 0
-    skipped = checkpoint.counters["skipped_steps"]
-    counters = TrainState(
-        steps,
-        checkpoint.counters["global_samples"],
-        skipped_iterations=skipped,
-        skipped_samples=skipped * samples_per_step,
-    )
+    counters = train_state(checkpoint)
     state = {
         **asdict(counters),
         "client_state": _json(checkpoint.client_state),
@@ -64,9 +55,9 @@ def import_deepspeed(
         "config": {"optimizer": name} if name else {},  # DeepSpeed stores no others that an engine compares
     }
     entries = _entries(checkpoint, dtype or torch.float32, kinds)
-    save_tensors(save, steps, entries, _tensors(checkpoint, entries), state)
+    save_tensors(save, counters.iteration, entries, _tensors(checkpoint, entries), state)
     content = "weights and optimizer state" if kinds else "weights without optimizer state"
-    return f"{content} of global step {steps}"
+    return f"{content} of global step {counters.iteration}"
 
 
 def _kinds(checkpoint: DeepSpeedCheckpoint, *, required: bool) -> tuple[str, ...]:
@@ -154,7 +145,7 @@ def export_deepspeed(
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the model's config.json with --hf-config")
-    settings = _settings(path)
+    settings = read_object(path, CheckpointError, "give the model's config.json", {"architectures": STRINGS})
     checkpoint = read_deepspeed_checkpoint(source, tag)
     dtype = dtype or torch.float32
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.shared}
@@ -176,10 +167,6 @@ def _group(checkpoint: DeepSpeedCheckpoint, name: str, shape: tuple[int, ...], d
     if buffer is not None:
         return [(name, buffer.dtype, shape)], lambda: [buffer]
     return [(name, dtype, shape)], lambda: [checkpoint.weight(name).to(dtype)]
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return read_object(path, CheckpointError, "give the model's config.json", {"architectures": STRINGS})
 
 
 def _check_model(

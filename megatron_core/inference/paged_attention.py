@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_core.inference.paged_kernel import has_native_paged_attention, native_paged_attention
 from megatron_core.inference.paged_step import PagedStep
-from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import KeyValueStore, SequenceContext, chunk_lengths
 from megatron_core.transformer.core_attention import (

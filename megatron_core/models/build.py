@@ -143,7 +143,7 @@ def check_complete(
     pipeline = groups.group("pp")
     if isinstance(pipeline, LocalGroup) and pipeline.size() > 1:
         return  # one rank of a pipeline that is only planned: there are no others to compare with
-    mine = "\n".join(name for model in stages.values() for name in parts_of(model))
+    mine = "\n".join(name for model in stages.values() for name in model_parts_of(model))
     parts_by_rank = [text.splitlines() for text in gather_strings(mine, pipeline, device)]
     problems = faults(parts_by_rank, num_layers)
     if problems:
@@ -153,7 +153,7 @@ def check_complete(
         )
 
 
-def parts_of(model: GPTModel) -> list[str]:
+def model_parts_of(model: GPTModel) -> list[str]:
     """The names of the parts of the model in a stage."""
     names = [EMBEDDING] * (model.embedding is not None) + [f"layer {number}" for number in model.decoder.layers.keys()]  # noqa: SIM118
     return names + [OUTPUT] * (model.output_layer is not None)

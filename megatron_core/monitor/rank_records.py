@@ -25,7 +25,7 @@ from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
 from megatron_core.monitor.record_schema import checked_line
 from megatron_core.output_file import refuse_url
-from megatron_core.parallel.meter import StepTimes
+from megatron_core.parallel.times import StepTimes
 
 VERSION = 1
 DETAILED = 100

@@ -9,7 +9,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import check, count, in_rows, new_like, partials
+from megatron_core.ops.rows import check_rows, count, in_rows, new_like, partials
 
 Kind = Literal["gelu", "gelu_tanh", "squared_relu", "relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu"]
 
@@ -76,7 +76,7 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, activa
     """-> (dx, dbias); dbias is empty if there is no bias."""
     _check("bias_activation_backward", x, bias, activation)
     columns = _columns(x, activation)
-    check("bias_activation_backward", x[..., :columns], {"dy": dy})
+    check_rows("bias_activation_backward", x[..., :columns], {"dy": dy})
     # An operator must return tensors of fixed number and type, so an absent gradient is an empty tensor.
     dx = new_like(x)
     dbias = _like_bias(x, bias)
@@ -112,7 +112,7 @@ _bias_activation_backward.register_no_autograd()
 def _check(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
     if activation not in LEGAL:
         raise ConfigError(f"{op}: kind={activation!r}; legal: {', '.join(LEGAL)}")
-    check(op, x, {}, **({} if bias is None else {"bias": bias}))
+    check_rows(op, x, {}, **({} if bias is None else {"bias": bias}))
     if activation in GATED and x.shape[-1] % 2:
         raise ConfigError(
             f"{op}: x is {list(x.shape)}; its last dim is the gate and the value of {activation} and must be even"

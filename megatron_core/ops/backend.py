@@ -76,7 +76,7 @@ def python_backend(name: str) -> Any:
     return ops.LIBRARIES[name] if name in LIBRARY_NAMES else reference
 
 
-def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
+def describe_backends(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     """Describe the backends of all operations in one line, such as ``native (libmegatron_cpu_avx2.so)``."""
     if requested == "reference":
         return "reference (PyTorch), as requested"

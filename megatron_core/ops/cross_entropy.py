@@ -14,7 +14,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import define, operator
-from megatron_core.ops.rows import check, count, in_rows, new_like, wide
+from megatron_core.ops.rows import check_rows, count, in_rows, new_like, wide
 
 
 def cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int, *, backend: Backend = "auto") -> Tensor:
@@ -129,7 +129,7 @@ def _new_parts(logits: Tensor) -> Tensor:
 
 
 def _check(logits: Tensor, target: Tensor, valid: int) -> None:
-    check("cross_entropy", logits, {})
+    check_rows("cross_entropy", logits, {})
     if target.shape != logits.shape[:-1]:
         raise ConfigError(
             f"cross_entropy: target is {list(target.shape)}; for logits {list(logits.shape)} it must be "

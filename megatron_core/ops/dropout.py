@@ -12,7 +12,7 @@ from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import define, operator
 from megatron_core.ops.reference import dropout_scale, dropout_threshold
-from megatron_core.ops.rows import check, contiguous_last_dim, new_like, partials
+from megatron_core.ops.rows import check_rows, contiguous_last_dim, new_like, partials
 
 
 def bias_dropout_add(
@@ -36,9 +36,9 @@ def bias_dropout_add(
     ``key_positions`` ``[t]`` the positions of the keys of attention weights, in any order; None means 0, 1, 2, ....
     All three are int64.
     """
-    # All backends use the bits of ``reference.bits``, and round p to a multiple of 2^-16, so that a run may continue
-    # with another backend. For backward the CPU kernel saves one bit per element, because drawing again would take
-    # longer than reading it; a GPU has arithmetic to spare, and its kernel saves nothing.
+    # All backends use the same bits (``reference.random_bits``), and round p to a multiple of 2^-16, so that a run may
+    # continue with another backend. For backward the CPU kernel saves one bit per element, because drawing again would
+    # take longer than reading it; a GPU has arithmetic to spare, and its kernel saves nothing.
     if not 0 <= p < 1:
         raise ConfigError(f"dropout: p={p}; it must be >= 0 and < 1")
     # An addition alone: torch's is as fast, and it needs no numbers of samples.
@@ -56,7 +56,7 @@ def bias_dropout_add(
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *numbers: Tensor | None) -> None:
     if x.dim() not in (3, 4):
         raise ConfigError(f"dropout: x is {list(x.shape)}; it must be [s, b, h] or attention's [b, heads, s, t]")
-    check("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
+    check_rows("dropout", x, {"residual": residual}, **({} if bias is None else {"bias": bias}))
     if p == 0:
         return
     sample_index, position_ids, key_positions = numbers

@@ -13,6 +13,7 @@ over groups, which is its definition and runs where no product of torch computes
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,11 @@ def runs(counts: Sequence[int]) -> Iterator[slice]:
 
 def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first row after each group, int32 ``[E]``."""
-    return _on(device, accumulate(counts), torch.int32)
+    return copied_to(accumulate(counts), torch.int32, device)
 
 
-def _on(device: torch.device, numbers: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of the host on a device; a copy to a GPU does not block the host."""
+def copied_to(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host, or rows of them, on a device; a copy to a GPU does not block the host."""
     # Pinned memory: a copy from pageable memory waits for all work of the GPU.
     on_host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
@@ -122,6 +123,6 @@ def _padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
     group = torch.searchsorted(ends_of(counts, rows.device).long(), row, right=True)
     # Padding moves the rows of each group by one distance, so the targets need one addition.
     shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
-    target = row + _on(rows.device, shifts, torch.int64)[group]
+    target = row + copied_to(shifts, torch.int64, rows.device)[group]
     padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy_(0, target, rows)
     return padded.unflatten(0, (len(counts), longest))

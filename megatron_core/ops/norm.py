@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, python_backend, select_backend
 from megatron_core.ops.operator import Operator, operator
-from megatron_core.ops.rows import check, count, in_rows, new_like, partials, wide
+from megatron_core.ops.rows import check_rows, count, in_rows, new_like, partials, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backend = "auto") -> Tensor:
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5, *, backend: Backe
     chosen = select_backend("rms_norm", backend, x.device.type, x.dtype)
     if chosen == "native":
         return _rms_norm(x, weight, epsilon)[0]
-    check("rms_norm", x, {}, weight=weight)
+    check_rows("rms_norm", x, {}, weight=weight)
     return python_backend(chosen).rms_norm(x, weight, epsilon)
 
 
@@ -26,7 +26,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5, *
     chosen = select_backend("layer_norm", backend, x.device.type, x.dtype)
     if chosen == "native":
         return _layer_norm(x, weight, bias, epsilon)[0]
-    check("layer_norm", x, {}, weight=weight, bias=bias)
+    check_rows("layer_norm", x, {}, weight=weight, bias=bias)
     return python_backend(chosen).layer_norm(x, weight, bias, epsilon)
 
 
@@ -43,7 +43,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tupl
 
 
 def _forward(name: str, x: Tensor, epsilon: float, **parameters: Tensor) -> tuple[Tensor, Tensor]:
-    check(name, x, {}, **parameters)
+    check_rows(name, x, {}, **parameters)
     # Statistics in float32 or wider: backward needs 1 / sqrt(variance), whose rounding to 16 bits would be visible.
     y = new_like(x)
     statistics = _new_statistics(x, len(parameters))
@@ -70,7 +70,7 @@ def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tens
 
 def _backward(name: str, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, *, sums: int) -> list[Tensor]:
     """-> dx and the gradients of ``sums`` parameters, each of which is a sum over rows."""
-    check(name, x, {"dy": dy}, weight=weight)
+    check_rows(name, x, {"dy": dy}, weight=weight)
     gradients = _gradients(x, weight, sums)
     partial = partials(x, sums)
     rows = (count(x), x.shape[-1], *in_rows(dy), *in_rows(x))

@@ -285,16 +285,16 @@ def dropout_scale(p: float) -> float:
 
 def keep(shape: tuple[int, ...], p: float, *of: Any, **of_named: Any) -> Tensor:
     """True where an element of ``[s, b, h]``, or of attention weights ``[b, heads, s, t]``, is kept; the other
-    arguments are those of ``bits``."""
-    return bits(shape, *of, **of_named) >= dropout_threshold(p)
+    arguments are those of ``random_bits``."""
+    return random_bits(shape, *of, **of_named) >= dropout_threshold(p)
 
 
 def uniform(shape: tuple[int, ...], key: int, sample_index: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Samples of U(0, 1) for the elements of ``[s, b, h]``, in steps of 2^-16, from the random bits of dropout."""
-    return (bits(shape, key, sample_index, position_ids) + 0.5) / 2**16
+    return (random_bits(shape, key, sample_index, position_ids) + 0.5) / 2**16
 
 
-def bits(
+def random_bits(
     shape: tuple[int, ...],
     key: int,
     sample_index: Tensor,

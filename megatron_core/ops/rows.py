@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 
 
-def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tensor) -> None:
+def check_rows(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tensor) -> None:
     """ConfigError unless ``x`` is ``[..., n]``, the tensors of ``like`` have its shape, the parameters are ``[n]``, and
     all have the dtype and the device of ``x``."""
     if x.dim() == 0 or x.shape[-1] == 0:

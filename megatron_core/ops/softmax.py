@@ -24,10 +24,10 @@ def attention_softmax(
 ) -> Tensor:
     """p = exp(scale * scores) / sum of the same over the visible keys of a query; 0 for the other keys.
 
-    ``scores`` ``[queries, keys]``, with up to two dims before these. ``mask`` is bool, True for a masked key, and
-    broadcasts. With ``causal`` keys after the query's own key are hidden; the own key of the last query is the last
-    key. With ``window`` w a query sees w keys, its own and the preceding ones. A row without visible keys is all
-    zero. Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
+    ``scores`` ``[queries, keys]``, with up to two dims before these. ``mask`` is bool, True for a masked key. With
+    ``causal`` keys after the query's own key are hidden; the own key of the last query is the last key. With ``window``
+    w a query sees w keys, its own and the preceding ones. A row without visible keys is all zero.
+    Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
     # The kernels do not read hidden keys, half of the scores of a causal layer; a mask of them would have to be built
     # and read.

@@ -43,6 +43,7 @@ class SGD(Algorithm):
     def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
         momentum = self.config.sgd_momentum if rates.momentum is None else rates.momentum
+        # State is allocated when the optimizer is built, so that a checkpoint can be loaded before the first step.
         if momentum and not self.config.sgd_momentum:
             raise ConfigError(
                 f"momentum={momentum} in a parameter group of SGD without momentum, which has no state for it; "
@@ -68,6 +69,7 @@ class Lion(Algorithm):
         beta1, beta2 = rates.betas or (self.config.lion_beta1, self.config.lion_beta2)
         for piece in pieces:
             momentum = piece.state["exp_avg"]
+            # In place: the gradient is not needed after the update.
             grad = piece.grad.mul_(rates.factor).to(momentum.dtype)
             direction = torch.lerp(grad, momentum, beta1).sign_()
             piece.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)

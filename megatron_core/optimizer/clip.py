@@ -31,6 +31,7 @@ class GradientNorm:
         self.compressor = data_parallel.compressor
         self.device = data_parallel.device
         self.backend = backend
+        # All ranks: stages of a pipeline hold other layers, and one factor has to scale all of them.
         self.group = groups.group(WORLD)
         self.arithmetic = data_parallel.settings.arithmetic
 
@@ -61,11 +62,12 @@ class GradientNorm:
 
         float64 ``[2, num_layers + 2]``.
         """
+        # One list for each part of the whole model, also of other stages, so that the sums of all ranks have one shape.
         spans: list[list[tuple[Bucket, Span]]] = [[] for _ in part_names(num_layers)]
         for bucket, owned in self.owned:
             for name, _, start, stop, offset in bucket.pieces():
                 inside = [(max(first, offset), min(end, offset + stop - start)) for first, end in owned]
-                spans[part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
+                spans[model_part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
         grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
         weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in of_part] for of_part in spans]
         squares = [squared_norm(of_part, backend=self.backend).to(self.device) for of_part in grads + weights]
@@ -76,6 +78,7 @@ class GradientNorm:
 
     def _mean_of_ranks(self) -> Tensor:
         """Return this rank's part of the mean over the data-parallel ranks of the squared norms of their gradients."""
+        # Every data-parallel rank counts its copy of the gradients, which differ in local steps.
         means = [self._sum_of_squares([entry]) / entry[0].dp_group.size() for entry in self.everywhere]
         return torch.stack(means).sum() if means else self._sum_of_squares([])
 
@@ -92,7 +95,7 @@ def part_names(num_layers: int) -> list[str]:
     return ["embedding", *(f"layer {number}" for number in range(num_layers)), "head"]
 
 
-def part_of(name: str, num_layers: int) -> int:
+def model_part_of(name: str, num_layers: int) -> int:
     """Return the index in ``part_names`` of a parameter, given its global name."""
     layer = _LAYER.match(name)
     if layer is not None:
@@ -108,4 +111,5 @@ def _gaps(spans: list[Span], size: int) -> list[Span]:
 
 def clip_factor(norm: float, limit: float) -> float:
     """Return the factor that reduces the gradient norm to at most ``limit`` (Pascanu et al. 2013); 0: no clipping."""
+    # The epsilon is that of torch and Megatron-LM.
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

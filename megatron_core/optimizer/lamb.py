@@ -27,6 +27,7 @@ class LAMB(BucketAlgorithm):
         for piece in pieces:
             momentum = piece.state["exp_avg"]
             variance = piece.state["exp_avg_sq"]
+            # The direction replaces the gradient, so that no tensor of the shard's size is allocated.
             piece.grad.mul_(rates.factor)
             momentum.lerp_(piece.grad, 1.0 - beta1)
             variance.mul_(beta2).addcmul_(piece.grad, piece.grad, value=1.0 - beta2)
@@ -49,6 +50,7 @@ class LAMB(BucketAlgorithm):
         """w = w - lr c r; ``coefficients``: c of each of the bucket's parameters."""
         factors = coefficients.to(shard.main.dtype)
         number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
+        # The learning rate first, in place; the coefficient of a tensor then needs no other factor.
         for run, rates in runs:
             betas = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
             first, second = (1.0 - beta**rates.step for beta in betas)
@@ -63,6 +65,7 @@ class LAMB(BucketAlgorithm):
         assert self.groups is not None
         weights, directions = tensor_squares(bucket, (shard.main, shard.grad), self.groups).sqrt()
         ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
+        # A new weight of zeros has norm 0 and would never move.
         return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))
 
 
@@ -91,6 +94,7 @@ def reduce_over_tensors(bucket: Bucket, values: Tensor, groups: ParallelGroups, 
         axes.update(spec_of(parameter).split_axes)
     if bucket.is_sharded:
         all_reduce_(values, bucket.dp_group, maximum=maximum)
+    # Sorted, so that all ranks call the collectives in one order.
     for axis in sorted(axes):
         all_reduce_(values, groups.group(axis), maximum=maximum)
     if bucket.kind.tied:

@@ -73,6 +73,7 @@ class DynamicLossScale:
         """Update the scale after a step; ``found_inf``: whether a gradient on any rank was not finite."""
         if found_inf:
             self._good_steps = -self._delay
+            # A single overflow may come from one unusual batch; the scale shrinks when several come.
             self._chances -= 1
             if self._chances <= 0:
                 self.scale = max(self.scale * self.backoff_factor, self.minimum)

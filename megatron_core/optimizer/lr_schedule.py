@@ -69,7 +69,8 @@ class LearningRateSchedule:
         config = self.config
         if config.weight_decay_incr_style == "constant":
             return config.weight_decay
-        start, end = config.start_weight_decay or 0.0, config.end_weight_decay or 0.0
+        start = config.start_weight_decay or 0.0
+        end = config.end_weight_decay or 0.0
         share = min(step / self.total_steps, 1.0)
         return start + (1.0 - _shape(config.weight_decay_incr_style, share)) * (end - start)
 

@@ -39,6 +39,7 @@ def _round_pieces(bucket: Bucket, span: slice, stored: Tensor, values: Tensor, s
     first = bucket.shard.start + span.start
     for name, parameter, start, stop, offset in bucket.pieces(slice(first, first + values.numel())):
         elements_of_parameter = slice(offset, offset + stop - start)
+        # Numbers in the whole tensor: copies and other layouts then round in the same direction.
         elements = spec_of(parameter).element_numbers(start, stop, values.device)
         stored[elements_of_parameter] = round_stochastically(
             values[elements_of_parameter], elements, name_seed(seed, name)
@@ -50,8 +51,11 @@ def round_stochastically(values: Tensor, elements: Tensor, seed: int) -> Tensor:
 
     ``elements``: int64 element numbers, which determine the random bits. Values that are not finite are unchanged.
     """
+    # bfloat16 is the upper half of a float32: adding 16 random bits to the lower half carries with the right
+    # probability.
     bits = values.view(torch.int32)
     rounded = bits.add(_noise(elements, seed)).bitwise_and_(-(2**16)).view(torch.float32)
+    # The carry of an infinity would be NaN.
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 

@@ -15,6 +15,7 @@ NEVER_CORRECTED = 10**9
 
 
 @dataclass(frozen=True, eq=False)
+# Flat slices: a rule never sees shapes, so it works on any shard, chunk or offloaded part.
 class ShardSlice:
     """A slice of a shard: flat tensors of equal length."""
 

@@ -42,6 +42,7 @@ class Shard:
         """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
         wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
+        # Wide weights on the device are their own main weights: no second copy.
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
             main = placement.tensor("main", main.numel(), wide).copy_(main)
         wide = torch.promote_types(main.dtype, torch.float32)
@@ -81,6 +82,7 @@ class Shard:
         for chunk in self.placement.chunks(self.main.numel()):
             begin = max(chunk.start, run.start)
             stop = min(chunk.stop, run.stop)
+            # bfloat16 state is converted a chunk at a time, so that float32 copies stay small.
             step = CHUNK if self.is_rounded else max(stop - begin, 1)
             for start in range(begin, stop, step):
                 yield slice(start, min(start + step, stop))
@@ -108,17 +110,18 @@ class Shard:
 
     def part(self, span: slice) -> ShardSlice:
         """Return the slice ``span``, with its gradient on the device of the weights."""
+        # An update on another device cannot write these weights; ``ShardUpdates`` transfers them.
         copy = self.bucket.weight_shard[span] if self.is_narrow and not self.is_on_other_device else None
         state = {name: tensor[span] for name, tensor in self.state.items()}
         return ShardSlice(self.bucket.grad_shard[span], self.main[span], copy, state)
 
 
 @dataclass(frozen=True)
-class Job:
+class UpdateJob:
     """The update of a slice of a shard."""
 
     shard: Shard
-    at: slice
+    span: slice
     rates: Rates
 
 
@@ -131,10 +134,10 @@ class ShardUpdates:
     def settle(self) -> None:
         """Wait for all gradients in transfer, and discard them: their step is skipped, or they change."""
 
-    def run(self, jobs: Sequence[Job], update: Callable[[Job, ShardSlice], None]) -> None:
+    def run(self, jobs: Sequence[UpdateJob], update: Callable[[UpdateJob, ShardSlice], None]) -> None:
         """Call ``update`` for each job with the tensors of its slice."""
         for job in jobs:
-            update(job, job.shard.part(job.at))
+            update(job, job.shard.part(job.span))
 
 
 class JointAlgorithm(Algorithm):

@@ -22,7 +22,7 @@ from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
-from megatron_core.optimizer.shard import Job, JointAlgorithm, Shard, ShardUpdates
+from megatron_core.optimizer.shard import JointAlgorithm, Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
@@ -64,6 +64,7 @@ class Optimizer:
         self.backend = backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
+        # One rule for each kind, because rules may keep state of their own.
         algorithms = {row.name: update_rule(row)(config, backend, groups) for row in config.kinds}
         if self.compressor is not None:
             algorithms = {name: self.compressor.update_rule(rule, groups) for name, rule in algorithms.items()}
@@ -79,6 +80,7 @@ class Optimizer:
         """The rule of hidden matrices, if it updates them together."""
         if self._joint is not None:
             self._joint.attach([shard for shard in self.shards if shard.algorithm is self._joint], seed)
+        # The average begins with the initial weights and not with zeros, so it needs no correction for its first steps.
         self.start_averages()
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
@@ -87,6 +89,7 @@ class Optimizer:
         """Called after the shards are updated, and before the weights of other ranks are gathered."""
         self._runs = self._runs_by_group()
         self._updates: ShardUpdates = (data_parallel.memory.updates or ShardUpdates)()
+        # Gradients travel to host memory while the backward of other layers runs.
         sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
         if sending and self.updates_on_host:
             data_parallel.on_final = lambda bucket: self._updates.send(sending[bucket]) if bucket in sending else None
@@ -96,6 +99,7 @@ class Optimizer:
 
         It is inf or nan if any gradient on any rank is.
         """
+        # Divided here and not in the gradients: scaling them would be a pass over memory.
         return self.norm.compute() / self.loss_scale.scale
 
     def step(
@@ -115,6 +119,7 @@ class Optimizer:
         """
         # Update the loss scale and decide whether to skip the step.
         scale = self.loss_scale.scale
+        # The norm is the same on all ranks, so all of them skip or none.
         finite = math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
         if skip or not finite:
@@ -122,12 +127,14 @@ class Optimizer:
                 self.compressor.discard()
             self._updates.settle()
             return True
+        # Only now: an asynchronous checkpoint may still read the weights.
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
         # Clip by norm, through a factor, and by value, in place.
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale
         if self.compressor is not None:
             self.compressor.commit(factor, self.config.clip_grad_value)
+        # Values are clamped after unscaling, so the factor has to be applied first.
         if self.config.clip_grad_value > 0.0:
             self._updates.settle()
             for shard in self.shards:
@@ -157,6 +164,7 @@ class Optimizer:
 
         Shards on the device of their weights are updated together, then all others in sequence.
         """
+        # Rules that need whole tensors, such as LAMB, move all of a bucket after its directions are known.
         by_bucket = [shard for shard in self.shards if isinstance(shard.algorithm, BucketAlgorithm)]
         scaled: dict[Shard, list[tuple[slice, Rates]]] = {shard: [] for shard in by_bucket}
         by_element: list[tuple[list[tuple[Shard, slice]], Rates]] = []
@@ -181,16 +189,18 @@ class Optimizer:
                     scaled[shard].append((span, rates))
 
         def update_by_element() -> None:
-            jobs: list[Job] = []
+            jobs: list[UpdateJob] = []
             for runs, rates in by_element:
+                # One call for all shards: a launch updates them together.
                 if pieces := [shard.part(span) for shard, span in runs if shard.is_updated_in_place]:
                     runs[0][0].algorithm.update(pieces, rates)
                 jobs += [
-                    Job(shard, chunk, rates)
+                    UpdateJob(shard, chunk, rates)
                     for shard, run in runs
                     if not shard.is_updated_in_place
                     for chunk in shard.chunks(run)
                 ]
+            # In the order of buckets, in which offloaded state is read ahead.
             order = {shard: number for number, shard in enumerate(self.shards)}
             self._updates.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 
@@ -232,20 +242,21 @@ class Optimizer:
         runs = defaultdict(list)
         for shard in self.shards:
             bucket = shard.bucket.kind
+            # Only what rates depend on; buckets that differ in other properties share a launch.
             traits = BucketKind(bucket.dtype, bucket.decay, bucket.matrix, (), embedding=bucket.embedding)
             spans = list(_spans(shard, group_of)) if self.param_groups else [(0, shard.main.numel(), traits)]
             for start, stop, group in spans:
                 runs[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
         return runs
 
-    def _update_part(self, job: Job, piece: ShardSlice) -> None:
+    def _update_part(self, job: UpdateJob, piece: ShardSlice) -> None:
         """Update a slice of a shard that is not updated together with others."""
 
         def update(piece: ShardSlice) -> None:
             job.shard.algorithm.update([piece], job.rates)
 
         if job.shard.is_rounded:
-            update_rounded(job.shard.bucket, job.at, piece, job.rates, self.seed, update)
+            update_rounded(job.shard.bucket, job.span, piece, job.rates, self.seed, update)
         else:
             update(piece)
 
@@ -292,6 +303,7 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
     """Return, for float16, the constant ``loss_scale`` if set, else a dynamic scale; 1 for other dtypes."""
+    # bfloat16 has the exponents of float32, so gradients do not underflow.
     if params_dtype != torch.float16:
         return ConstantLossScale(1.0)
     if config.loss_scale is not None:

@@ -52,7 +52,7 @@ class CollectiveOperator:
 
     def _backward(self, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, name, adjoint, ranks = ctx.of
-        # The identity is no operator call: the output of an operator must not be its input, so it would be a copy.
+        # The identity does not call an operator: the output of an operator must not be its input, so it would copy.
         dx = dy if adjoint == "identity" else self._operator(dy, group, adjoint, name, ranks)
         return dx, None, None, None, None
 

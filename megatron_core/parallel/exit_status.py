@@ -21,7 +21,7 @@ class LostRankError(dist.DistBackendError):
     """Another rank has ended or did not respond in time."""
 
 
-def explained(error: Exception) -> tuple[int, str] | None:
+def exit_explanation(error: Exception) -> tuple[int, str] | None:
     """Exit status and message of an error with a known cause; None for an error that needs its traceback."""
     text = str(error)
     if isinstance(error, MegatronError):

@@ -118,7 +118,7 @@ RECORDER: FlightRecorder = cast(FlightRecorder, Forwarding(RankLocal(FlightRecor
 """The recorder of this rank."""
 
 
-def first_difference(records: Mapping[int, Mapping[str, Any]]) -> str | None:
+def first_differing_call(records: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Describe the earliest call in which ranks differ, given the ``content`` of each rank; None if they agree."""
     channels = {name: tuple(r) for content in records.values() for name, r in content["ranks"].items()}
     differences = [_difference(name, ranks, records) for name, ranks in channels.items()]

@@ -126,6 +126,8 @@ class ParallelGroups:
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
+        self.links: dict[tuple[int, int], Group | None] = {}
+        """Groups of the messages from one pipeline rank to another, if links have their own, see ``connect_links``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
@@ -198,6 +200,17 @@ class ParallelGroups:
         for ranks in sets:
             if ranks not in self._tied:
                 self._tied[ranks] = self._own_group("pp", partial(_members, indices=ranks))
+
+    def connect_links(self, links: Iterable[tuple[int, int]]) -> None:
+        """Create a group for each link (sender, receiver) between pipeline ranks, if messages need one.
+
+        All ranks of the job call it with the same links.
+        """
+        if not self._is_distributed or not messages_share_stream():
+            return
+        for link in links:
+            self._made.clear()  # both directions have the same ranks
+            self.links[link] = self._own_group("pp", partial(_members, indices=link))
 
     def tied(self, ranks: tuple[int, ...]) -> Group:
         """This rank's group over the pipeline ranks ``ranks``, which hold a tied weight."""
@@ -303,6 +316,14 @@ class ParallelGroups:
         outer = self._own_group(axes, lambda ranks: [ranks[i::size] for i in range(size)])
         assert inner is not None and outer is not None, "every rank belongs to one group of each level"
         return inner, outer
+
+
+def messages_share_stream() -> bool:
+    """Whether all messages of a group use one communicator and one stream, so that a receive blocks later sends."""
+    # NCCL has a communicator for each pair of ranks, unless ``init_process_group`` was called with ``device_id``: then
+    # torch uses the communicator of the whole group (``ProcessGroupNCCL::pointToPoint``).
+    is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return is_bound and dist.get_backend() == "nccl"
 
 
 def _neighbours(ranks: Ranks, size: int) -> list[Ranks]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, RestartNeeded, visible
 from megatron_core.launcher import read_integer
-from megatron_core.parallel.exit_status import FAILED, RESTART, explained
+from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.groups import SHARED_MEMORY
 from megatron_core.parallel.time_limit import group_limit, set_nccl_limits, watchdog_limit, within
 from megatron_core.parallel.transports import transport
@@ -200,7 +200,7 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
         discard(sys.stdout)
         _print_and_exit(FAILED, world, "standard output was closed")
     except Exception as error:
-        explanation = explained(error)
+        explanation = exit_explanation(error)
         if explanation is None:
             if world is not None and world.watchdog is not None:
                 world.watchdog.leave(f"{type(error).__name__}: {error}")

@@ -51,7 +51,7 @@ class Forwarding:
         setattr(object.__getattribute__(self, "_value")(), name, value)
 
 
-def forget() -> None:
+def forget_rank() -> None:
     """Remove all values of this rank, such as groups that no longer exist; each is made again at its next use."""
     _values.get(_OF_THE_PROCESS).clear()
 

@@ -19,7 +19,7 @@ SLACK = 1.25
 
 def group_limit(backend: str, limit: float) -> float:
     """Seconds after which a group's collective fails, for a ``limit`` of --distributed-timeout-minutes."""
-    # NCCL's thread ends the process without a word of Python: the report must have been printed by then.
+    # NCCL's thread aborts the process, and Python code no longer runs: the report must be printed before that.
     return max(GROUP_FACTOR * limit, limit + GROUP_MARGIN) if backend in FATAL else limit
 
 

@@ -30,7 +30,7 @@ def transport(backend: str) -> Transport | None:
     return module
 
 
-def describe() -> str:
+def describe_transport() -> str:
     """A phrase about the backends of the world's groups."""
     backend = dist.get_backend()
     module = transport(backend)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import typing_extensions  # its wrappers are on the stack of many functions of torch
 
 from megatron_core.errors import visible
-from megatron_core.parallel.flight_recorder import RECORDER, first_difference
+from megatron_core.parallel.flight_recorder import RECORDER, first_differing_call
 from megatron_core.parallel.time_limit import start_thread, within
 
 POLL = 0.5
@@ -120,7 +120,7 @@ class Watchdog:
             reason += f"; no answer yet from rank {', '.join(map(str, silent))}"
         self._print(f"{self.prefix} error: {reason}".lstrip())
         asking.join(ANSWERS + POLL - EARLY)
-        report = describe(reason, dict(answers), self._size)
+        report = describe_failure(reason, dict(answers), self._size)
         self._print(report.partition("\n")[2])
         return report
 
@@ -171,7 +171,7 @@ def _line(stack: Sequence[traceback.FrameSummary]) -> str:
     return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
-def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
+def describe_failure(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -> str:
     """The report: the reason, the location of each rank, the first collective that differs."""
     lines = [reason]
     ranks_of: dict[str, list[int]] = defaultdict(list)
@@ -188,7 +188,7 @@ def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], size: int) -
         coordinates = answers.get(ranks[0], {}).get("prefix", "") if len(ranks) == 1 else ""
         lines.append(f"  rank {', '.join(map(str, ranks))}{' ' * bool(coordinates)}{coordinates}: {text}")
     alive = {rank: answer for rank, answer in answers.items() if "left" not in answer}
-    difference = first_difference(alive)
+    difference = first_differing_call(alive)
     if difference is not None:
         lines.append(f"  the first collective that differs: {difference}")
     return "\n".join(lines)

@@ -39,6 +39,7 @@ class Listener:
     """Called after each action, before its output is sent."""
 
 
+# The plan is data, checked before it runs: the same code serves every schedule, and a schedule has no code of its own.
 class Executor:
     """Runs one step of a plan on one pipeline rank; make one for each step.
 
@@ -85,6 +86,7 @@ class Executor:
             )
         self.turns = plan.turns[p2p.index]
         self.actions = plan.ranks[p2p.index]
+        # The last wins: gradients of a stage are complete after its last B or W.
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
         self._parameters = list(parameters) if any(a.kind == "W" for a in self.actions) else []
@@ -108,7 +110,9 @@ class Executor:
             self._telling_failures() as remaining,
         ):
             for position, turn in enumerate(self.turns):
+                # In place: the context manager holds this list.
                 remaining[:] = [action for later in self.turns[position:] for action in later]
+                # Early: a message that arrives while this rank computes needs a buffer.
                 if not self.message.posts_late:
                     for coming in self.turns[position : position + 1 + self._receive_lookahead]:
                         self._post_receives(*coming)
@@ -131,12 +135,15 @@ class Executor:
         except Exception as error:
             receivers = [self.plan.receiver(action) for action in remaining]
             for receiver in {rank for rank in receivers if rank is not None}:
+                # The others would wait for the time limit and report it instead of the reason.
                 self._sent += self.message.send_failure(self.p2p, error, receiver)
             raise
 
     def _run_turn(self, turn: tuple[Action, ...], interleaver: Interleaver) -> Sequence[Message | None]:
         """Run an action, or a pair together; return each one's output for another stage, or on the last the loss."""
+        # Both inputs of a pair: neither action starts before the other can.
         received = [self._take_input(action) for action in turn]
+        # After the inputs have arrived: waiting for them is time of the pipeline and not of the action.
         METER.switch(PHASES[turn[0].kind], turn[0])
         for action in turn:
             self.listener.on_begin(action)
@@ -159,8 +166,10 @@ class Executor:
     def _run_forward(self, action: Action, received: Message | None) -> Message:
         source = self.plan.source(action)
         inputs = [] if received is None or source is None else self.message.trained(source, received)
+        # A plan of forwards alone, as in evaluation, keeps no graph.
         if self._keep_graph:
             for tensor in inputs:
+                # A received tensor is a leaf here; its gradient is the message to the stage before.
                 tensor.requires_grad_()
         with torch.set_grad_enabled(self._keep_graph):
             output = self.forward(action.stage, action.micro, received)
@@ -174,6 +183,7 @@ class Executor:
                 views = [tensor.view_as(tensor) for tensor in trained if tensor.requires_grad]
             # Of a view, because torch 2.8 cannot start at a node of an ``autograd.Function``.
             self._outputs[action] = [get_gradient_edge(view) for view in views]
+        # Detached: a message must not keep the graph, which the edge already does.
         return output.detach() if isinstance(output, Tensor) else tuple(tensor.detach() for tensor in output)
 
     def _run_backward(self, action: Action, gradient: Message | None) -> Message | None:
@@ -187,6 +197,7 @@ class Executor:
 
     def _backward(self, action: Action, gradient: Message | None) -> Message | None:
         forward = Action(action.stage, "F", action.micro)
+        # Removed before backward, so that the graph is freed while it runs.
         edges = self._outputs.pop(forward)
         inputs = self._inputs.pop(forward)
         if edges:  # empty: no output requires a gradient
@@ -194,6 +205,7 @@ class Executor:
             torch.autograd.backward(edges, None if gradient is None else tensors_of(gradient))
         if self.plan.consumer(action) is None:
             return None
+        # A stage may not use a part of its input; the stage before still waits for a gradient.
         grads = tuple(edge.grad if edge.grad is not None else torch.zeros_like(edge) for edge in inputs)
         return self.message.packed(grads)
 
@@ -227,6 +239,7 @@ class Executor:
     def _send_output(self, action: Action, message: Message) -> None:
         """Pass the output of ``action`` to the stage that consumes it."""
         receiver = self.plan.receiver(action)
+        # Neighbouring stages of a V are on one rank: a tensor is handed over without a message.
         if receiver is None:
             self._here[action] = message
         else:
@@ -236,4 +249,5 @@ class Executor:
         """Free the messages that have been sent; with ``wait`` first wait for all of them."""
         for _, handle in self._sent if wait else ():
             handle.wait()
+        # Only completed sends are freed: a send reads its tensor until then.
         self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]

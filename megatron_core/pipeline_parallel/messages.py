@@ -109,6 +109,7 @@ class MessageFormat:
     def send(self, p2p: PipelineP2P, action: Action, message: Message, receiver: int) -> Sent:
         """Start to send the output of ``action``."""
         self.check(action, message)
+        # Outputs may be views, such as a transposed tensor; a message is contiguous memory.
         tensor = tensors_of(message)[0].contiguous()
         if self.variable:
             return [(tensor, handle) for handle in p2p.send_with_shape(tensor, receiver)]
@@ -154,6 +155,7 @@ def _tree(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]
+    # The exact class: a subclass, such as a named tuple, would arrive as a plain one.
     if type(value) in (tuple, list):
         return [type(value).__name__, [_tree(inner, tensors) for inner in value]]
     if type(value) is dict and all(isinstance(name, str) for name in value):
@@ -216,6 +218,7 @@ class StructuredMessages:
 
     def learn(self, action: Action, structure: Structure) -> None:
         """Store the structure of a forward's output; ``LayoutError`` if it was another one before."""
+        # Receivers allocate buffers by the structure: another one would fill only a part, or overflow.
         known = self.structures.setdefault((action.stage, self.kinds[action.micro]), structure)
         if known != structure:
             raise LayoutError(
@@ -232,6 +235,7 @@ class StructuredMessages:
 
     def trained(self, action: Action, message: Message) -> list[Tensor]:
         """Return the tensors that required a gradient where they were computed; integers never do."""
+        # By the structure and not by the received tensors, which require no gradient yet.
         flags = [grad for _, _, grad in self.structure_of(action.stage, action.micro).tensors]
         return [tensor for tensor, grad in zip(tensors_of(message), flags, strict=True) if grad]
 
@@ -259,6 +263,7 @@ class StructuredMessages:
         tensors = []
         handles = []
         for shape, dtype, _ in formats:
+            # Not every backend can send a message of no bytes.
             if prod(shape):
                 tensor, handle = p2p.receive(shape, dtype, self.device, sender)
                 handles.append(handle)
@@ -275,6 +280,7 @@ class StructuredMessages:
 
     def _text(self, text: str, *, is_failure: bool = False) -> list[Tensor]:
         """Return the tensors of a text: twice its length, plus 1 for a failure, and its bytes."""
+        # JSON as bytes: unpickling a message would run code of another process.
         data = text.encode()
         length = torch.tensor([2 * len(data) + is_failure], dtype=torch.int64, device=self.device)
         return [length, torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(self.device)]

@@ -47,7 +47,8 @@ class PipelineP2P:
 
     Messages to higher ranks and messages to lower ranks use two groups, so that each communicator carries only one
     direction. Sends and receives are then matched in the order of sending and never across directions, also with two
-    ranks, where all chunks and both directions use the same pair of ranks.
+    ranks, where all chunks and both directions use the same pair of ranks. If all messages of a group share a stream,
+    each link has its own group (``ParallelGroups.connect_links``): a receive posted ahead would block later sends.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -59,9 +60,13 @@ class PipelineP2P:
         self.has_run = False
         """Whether a plan with backward has run."""
 
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        link = self._groups.links.get((sender, receiver))
+        return process_group(link or (self._up if receiver > sender else self._down))
+
     def send(self, tensor: Tensor, receiver: int) -> MessageHandle:
         """Start a send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is complete."""
-        group = process_group(self._up if receiver > self.index else self._down)
+        group = self._group(self.index, receiver)
         METER.sent("pp send", tensor.nbytes)
         RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
         sender = self._ranks[self.index]
@@ -82,7 +87,7 @@ class PipelineP2P:
 
     def receive_into(self, buffer: Tensor, sender: int) -> tuple[Tensor, MessageHandle]:
         """As ``receive``, into ``buffer``."""
-        group = process_group(self._up if sender < self.index else self._down)
+        group = self._group(sender, self.index)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
         observer = OBSERVATION.observer
         source = self._ranks[sender]
@@ -98,6 +103,7 @@ class PipelineP2P:
 
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[MessageHandle]:
         """As ``send``, with the shape sent before the values; return both handles."""
+        # On the device of the message, because NCCL sends no CPU tensors.
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         return [self.send(shape, receiver), self.send(tensor, receiver)]
 
@@ -121,7 +127,9 @@ class PipelineP2P:
             return
         self._groups.pipeline_connected = True
         neighbours = {(a, b) for a, b in pairwise(stage_to_rank) if a != b}
-        for sender, receiver in sorted(neighbours | {(b, a) for a, b in neighbours}):
+        links = sorted(neighbours | {(b, a) for a, b in neighbours})
+        self._groups.connect_links(links)
+        for sender, receiver in links:
             if self.index == sender:
                 self.send(torch.zeros(1, device=device), receiver).wait()
             elif self.index == receiver:

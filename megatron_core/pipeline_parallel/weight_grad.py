@@ -39,6 +39,7 @@ class WeightGradQueue:
     def collecting(self, stage: int, micro: int) -> Iterator[None]:
         """Defer the weight gradients of the backward that runs inside the context."""
         self._key = (stage, micro)
+        # Also without jobs: W runs for stages whose layers defer nothing.
         self._jobs.setdefault(self._key, [])
         try:
             yield

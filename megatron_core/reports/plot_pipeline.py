@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_core.output_file import save_picture
-from megatron_core.schedules.draw import COLOURS, NAMES, digits, kinds, shade
+from megatron_core.reports.timelines import COLOURS, NAMES, four_digits, kinds, shade
 from megatron_core.schedules.simulate import Timeline, peak_activations
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _number_size(timeline: Timeline, points: float) -> float:
 def _label(axes: Axes, title: str, timeline: Timeline, longest: float) -> None:
     """Add titles, ranks and peaks; remove the frame."""
     peaks = peak_activations(timeline.plan)
-    rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {digits(timeline.makespan)}"
+    rates = f"bubble {timeline.bubble:.1%}    idle {timeline.idle:.1%}    makespan {four_digits(timeline.makespan)}"
     axes.set_title(title, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
     axes.set_title(rates, loc="right", fontsize=9.5, color=_INK)
     axes.set_xlim(0, longest)

@@ -16,9 +16,9 @@ import torch
 from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, Span, unix_time
+from megatron_core.parallel.meter import METER, PhaseSpan, unix_time
 from megatron_core.reports.settings import ProfileConfig
-from megatron_core.schedules.draw import IN_FLIGHT, tracks
+from megatron_core.reports.timelines import IN_FLIGHT, tracks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -105,14 +105,14 @@ class Profile(Callback):
             return profiler_events(json.loads(path.read_text(encoding="utf-8")), self.run.world.rank)
 
 
-def events_of(spans: Iterable[Span], rank: int, began: float, *, track: int = 0) -> list[Event]:
+def events_of(spans: Iterable[PhaseSpan], rank: int, began: float, *, track: int = 0) -> list[Event]:
     """Return complete events for the spans of a step that started at the Unix time ``began``.
 
     Track 0 is the rank's time, and later ones are its collectives in flight, with the microseconds in which the rank
     only waited for each.
     """
 
-    def about(span: Span) -> dict[str, Any]:
+    def about(span: PhaseSpan) -> dict[str, Any]:
         action = {} if span.detail is None else {"action": str(span.detail)}
         return action | {"waited_us": 1e6 * span.waited} if track else action
 

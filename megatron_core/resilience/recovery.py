@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
+from megatron_core.cpu_ranks.interrupt import InterruptedWait
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
-from megatron_core.parallel.exit_status import FAILED, RESTART, explained
-from megatron_core.parallel.interrupt import InterruptedWait
+from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
@@ -334,7 +334,7 @@ class Recovery:
         """
         if isinstance(error, WrongStepError) and self._steps_back(error):
             return
-        explanation = explained(error)
+        explanation = exit_explanation(error)
         deadline = time.monotonic() + (NOTICE if explanation is not None and explanation[0] == RESTART else 0.0)
         while self._rendezvous.failure(self.generation) is None:
             ended = self._rendezvous.ended()
@@ -374,7 +374,7 @@ class Recovery:
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
             dist.distributed_c10d._world.pg_map.clear()
         shared_memory.forget()
-        rank_local.forget()
+        rank_local.forget_rank()
         gc.collect()
 
     def _leave(self, run: Run) -> None:

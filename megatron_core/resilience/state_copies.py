@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
-from megatron_core.parallel import interrupt
 from megatron_core.resilience.host_copy import CopyWriter, LocalCopy
 from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, HostMemory
@@ -65,7 +65,7 @@ def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
     newest = [copy.stamp for copy in memory.copies()][-1:]
     deadline = time.monotonic() + LONGEST_WAIT
     while newest and memory.numbers[MIRRORED] < newest[0]:
-        interrupt.check()
+        interrupt.raise_if_requested()
         if time.monotonic() > deadline:
             reader = ranks[(ranks.index(memory.rank) - _shift(ranks)) % len(ranks)]
             raise MegatronError(

@@ -43,6 +43,7 @@ class Action:
 
 
 @dataclass(frozen=True)
+# Tuples of actions and nothing else: a plan can be checked, simulated, drawn, stored in a file and compared.
 class Plan:
     """Each pipeline rank's actions in order, and the rank of each stage.
 
@@ -110,6 +111,7 @@ class Plan:
         if action.kind == "F":
             is_last = action.stage == self.num_stages - 1
             return None if is_last else Action(action.stage + 1, "F", action.micro)
+        # The gradient of the model's input has no reader.
         if action.kind == "W" or action.stage == 0:
             return None
         return self.backward(action.stage - 1, action.micro)
@@ -157,6 +159,7 @@ class Plan:
     @cached_property
     def steps(self) -> tuple[tuple[int, tuple[Action, ...], tuple[tuple[Action, bool], ...]], ...]:
         """The turns in the order of ``walk``, and for each its dependencies with a flag: whether it is on that rank."""
+        # Cached, because a planner simulates one plan with many costs.
         where = self.stage_to_rank
         return tuple(
             (rank, turn, tuple((need, where[need.stage] == rank) for need in self._needs_of(turn)))
@@ -188,6 +191,7 @@ class Plan:
             while position[rank] < len(turns):
                 turn = turns[position[rank]]
                 missing = self.missing(turn, done)
+                # The rank is woken by the action that it misses, so that the walk visits each action once.
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
@@ -211,6 +215,7 @@ def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
     """Whether every rank reaches the end of its list: see ``Plan.receive_lookahead``."""
     ranks = range(len(plan.ranks))
     links = (plan.messages(sender, receiver) for sender in ranks for receiver in ranks)
+    # Receives of a link are posted in the order of sending, so a number says how many have been.
     number = {message: index for messages in links for index, message in enumerate(messages)}
     posted: defaultdict[tuple[int, int], int] = defaultdict(int)  # receives by sender and receiver
     done: set[Action] = set()
@@ -227,6 +232,7 @@ def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
                     sender = plan.sender(early)
                     if source is not None and sender is not None:
                         posted[sender, rank] = max(posted[sender, rank], number[source] + 1)
+                # A turn that has run may still wait for its send.
                 if turn[0] not in done:
                     if plan.missing(turn, done) is not None:
                         break
@@ -264,6 +270,7 @@ def parse_turn(word: str) -> tuple[Action, ...]:
 def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: tuple[int, ...]) -> Plan:
     """Make a plan of each rank's turns."""
     turns = [list(mine) for mine in ranks]
+    # The first action of a pair identifies it, as the second follows it.
     paired = frozenset(turn[0] for mine in turns for turn in mine if len(turn) > 1)
     return Plan(tuple(tuple(action for turn in mine for action in turn) for mine in turns), stage_to_rank, paired)
 

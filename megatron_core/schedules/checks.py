@@ -7,7 +7,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules.actions import Action, Plan, format_turn
 
 
-def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
+def plan_problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
     """Yield every problem of a plan as a sentence; nothing if the plan is valid.
 
     A valid plan has each F exactly once, and for every stage and micro-batch either one B or one I and one W. Each
@@ -15,16 +15,18 @@ def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -
     between two stages are received in the order of sending. Such a plan runs with blocking and with overlapped sends:
     see ``Plan.receive_lookahead``.
     """
+    # All problems at once, as for a configuration: a plan of a user's own may have several.
     local_problems = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan), *_bad_pairs(plan)]
     yield from local_problems
+    # Also for incomplete plans: the action that is missing is often what a rank waits for.
     yield from _stuck(plan)
     if not local_problems:  # senders and receivers of messages are defined only for a complete plan
         yield from order_problems(plan)
 
 
-def check(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
+def check_plan(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Plan:
     """Return ``plan`` if it is valid; otherwise ``LayoutError`` with every problem."""
-    sentences = list(problems(plan, num_microbatches, forward_only=forward_only))
+    sentences = list(plan_problems(plan, num_microbatches, forward_only=forward_only))
     if sentences:
         raise LayoutError("this pipeline plan cannot run:\n" + "\n".join(f"  - {sentence}" for sentence in sentences))
     return plan

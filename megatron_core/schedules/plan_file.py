@@ -43,6 +43,7 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
         text = line.split("#", 1)[0].strip()
         try:
             if text.startswith("stage_to_rank:"):
+                # Actions before the line would have been read under another placement.
                 if ranks:
                     raise LayoutError("stage_to_rank: belongs before the first rank's line")
                 header = text.removeprefix("stage_to_rank:").strip()
@@ -72,6 +73,7 @@ def _stage_to_rank(header: str, ranks: list[list[Action]], name: str) -> tuple[i
     size = len(ranks)
     stages = 1 + max(action.stage for actions in ranks for action in actions)
     actions = sum(map(len, ranks))
+    # Before anything of this size is allocated: a number in a file may be huge.
     if stages > actions:
         raise LayoutError(
             f"{name} has {actions} actions, but mentions stage {stages - 1}; stages are numbered from 0 without gaps"

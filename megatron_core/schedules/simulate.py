@@ -11,6 +11,7 @@ from megatron_core.schedules.actions import Action, Plan
 
 
 @dataclass(frozen=True)
+# Ratios matter and not units, so that published tables can be compared.
 class Costs:
     """Times of one micro-batch in one rank's share of the model (1/p of the layers), in any common unit.
 
@@ -93,7 +94,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSpan:
     """A collective or a copy in flight, from its call to the end of its wait."""
 
     name: str
@@ -112,7 +113,7 @@ class Timeline:
     end: dict[Action, float]
     waited: dict[Action, float] = field(default_factory=dict)
     """Time of each turn, by its first action, in which the rank only waited for collectives; only if measured."""
-    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     """The transfers of each rank, in the order of their starts; only if measured."""
 
     @property
@@ -203,6 +204,7 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     # ZB-H1 and ZB-H2 in Qi et al. 2023, tables 5 and 6.
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
+    # In the order of ``steps``, so that one pass suffices: all dependencies of a turn have ended.
     free = [0.0] * len(plan.ranks)
     times: dict[tuple[tuple[int, str], ...], float] = {}
     for rank, turn, needs in plan.steps:
@@ -211,6 +213,7 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
             there = end[need] if is_here else end[need] + costs.comm
             if there > begin:
                 begin = there
+        # Looked up by stage and kind: a plan has thousands of actions and few different times.
         key = tuple((action.stage, action.kind) for action in turn)
         if key not in times:
             times[key] = costs.time(plan, *turn) if len(turn) == 1 else costs.pair_time(plan, *turn)

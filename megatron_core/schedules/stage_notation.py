@@ -37,6 +37,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
             # An empty string after the repeated part prevents a second repetition, as in t*2*3.
             if not letters or not letters[-1]:
                 raise _fault(text, index, "repeats nothing", "put it after a letter, a '|' or a group in parentheses")
+            # Counted before the text is repeated, whose size a nested repetition multiplies.
             left -= _times(text, index, token) * len(letters[-1])
             if left < 0:
                 raise _fault(text, index, f"makes more than {MOST} parts", "repeat less")
@@ -62,6 +63,7 @@ def _tokens(text: str) -> Iterator[tuple[int, str]]:
 def _times(text: str, index: int, token: str) -> int:
     if token == "*":
         raise _fault(text, index, "is not followed by a number", "add the number of repetitions, as in t*3")
+    # A number with very many digits would take long to convert, and is too large in any case.
     return int(token[1:]) if len(token) <= len(str(MOST)) + 1 else MOST + 1
 
 

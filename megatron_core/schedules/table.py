@@ -67,11 +67,13 @@ def paired_interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -
 
 
 def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool) -> Plan:
+    # Groups of p keep every rank busy in its turn: the chunks of a rank follow each other after p micro-batches.
     full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
     ranks = []
     for rank in range(num_ranks):
         forwards = _chunk_order(rank, num_ranks, num_chunks, full, "F")
         backwards = _chunk_order(rank, num_ranks, num_chunks, full, "B")
+        # As many as a micro-batch needs to reach the last stage and return while this rank has work.
         ahead = num_ranks - rank - 1
         if num_chunks > 1 or paired:
             ahead = 2 * ahead + (num_chunks - 1) * num_ranks + paired
@@ -254,6 +256,7 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
         turns_of_rank: list[tuple[Action, ...]] = []
         joins = False
         for action_kind, chunk in mine:
+            # Weight gradients run in the order of their input gradients, whose graphs they free.
             if action_kind == "W":
                 micro = split[chunk].pop(0)
             else:
@@ -273,6 +276,7 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool 
 
 
 @dataclass(frozen=True)
+# A row for each, so that help texts, the planner and the tests list the same schedules.
 class Schedule:
     """A schedule of the table."""
 

@@ -33,8 +33,8 @@ from typing import Any
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.schedules.actions import Action, format_turn, parse_turn, plan_of_turns
-from megatron_core.schedules.checks import check
-from megatron_core.schedules.simulate import StageCosts, Timeline, Transfer
+from megatron_core.schedules.checks import check_plan
+from megatron_core.schedules.simulate import StageCosts, Timeline, TransferSpan
 from megatron_core.schema import items, real, text, whole, wrong
 
 MOST_STEPS = 20
@@ -58,11 +58,12 @@ class Recording:
         self._before = 0.0
         self.turns: list[tuple[tuple[Action, ...], float, float, float]] = []
         """(actions that ran together, start, end, time of waiting for collectives) in the order of execution."""
-        self.transfers: list[Transfer] = []
+        self.transfers: list[TransferSpan] = []
         """Transfers of the step; their times begin at ``began``."""
 
     def begin(self, action: Action) -> None:
         """Record the start of ``action``; call it when the input has arrived, for a pair twice."""
+        # The later of a pair's starts: both run together.
         self._start = self._clock()
         self._begun = [*self._begun, action]
         self._before = self._waited()
@@ -152,10 +153,12 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
     header, _ = _read(folder, rank)
     files = [_read(folder, member) for member in header["pipeline"]]
     for member, (other, _) in zip(header["pipeline"], files, strict=True):
+        # Files of an earlier run with other ranks may lie in the same folder.
         if other | {"rank": rank, "host": header["host"]} != header:
             paths = f"{_path(folder, member)} is of another run than {_path(folder, rank)}"
             raise ConfigError(f"{paths}; trace again into an empty folder")
     one_host = len({other["host"] for other, _ in files}) == 1
+    # A run that was ended has steps that some ranks did not finish.
     common = sorted(set.intersection(*(set(steps) for _, steps in files)))
     if not common:
         raise ConfigError(f"{folder} has no step that all ranks finished; trace at least one step")
@@ -179,6 +182,7 @@ def measured_costs(timeline: Timeline) -> StageCosts:
             pairs[turn[0].stage, turn[1].stage].append(time)
         else:
             times[turn[0].stage, turn[0].kind].append(time)
+    # The median, because a message that waited for a late rank measures that rank.
     message = median(_messages(timeline) or [0.0])
     together = {key: fmean(samples) for key, samples in pairs.items()}
     return StageCosts({key: fmean(samples) for key, samples in times.items()}, message, together)
@@ -195,6 +199,7 @@ def _messages(timeline: Timeline) -> list[float]:
         for (before, *_), turn in pairwise(turns):
             sources = [plan.source(action) for action in turn if plan.sender(action) is not None]
             latest = max((timeline.end[source] for source in sources if source is not None), default=None)
+            # Otherwise the message had arrived earlier, and the gap would measure the computation before.
             if latest is not None and timeline.end[before] <= latest:
                 waits.append(max(timeline.start[turn[0]] - latest, 0.0))
     return waits
@@ -229,6 +234,7 @@ def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one
     waited = {}
     transfers = []
     for entry in entries:
+        # Clocks of different hosts have different origins.
         later = entry["began"] - first if one_host else 0.0
         turns = [parse_turn(name) for name, *_ in entry["actions"]]
         for turn, (_, begin, stop, wait) in zip(turns, entry["actions"], strict=True):
@@ -237,12 +243,15 @@ def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one
                 end[action] = (stop + later) * _MILLISECONDS
             waited[turn[0]] = wait * _MILLISECONDS
         ranks.append(turns)
-        found = entry.get("transfers", [])
+        flights = entry.get("transfers", [])
         transfers.append(
             tuple(
-                Transfer(name, (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS, wait * _MILLISECONDS)
-                for name, begin, stop, wait in found
+                TransferSpan(
+                    name, (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS, wait * _MILLISECONDS
+                )
+                for name, begin, stop, wait in flights
             )
         )
+    # The plan is that which ran, and not one made again from the name of a schedule.
     plan = plan_of_turns(ranks, stage_to_rank)
-    return Timeline(check(plan, plan.num_microbatches), start, end, waited, tuple(transfers))
+    return Timeline(check_plan(plan, plan.num_microbatches), start, end, waited, tuple(transfers))

@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
             "[s, b, v/tp], targets [s, b], of the whole sequence (with sequence parallel the output layer gathers it)"
         )
     vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, num_parts
-    # The statistics are a second output that callers must not see, hence [0].
+    # Only the losses: the second output holds statistics for backward.
     function = _VocabParallelCrossEntropy if torch.compiler.is_compiling() else _WithoutForwardMode
     return function.apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 

@@ -252,7 +252,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 def _same_states() -> Callable[[], AbstractContextManager[None]]:
     """Return a context with the tracker's states and forks of now; it restores those that it found."""
-    # A copy: the forward goes on to change the states.
+    # A copy: the forward changes the states.
     before = _TRACKER.get_states()
     forks = list(_TRACKER.forks)
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_core.errors import MegatronError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.monitor.events import ValidationEvent
-from megatron_core.parallel.exit_status import RESTART, explained
+from megatron_core.parallel.exit_status import RESTART, exit_explanation
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -170,7 +170,7 @@ class Callbacks:
         try:
             return getattr(callback, method)(*arguments)
         except Exception as error:
-            known = explained(error)
+            known = exit_explanation(error)
             if isinstance(error, MegatronError) or (known is not None and known[0] == RESTART):
                 raise  # the message is complete, or another rank has failed
             where = f"{type(callback).__name__}.{method} (priority {callback.priority})"

@@ -248,7 +248,15 @@ def finish_gradients(data: DataParallel, after: Callable[[], object]) -> None:
 
 def read_norm_and(report: Tensor, optimizer: Optimizer) -> list[float]:
     """Return the gradient norm and the values of ``report``, in the only transfer to the host of a step."""
-    return torch.cat([optimizer.gradient_norm().view(1), report]).tolist()
+    return read_on_host(torch.cat([optimizer.gradient_norm().view(1), report]))
+
+
+def read_on_host(values: Tensor) -> list[float]:
+    """Copy ``values`` to the host, in the only wait of a step for the device, at which the meter's interval ends."""
+    METER.mark()
+    numbers: list[float] = values.tolist()
+    METER.settle()
+    return numbers
 
 
 def read_reports(report: Tensor, model: Trainable, *, alone: bool = False) -> list[list[float]]:
@@ -259,8 +267,8 @@ def read_reports(report: Tensor, model: Trainable, *, alone: bool = False) -> li
     own = torch.cat([model.optimizer.gradient_norm().view(1), report])
     rows = own.new_empty(group.size() * own.numel())
     all_gather_flat_(rows, own, group)
-    found: list[list[float]] = rows.view(group.size(), -1).tolist()
-    return found
+    numbers = read_on_host(rows)
+    return [numbers[start : start + own.numel()] for start in range(0, len(numbers), own.numel())]
 
 
 def update_weights(

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.locations import in_storage, location
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
-from megatron_core.parallel.exit_status import RESTART, explained
+from megatron_core.parallel.exit_status import RESTART, exit_explanation
 from megatron_core.parallel.texts import broadcast_from_rank, raising_on_all_ranks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -93,7 +93,7 @@ class FailureLog(Callback):
 
         Errors: ``MegatronError`` instead of ``error`` if the previous attempt had the same failure.
         """
-        at, text, found = self._iteration, _kind(error), explained(error)
+        at, text, found = self._iteration, _kind(error), exit_explanation(error)
         if self._path is None or (found and found[0] == RESTART):
             return
         self._append({"iteration": at, "error": text, "rank": self.run.world.rank})

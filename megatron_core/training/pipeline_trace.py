@@ -15,7 +15,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.simulate import Transfer
+from megatron_core.schedules.simulate import TransferSpan
 from megatron_core.schedules.trace import Recording, TraceWriter
 
 AroundPlan = Callable[[Listener], AbstractContextManager[Listener]]
@@ -59,11 +59,12 @@ def traced(trace: TraceWriter | None, step: int, groups: ParallelGroups, device:
 
         yield replace(listener, on_begin=begin, on_end=end)
 
-    yield around_plan
+    with METER.times_all():
+        yield around_plan
     for recording, mark in recorded:
         if METER.on:
             flights = METER.flights_since(mark)
-            recording.transfers = [Transfer(each.phase, each.start, each.end, each.waited) for each in flights]
+            recording.transfers = [TransferSpan(each.phase, each.start, each.end, each.waited) for each in flights]
         trace.write(step, recording)
 
 

@@ -9,7 +9,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.partition import plan_of
 from megatron_core.schedules import forward_only
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 
 
 @dataclass(frozen=True)
@@ -76,4 +76,4 @@ class Plans:
         ranks = self._config.parallel.pipeline_model_parallel_size
         chunks = len(self.stage_to_rank) // ranks
         plan = forward_only(ranks, chunks, num_microbatches, stage_to_rank=self.stage_to_rank)
-        return check(plan, num_microbatches, forward_only=True)
+        return check_plan(plan, num_microbatches, forward_only=True)

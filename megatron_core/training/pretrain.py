@@ -34,6 +34,7 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
+from megatron_core.transformer.attention_backend import chosen_kernel, dropout_notes
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -155,13 +156,15 @@ def introduce(run: Run) -> None:
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
+    if (attention := chosen_kernel(run.config, run.world.device)) is not None:
+        print(f"attention without mask: {attention} (torch)")
     for line in descriptions(run.config):
         print(line)
     for part in run.parts:
         for description in part.descriptions():
             print(description)
     if run.world.size > 1:
-        print(f"collectives: {transports.describe()}")
+        print(f"collectives: {transports.describe_transport()}")
     for note in notes(run):
         print(f"note: {note}")
     if run.state.iteration:
@@ -174,7 +177,7 @@ def introduce(run: Run) -> None:
 def kernels(run: Run) -> str:
     """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
-    text = backend.describe(run.config.model.kernel_backend, device_type, dtype)
+    text = backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
     return text
 
 
@@ -202,6 +205,7 @@ def notes(run: Run) -> Iterator[str]:
         yield f"without effect here: {unread}"
     for part in run.parts:
         yield from part.notes()
+    yield from dropout_notes(run.config, run.world.device)
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"

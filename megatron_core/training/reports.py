@@ -27,11 +27,13 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.parallel.texts import gather_strings
+from megatron_core.parallel.times import StepTimes
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
+from megatron_core.transformer.attention_backend import chosen_kernel
 
 
 class Measurements(Callback):
@@ -236,7 +238,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Versions of Python, torch and system, device, threads, and size of the vocabulary."""
+    """Versions of Python, torch and system, device, threads, size of the vocabulary, kernel of attention."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -244,6 +246,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
+        "attention": chosen_kernel(run.config, run.world.device),
     }
 
 

@@ -122,7 +122,18 @@ class CheckpointSaver:
         raise_on_all_ranks(problem, self.data.device)
         if restarts_fast:
             self._begin_run(is_new=is_new)
+        if settings.async_save and self.data.device.type == "cuda":
+            self._snapshot.reserve(chain(*self._pieces()))
         self._is_open = True
+
+    def _pieces(self) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
+        """This rank's pieces of a checkpoint: those that change only in updates, and the others."""
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
+        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
+        for part in self.parts:
+            updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
+        return updated, others
 
     def _begin_run(self, *, is_new: bool) -> None:
         """Agree on the id of the run for its fast-restart checkpoints; print a note if the hosts are fewer than
@@ -248,11 +259,7 @@ class CheckpointSaver:
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,
         )
-        optimizer = None if settings.no_save_optim else self.optimizer
-        updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
-        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
-        for part in self.parts:
-            updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
+        updated, others = self._pieces()
         if temporary and self._hosts is not None:
             self._save_copies(save, chain(updated, others), self._hosts)
         elif settings.async_save:

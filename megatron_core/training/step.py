@@ -36,10 +36,10 @@ from megatron_core.training.driver import (
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
+from megatron_core.transformer import moe
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import mtp_loss_names
-from megatron_core.transformer.moe import TopKRouter, update_expert_biases
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     # Take the step; then update the experts' biases and the counters.
     attempt = run.attempts.take(compute)
     outcome = attempt.outcome
-    if not outcome.skipped:
+    if outcome.expert_load and not outcome.skipped:
         # Frozen routers keep their biases: the other weights of the model are those that the biases balance.
         modules = (module for stage in run.stages.values() for module in stage.modules())
-        routers = [module for module in modules if isinstance(module, TopKRouter) and module.weight.requires_grad]
-        update_expert_biases(routers, {n: load[:-1] for n, load in outcome.expert_load.items()})
+        routers = [module for module in modules if isinstance(module, moe.TopKRouter) and module.weight.requires_grad]
+        moe.update_expert_biases(routers, {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters

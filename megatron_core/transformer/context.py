@@ -197,7 +197,7 @@ class PackedDocuments:
         return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
 
 
-def in_chunks(
+def cut_documents(
     documents: PackedDocuments | None, size: int | None, batch: int, length: int, device: torch.device, *, masked: bool
 ) -> PackedDocuments | None:
     """Cut the documents of ``batch`` sequences of ``length`` tokens into chunks of ``size`` tokens; None: no chunks.

@@ -15,6 +15,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.transformer.attention_backend import kernels_for
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
 from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
@@ -36,10 +37,10 @@ class CoreAttention(nn.Module):
     """Attention of queries ``[s, b, heads, d]`` over keys ``[t, b, groups, d]`` and values ``[t, b, groups, e]``.
 
     Returns ``[s, b, heads * e]``. Attention is causal: the last query and the last key have the same position.
-    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
-    ``left`` keys before it (-1: all), and to no key after it. ``heads_over`` is the group over which the heads of a
-    rank are split further. ``sinks`` ``[heads]`` are scores of one more key, whose value is 0 (gpt-oss).
-    Source: Vaswani et al. 2017; Ainslie et al. 2023 for groups; Beltagy et al. 2020 for the window.
+    ``window_size`` is Megatron's (left, right): a query attends to its own key and at most ``left`` keys before it (-1:
+    all). ``heads_over``: ranks that split the heads of this rank further. ``sinks`` ``[heads]`` are scores of one more
+    key, whose value is 0 (gpt-oss).
+    Source: Vaswani et al. 2017; Ainslie et al. 2023; Beltagy et al. 2020 for the window.
     """
 
     # The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
@@ -237,11 +238,13 @@ def fused_attention(
     if grouped and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over the keys per group
         queries = query.flatten(1, 2).unflatten(1, (key.shape[1], -1))
         return fused_attention(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
-    if query.is_cpu and channels < query.shape[-1]:  # the CPU kernel without full scores needs equal widths
+    # The kernels without full scores need equal widths, on a GPU those for 16 bits (flash attention).
+    if channels < query.shape[-1] and (query.is_cpu or query.dtype.itemsize == 2):
         value = nn.functional.pad(value, (0, query.shape[-1] - channels))
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-    )
+    with kernels_for(query):
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
     return out[..., :channels]
 
 

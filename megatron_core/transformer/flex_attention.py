@@ -27,7 +27,7 @@ SMALLEST = 16
 """Smallest number of channels of a head that Triton's products take."""
 
 
-def unavailable_reason(device: torch.device) -> str | None:
+def flex_obstacle(device: torch.device) -> str | None:
     """Why FlexAttention cannot train on a device; None if it can."""
     if device.type != "cuda":
         return "torch has its backward only for GPUs"
@@ -38,13 +38,13 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 def validate_flex(backend: str, device: torch.device) -> None:
     """ConfigError if FlexAttention is requested and unavailable on the device."""
-    if backend == "flex" and (reason := unavailable_reason(device)) is not None:
+    if backend == "flex" and (reason := flex_obstacle(device)) is not None:
         raise ConfigError(f"attention_backend=flex is not available: {reason}; use attention_backend=auto")
 
 
 def unsupported_reason(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why ``flex_attention`` does not support these tensors ``[b, heads, s, d]``; None if it does."""
-    if (reason := unavailable_reason(query.device)) is not None:
+    if (reason := flex_obstacle(query.device)) is not None:
         return reason
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it does not support {query.dtype}"

@@ -23,7 +23,7 @@ from megatron_core.reports.hash_records import HashRecord
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.driver import StepHooks, StepOutcome, StepRates, StepWork, Trainable, take_step
 from megatron_core.verify.ranks import this_world
@@ -205,4 +205,6 @@ class _Training:
 
 def _plan(layout: Layout, num_microbatches: int) -> Plan:
     schedule = layout.schedule or ("interleaved" if layout.chunks > 1 else "1f1b")
-    return check(make_plan(schedule, layout.pp, layout.num_stages // layout.pp, num_microbatches), num_microbatches)
+    return check_plan(
+        make_plan(schedule, layout.pp, layout.num_stages // layout.pp, num_microbatches), num_microbatches
+    )

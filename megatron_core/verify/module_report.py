@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_core
-from megatron_core.any_model.arguments import check_counts, check_functions
+from megatron_core.any_model.arguments import check_functions, check_positive
 from megatron_core.any_model.engine import Engine, loss_of
 from megatron_core.any_model.tensor_heads import Heads
 from megatron_core.any_model.tensor_trial import PARTIAL
@@ -68,7 +68,7 @@ def verify_module(
     does not fit the ranks or the batches.
     """
     check_functions(loss=loss)
-    check_counts(world_size=world_size)
+    check_positive(world_size=world_size)
     if not callable(make_model):
         raise ConfigError(f"make_model={make_model!r} must be a function that returns the model")
     if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from megatron_core import LayerSpec, PipelineModule
-from megatron_core.any_model.partition import balanced_bounds, fastest_bounds, uniform_bounds
+from megatron_core.any_model.partition import balanced_bounds, uniform_bounds
+from megatron_core.config.partition import partition_by_cost
 from megatron_core.errors import ConfigError, LayoutError
 
 
@@ -57,7 +58,8 @@ def test_formulas_against_all_divisions(seed: int) -> None:
     costs = torch.randint(9, (7,), generator=generator).tolist()
     for stages in (1, 2, 3, 4):
         divisions = _all_divisions(7, stages)
-        assert max(_sums(costs, fastest_bounds(costs, stages))) == min(max(_sums(costs, each)) for each in divisions)
+        fastest = [0, *(stage.stop for stage in partition_by_cost(costs, stages))]
+        assert max(_sums(costs, fastest)) == min(max(_sums(costs, each)) for each in divisions)
         sizes = _sums([1] * 7, uniform_bounds(7, stages))
         assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
     spread = [max(found) - min(found) for found in (_sums(costs, each) for each in _all_divisions(7, 2))]

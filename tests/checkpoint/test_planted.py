@@ -255,7 +255,7 @@ DEFECTS = (
     ),
     Defect(
         "a snapshot is the weights themselves",
-        "checkpoint.writer:Snapshot.take",
+        "checkpoint.snapshot:Snapshot.take",
         "memory=room.view(piece.memory.dtype).view(piece.memory.shape)",
         "memory=piece.memory",
         a_snapshot_stays_as_it_was,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.context_parallel.products import visible
+from megatron_core.context_parallel.products import visible_keys
 from megatron_core.context_parallel.tiles import LEAST_BAND, Tile, tiles
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.micro_batch import SequenceSplit, zigzag
@@ -38,7 +38,7 @@ def counted(tile: Tile, positions: tuple[Tensor, Tensor], into: Tensor) -> None:
     queries, keys = positions[0][slice(*tile.queries)], positions[1][slice(*tile.keys)]
     shown = torch.ones(len(queries), len(keys), dtype=torch.bool)
     if tile.band is not None:
-        shown = visible(tile, torch.device("cpu"))
+        shown = visible_keys(tile, torch.device("cpu"))
     assert shown.any(1).all(), "a query without a key has no log-sum-exp"
     assert tile.pairs == shown.sum()
     if tile.is_causal_square:

@@ -70,8 +70,8 @@ IN_ADAPTERS = (
     Defect(
         "rows of a part are placed from the rank's first row",
         "features.lora.layer:_local_rows",
-        "range(offset + max(first, start) - first, offset + min(last, stop) - first)",
-        "range(max(first, start) - first, min(last, stop) - first)",
+        "range(offset + max(first, start) - first, offset + min(end, stop) - first)",
+        "range(max(first, start) - first, min(end, stop) - first)",
         "dora, modern, parts, 1 group, tp2",
         "C19",
         culprit="*",

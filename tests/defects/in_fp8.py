@@ -60,8 +60,8 @@ IN_FP8 = (
     Defect(  # C49
         "the amax of gradients is never recorded",
         "features.fp8.products:FP8Products._record",
-        "amax.amax().to(own.dtype)",
-        "amax.amax().to(own.dtype) * (role != 'grad')",
+        "amax.amax().to(recorded.dtype)",
+        "amax.amax().to(recorded.dtype) * (role != 'grad')",
         "delayed, pp2 zb_h1",
         "C49",
         culprit="gradient of the output of *in step or gradient of the parameter *in step",
@@ -69,8 +69,8 @@ IN_FP8 = (
     Defect(  # C49
         "the amax of a step is that of its last micro-batch",
         "features.fp8.products:FP8Products._record",
-        "torch.maximum(own, amax.amax().to(own.dtype))",
-        "amax.amax().to(own.dtype)",
+        "torch.maximum(recorded, amax.amax().to(recorded.dtype))",
+        "amax.amax().to(recorded.dtype)",
         "delayed, tp2",
         "C49",
         culprit="output of *in step",

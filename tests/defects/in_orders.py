@@ -59,7 +59,7 @@ IN_ORDERS = (
     Defect(
         "a weight's gradient is one product for a sequence",
         f"{LINEAR}:_add_weight_grad",
-        "parts.invariance.chunks_of(x.shape[0])",
+        "weight_parts.invariance.chunks_of(x.shape[0])",
         "[slice(0, x.shape[0])]",
         "cp2 p2p",
     ),
@@ -212,7 +212,7 @@ IN_ORDERS = (
         "the key part of all heads adds ranks before heads",
         "features.equal_bits.arithmetic:_RepeatForHeads.backward",
         "all_reduce_in_tree(tree_sum(of_parts), ctx.group)",
-        "tree_sum([all_reduce_in_tree(part, ctx.group) for part in of_parts])",
+        "tree_sum([all_reduce_in_tree(heads_grad, ctx.group) for heads_grad in of_parts])",
         "latent attention, tp2",
     ),
     Defect(

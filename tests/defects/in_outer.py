@@ -7,7 +7,7 @@ from tests.defects.defect import Defect
 IN_OUTER = (
     Defect(
         "outer gradients are added up instead of averaged",
-        "features.outer_steps.messages:Message.wait",
+        "features.outer_steps.messages:GroupMessage.wait",
         "total.div_(self._group.size())",
         "total",
         "2 groups",

@@ -20,7 +20,7 @@ from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, make_plan
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import plan_from_text
 from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
@@ -62,7 +62,7 @@ def _run(name: str, ranks: int, micros: int) -> None:
 def test_the_worked_example(example: ModuleType) -> None:
     """One function and one row: checked, simulated, and run on four ranks."""
     for ranks, micros in [(1, 1), (2, 5), (4, 2), (4, 8), (8, 32)]:
-        check(make_plan("eager_1f1b", ranks, 1, micros), micros)
+        check_plan(make_plan("eager_1f1b", ranks, 1, micros), micros)
     slow = Costs(1, 1, 1, 0.25)
     eager, plain = (simulate(make_plan(name, 4, 1, 8), slow) for name in ("eager_1f1b", "1f1b"))
     assert eager.bubble < plain.bubble
@@ -99,7 +99,7 @@ def test_plans_on_the_page_are_sound() -> None:
     assert len(plans) == 2
     for text in plans:
         plan = plan_from_text(text.splitlines())
-        assert check(plan, 2).num_microbatches == 2
+        assert check_plan(plan, 2).num_microbatches == 2
 
 
 def test_the_traced_run_is_a_legal_one() -> None:

@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # creating an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.exit_status import explained
+from megatron_core.parallel.exit_status import exit_explanation
 from megatron_core.parallel.launch import run_job, start_world
 from megatron_core.parallel.world import World
 from megatron_core.training.pretrain import pretrain
@@ -258,9 +258,9 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_out_of_memory_is_one_sentence_with_ways_out() -> None:
     error = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000000 bytes.")
-    status, message = explained(error) or (0, "")
+    status, message = exit_explanation(error) or (0, "")
     assert status == 1 and "allocating 4000000000000 bytes" in message and "--micro-batch-size" in message
-    assert explained(RuntimeError("a bug of ours")) is None
+    assert exit_explanation(RuntimeError("a bug of ours")) is None
 
 
 def test_places_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_places_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
     assert str(tmp_path / "file") in done.stderr
-    assert explained(OSError(28, "No space left on device")) == (
+    assert exit_explanation(OSError(28, "No space left on device")) == (
         1,
         "a file or the standard output cannot be used: No space left on device; choose another path, or free space "
         "there",

@@ -20,7 +20,8 @@ from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.meter import METER, Meter, StepTimes
+from megatron_core.parallel.meter import METER, Meter
+from megatron_core.parallel.times import StepTimes
 from megatron_core.reports.report import report
 from megatron_core.training import reports
 from megatron_core.training.loop import train

@@ -33,7 +33,7 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
 def test_auto_takes_the_reference_where_nothing_was_built(nothing_built: Path) -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    said = backend.describe("auto", "cpu", torch.float32)
+    said = backend.describe_backends("auto", "cpu", torch.float32)
     assert said.startswith(f"reference (PyTorch) for {', '.join(backend.OPS)}")
     assert "was not built; install a C++ compiler (GCC or Clang), then run pip install . (or -e .) again" in said
 
@@ -90,9 +90,9 @@ def test_a_gpu_that_is_not_there() -> None:
 
 def test_what_serves_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.use(libraries.cpu, monkeypatch)
-    assert re.fullmatch(r"native \(libmegatron_cpu_\w+\.so\)", backend.describe("auto", "cpu", torch.float32))
-    assert backend.describe("auto", "cpu", torch.float64) == "native (libmegatron_cpu_default.so)"
-    assert backend.describe("reference", "cpu", torch.float32) == "reference (PyTorch), as requested"
+    assert re.fullmatch(r"native \(libmegatron_cpu_\w+\.so\)", backend.describe_backends("auto", "cpu", torch.float32))
+    assert backend.describe_backends("auto", "cpu", torch.float64) == "native (libmegatron_cpu_default.so)"
+    assert backend.describe_backends("reference", "cpu", torch.float32) == "reference (PyTorch), as requested"
 
 
 def test_the_flag() -> None:

@@ -18,7 +18,7 @@ from megatron_core.features.fp8.casts import (
     Order,
     Quantised,
     block_amax,
-    cast,
+    cast_to_fp8,
     quantise,
     scale_of,
 )
@@ -63,11 +63,11 @@ def test_casts_are_those_of_the_reference(
     assert torch.equal(block_amax(x, blocks, backend="native"), amax)
     for narrow, power_of_two in ((E4M3, False), (E5M2, True)):
         scale = scale_of(amax, narrow, power_of_two=power_of_two)
-        expected = cast(x, scale, narrow, blocks, backend="reference")
-        same(cast(x, scale, narrow, blocks, order=order, backend="native"), expected)
+        expected = cast_to_fp8(x, scale, narrow, blocks, backend="reference")
+        same(cast_to_fp8(x, scale, narrow, blocks, order=order, backend="native"), expected)
         same(quantise(x, narrow, blocks, power_of_two=power_of_two, order=order, backend="native"), expected)
-        clamped = cast(x, scale * 3, narrow, blocks, order=order, backend="native")
-        same(clamped, cast(x, scale * 3, narrow, blocks, backend="reference"))
+        clamped = cast_to_fp8(x, scale * 3, narrow, blocks, order=order, backend="native")
+        same(clamped, cast_to_fp8(x, scale * 3, narrow, blocks, backend="reference"))
 
 
 @pytest.mark.parametrize("blocks", BLOCKS[:6], ids=str)
@@ -83,8 +83,8 @@ def test_every_float_of_16_bits(kernels: str) -> None:
         x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
         one = torch.ones(1, 1)
         for narrow in (E4M3, E5M2):
-            expected = cast(x, one, narrow, WHOLE, backend="reference").data
-            found = cast(x, one, narrow, WHOLE, backend="native").data
+            expected = cast_to_fp8(x, one, narrow, WHOLE, backend="reference").data
+            found = cast_to_fp8(x, one, narrow, WHOLE, backend="native").data
             is_nan = x.isnan()
             assert torch.equal(bits(found)[~is_nan], bits(expected)[~is_nan])
             assert found.float().isnan().equal(is_nan)

@@ -14,7 +14,7 @@ from megatron_core.features.fp8.casts import E4M3, E5M2
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.grouped_product import grouped_unavailable_reason
 from megatron_core.features.fp8.products import FP8Products
-from megatron_core.features.fp8.scaled_product import unavailable_reason
+from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.ops.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
 from megatron_core.parallel.groups import ALONE
@@ -127,7 +127,7 @@ HISTORY = (64.0, 2.0, 8.0)
 @contextmanager
 def fp8_gpu() -> Iterator[None]:
     """A simulated GPU on which torch was built with CUDA."""
-    caches = grouped_unavailable_reason, unavailable_reason
+    caches = grouped_unavailable_reason, scaled_product_unavailable_reason
     for cached in caches:
         cached.cache_clear()
     with pytest.MonkeyPatch.context() as patch, simulated_gpu():

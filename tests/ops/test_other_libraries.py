@@ -194,12 +194,12 @@ def test_a_training_step_uses_the_library(name: str, stand_ins: StandIns, loss: 
 
 @BOTH
 def test_description_names_the_backend_of_each_operation(name: str, stand_ins: StandIns) -> None:
-    said = backend.describe(name, "cpu", HALF)
+    said = backend.describe_backends(name, "cpu", HALF)
     title, parts = {
         "apex": ("apex", "multi_tensor"),
         "transformer_engine": ("Transformer Engine", "activation, multi_tensor"),
     }[name]
-    other = backend.describe("auto", "cpu", HALF).partition(" for ")[0]
+    other = backend.describe_backends("auto", "cpu", HALF).partition(" for ")[0]
     assert f"{title} for layer_norm, rms_norm" in said
     assert f"{title}, or for unsupported calls {other}, for {parts}" in said
     lacking = "cross_entropy, dropout, fp8, rope, softmax"
@@ -217,7 +217,7 @@ def test_an_absent_library_is_an_error_with_instructions(name: str) -> None:
         lambda: ops.rms_norm(x, x[0], backend=name),
         lambda: ops.squared_norm([x], backend=name),
         lambda: tiny_run(kernel_backend=name),
-        lambda: backend.describe(name, "cuda", HALF),
+        lambda: backend.describe_backends(name, "cuda", HALF),
     ):
         with pytest.raises(ConfigError, match=asked):
             call()

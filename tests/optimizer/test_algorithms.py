@@ -19,7 +19,7 @@ from megatron_core.features.offload import placement
 from megatron_core.optimizer.algorithms import SGD, Lion
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.rule import Rates, ShardSlice
-from megatron_core.optimizer.shard import Job
+from megatron_core.optimizer.shard import UpdateJob
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.training.step import train_step
@@ -199,7 +199,7 @@ def _fail(place: str, folder: str) -> str:
         for file, _ in held._files.values():
             os.ftruncate(file.fileno(), 0)
     shards, rates = run.optimizer.shards, Rates(2, 0.1, 0.0, 1.0)
-    jobs = [Job(shard, at, rates) for shard in shards for at in shard.chunks(slice(0, shard.main.numel()))]
+    jobs = [UpdateJob(shard, at, rates) for shard in shards for at in shard.chunks(slice(0, shard.main.numel()))]
     with pytest.raises(ConfigError) as caught:
         run.optimizer._updates.run(jobs, run.optimizer._update_part)
     return str(caught.value)

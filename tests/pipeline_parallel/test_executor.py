@@ -6,6 +6,9 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel import groups as groups_module
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.table import PAIRED
-from megatron_core.verify.ranks import run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
+from tests.pipeline_parallel.one_queue import one_queue_for_each_group
 
 UNKNOWN = replace(MESSAGE, variable=True)
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -67,7 +72,7 @@ def _plans(num_ranks: int) -> Iterator[Plan]:
     for name in PAIRED:
         chunks = SCHEDULES[name].chunks or 2
         yield from (make_plan(name, num_ranks, chunks, micros, paired=True) for micros in (3, 2 * num_ranks + 1))
-    yield from (check(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
+    yield from (check_plan(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
 
 
 def _check_plans(num_ranks: int) -> None:
@@ -116,7 +121,7 @@ def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
 
 def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
     """Forwards without backwards store no graph and change no gradient."""
-    plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
+    plan = check_plan(forward_only(num_ranks, 2, 3), 3, forward_only=True)
     expected = Chain(plan).reference()
     found, chain = run_chain(plan, p2p)
     assert all(not loss.requires_grad for loss in found.values())
@@ -161,6 +166,7 @@ class FirstRank:
     """The messages of the first of two pipeline ranks; its partner is simulated."""
 
     index = 0
+    has_run = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, ...]] = []
@@ -236,3 +242,32 @@ def test_lengths_are_those_that_were_said() -> None:
     assert ragged(3).shape_of(1) == (3, WIDTH)
     assert ragged(3).shape_of(2) == (4, WIDTH)
     assert MESSAGE.shape_of(7) == MESSAGE.shape
+
+
+def _through_queues(size: int, *, own_groups: bool) -> None:
+    """Every schedule, with messages of a group in one queue."""
+    with one_queue_for_each_group(), mock.patch.object(groups_module, "messages_share_stream", lambda: own_groups):
+        for plan in _plans(size):
+            groups = ParallelGroups(Grid(pp=size), dist.get_rank())
+            p2p = PipelineP2P(groups)
+            p2p.warm_up(torch.device("cpu"), plan.stage_to_rank)
+            _run(plan, p2p, seed=1)
+
+
+def test_every_schedule_runs_if_messages_of_a_group_share_a_stream() -> None:
+    """NCCL with a device in init_process_group: a receive that is posted ahead blocks the sends after it."""
+    run_ranks(4, partial(_through_queues, own_groups=True), 4, timeout=240.0)
+    with pytest.raises(RankFailure, match="DEADLOCK"):
+        run_ranks(4, partial(_through_queues, own_groups=False), 4, timeout=240.0)
+
+
+def test_groups_of_links_are_created_for_a_bound_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    assert groups_module.messages_share_stream()
+    world.bound_device_id = None
+    assert not groups_module.messages_share_stream()
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
+    world.bound_device_id = torch.device("cpu")
+    assert not groups_module.messages_share_stream()

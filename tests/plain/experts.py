@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.plain.mlp import expert, shared_experts
 from tests.plain.norms import Weights, under
 
-Noise = Callable[[Tensor], Tensor]
+Noise = Callable[[str, Tensor], Tensor]
+"""(kind, tensor ``[b, t, n]``) -> samples of U(0, 1) of this shape."""
 
 
 @dataclass
@@ -79,19 +80,29 @@ def factors_of(s: SimpleNamespace, logits: Tensor, chosen: Tensor) -> Tensor:
     return share * (s.moe_router_topk_scaling_factor or 1.0)
 
 
-def sparsemixer(s: SimpleNamespace, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """GRIN (arXiv 2409.12136, section 2) in evaluation and without sampling: experts one after the other.
+def sparsemixer(s: SimpleNamespace, logits: Tensor, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """GRIN (Liu et al. 2024, arXiv 2409.12136, section 2): experts of one token, chosen one after the other.
 
-    The factor of a choice is its softmax over the experts left whose logit x has (m - x) / max(|x|, m) <= 2 t.
+    The factor of a choice is its softmax over the experts left whose logit x has (m - x) / max(|x|, m) <= 2 t. With
+    ``drawn`` ``[k, 2 E + 1]`` from U(0, 1) an expert is drawn by this softmax: the largest x + Gumbel noise, of 32 bits
+    in two numbers; and the value of the factor, but not its gradient, is divided by 3 unless the expert is likeliest
+    or the last number is above 3/4 (Liu et al. 2023, arXiv 2310.00811, section 3; 1/3 is 0.3333 in the published code).
     """
     left, chosen, factors = logits, [], []
-    for _ in range(s.moe_router_topk):
+    for number in range(s.moe_router_topk):
         m = left.detach().max()
         far = (m - logits.detach()) / torch.maximum(logits.detach().abs(), m) > 2 * s.moe_sparsemixer_threshold
-        share = left.masked_fill(far, -math.inf).softmax(-1)
-        chosen.append(int(left.detach().argmax()))
-        factors.append(share[chosen[-1]])
-        left = left.index_fill(0, torch.tensor([chosen[-1]]), -math.inf)
+        near = left.masked_fill(far, -math.inf)
+        expert, factor = int(near.detach().argmax()), 1.0
+        if drawn is not None:
+            high, low = drawn[number, : s.num_experts], drawn[number, s.num_experts : 2 * s.num_experts]
+            likeliest = expert
+            expert = int((near.detach() - torch.log(-torch.log(high + (low - 0.5) / 2**16))).argmax())
+            factor = 1.0 if expert == likeliest or drawn[number, -1] > 0.75 else 0.3333
+        share = near.softmax(-1)[expert]
+        chosen.append(expert)
+        factors.append(share + (factor - 1) * share.detach())
+        left = left.index_fill(0, torch.tensor([expert]), -math.inf)
     return torch.tensor(chosen), torch.stack(factors) * (s.moe_router_topk_scaling_factor or 1.0)
 
 
@@ -106,9 +117,13 @@ def sinkhorn(logits: Tensor) -> Tensor:
             return columns * cost * rows[:, None]
 
 
-def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int) -> tuple[Tensor, Tensor]:
+def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int, noise: Noise) -> tuple[Tensor, Tensor]:
     """Experts and factors of all tokens ``[b, t, k]`` from logits ``[b, t, E]``."""
     b, t, _ = logits.shape
+    drawn = None
+    if s.moe_sparsemixer_sampling:
+        numbers = s.moe_router_topk * (2 * s.num_experts + 1)
+        drawn = noise("sampling", logits.new_empty(b, t, numbers)).view(b, t, s.moe_router_topk, -1)
     if s.moe_router_load_balancing_type.endswith("sinkhorn"):
         size = 1 if s.moe_router_load_balancing_type == "seq_sinkhorn" else micro
         parts = [sinkhorn(part.detach().flatten(0, 1)).view_as(part) for part in logits.split(size)]
@@ -119,7 +134,7 @@ def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int) 
     for i in range(b):
         for p in range(t):
             if s.moe_router_score_function == "sparsemixer":
-                of_token, factor = sparsemixer(s, logits[i, p])
+                of_token, factor = sparsemixer(s, logits[i, p], None if drawn is None else drawn[i, p])
             else:
                 ranking = scores_of(s, logits[i, p])
                 of_token = choose(s, ranking, bias)
@@ -191,12 +206,12 @@ def mixture(
     router = under(w, "router")
     routed_input = x
     if s.moe_input_jitter_eps:
-        routed_input = x * (1 + s.moe_input_jitter_eps * (2 * noise(x) - 1))
+        routed_input = x * (1 + s.moe_input_jitter_eps * (2 * noise("jitter", x) - 1))
     logits = routed_input @ router["weight"].T
     if not s.disable_bias_linear:
         logits = logits + router["bias"]
     bias = router["expert_bias"].detach().double() if s.moe_router_enable_expert_bias else None
-    chosen, factors = routed(s, logits, bias, collected.micro_batch)
+    chosen, factors = routed(s, logits, bias, collected.micro_batch, noise)
     keep = kept(s, chosen, factors)
     of_experts = x @ w["fc1_latent_proj.weight"].T if s.moe_latent_size else x
     weights = under(w, "experts")

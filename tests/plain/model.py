@@ -48,7 +48,7 @@ def transformer_layer(
     """
     letter = "*E" if has_experts(s, layer) else "*-"
     if s.hybrid_layer_pattern:
-        letter = s.hybrid_layer_pattern[layer]
+        letter = s.hybrid_layer_pattern[layer] if layer < s.num_layers else s.mtp_layer_pattern
 
     def before(name: str, y: Tensor) -> Tensor:
         return y if s.norm_placement == "post" else hidden_norm(s, y, under(w, name))
@@ -70,8 +70,8 @@ def transformer_layer(
         inner = under(w, "mlp")
         if "E" in letter:
 
-            def noise(z: Tensor) -> Tensor:
-                return drop(f"layers.{layer}.router", z, 0)
+            def noise(kind: str, z: Tensor) -> Tensor:
+                return drop(f"{kind}:layers.{layer}.router", z, 0)
 
             out = mixture(s, y, inner, collected, layer + repeat[0], repeat[1], noise)
         else:

@@ -58,15 +58,27 @@ QUINTIC = (
     (2.8366, -3.0525, 1.2012),
 )
 SIMPLE = ((3.4445, -4.7750, 2.0315),)
+POLAR_EXPRESS = (
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
+"""Amsel et al. 2025 (arXiv 2505.16932), appendix G, with the safety factor; further iterations repeat the last row."""
 
 
 def orthogonal(s: SimpleNamespace, matrix: Tensor) -> Tensor:
     """Newton-Schulz: x = a x + b (x x^T) x + c (x x^T)^2 x from x / |x| (Jordan et al. 2024)."""
     turned = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if turned else matrix) / matrix.norm().clamp(min=1e-15)
-    rows = QUINTIC if s.muon_coefficient_type == "quintic" else SIMPLE
+    kind = s.muon_coefficient_type
+    rows = {"quintic": QUINTIC, "simple": SIMPLE, "polar_express": POLAR_EXPRESS}[kind]
     for step in range(s.muon_num_ns_steps):
-        a, b, c = rows[step % len(rows)]
+        a, b, c = rows[min(step, len(rows) - 1) if kind == "polar_express" else step % len(rows)]
         square = x @ x.T
         x = a * x + b * square @ x + c * square @ square @ x
     return x.T if turned else x

@@ -155,6 +155,11 @@ MODELS: dict[str, Values] = {
     "documents, positions continue": PACKED | {"window_size": (4, 0)},
     "positions restart": ROPE | {"tokenizer_type": "NullTokenizer", "reset_position_ids": True},
     "layers of attention or mlp": LLAMA | {"num_layers": 4, "hybrid_layer_pattern": "*-*-"},
+    "layers of one part, later tokens": MTP
+    | {"num_layers": 4, "hybrid_layer_pattern": "*--*", "mtp_layer_pattern": "*-"},
+    "layers of one part, later experts": EXPERTS
+    | MTP
+    | {"num_layers": 4, "hybrid_layer_pattern": "*E-*", "mtp_layer_pattern": "*E"},
     "layers of attention or experts": EXPERTS | AUX | {"num_layers": 4, "hybrid_layer_pattern": "*E-*"},
 }
 
@@ -177,6 +182,13 @@ ROUTERS: dict[str, Values] = {
         "moe_further_balancing_types": ("global_aux_loss",),
         "moe_further_aux_loss_coeffs": (0.03,),
     },
+    "balance of micro-batches and of sequences": EXPERTS
+    | AUX
+    | {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_further_balancing_types": ("seq_aux_loss",),
+        "moe_further_aux_loss_coeffs": (0.03,),
+    },
     "no balance": EXPERTS | {"moe_router_load_balancing_type": "none"},
     "sinkhorn": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
     "sinkhorn of sequences": EXPERTS | {"moe_router_load_balancing_type": "seq_sinkhorn"},
@@ -187,6 +199,12 @@ ROUTERS: dict[str, Values] = {
     "sigmoid, one expert": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
     "root of softplus": EXPERTS | AUX | {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 3},
     "sparsemixer": EXPERTS | {"moe_router_score_function": "sparsemixer", "moe_sparsemixer_threshold": 0.2},
+    "sparsemixer, drawn": EXPERTS
+    | {
+        "moe_router_score_function": "sparsemixer",
+        "moe_sparsemixer_threshold": 0.8,
+        "moe_sparsemixer_sampling": True,
+    },
     "groups of experts": EXPERTS
     | AUX
     | SIGMOID
@@ -243,6 +261,8 @@ OPTIMIZERS: dict[str, Values] = {
         "muon_extra_scale_factor": 0.2,
         "muon_scalar_optimizer": "lion",
     },
+    "muon, polar express": LLAMA
+    | {"optimizer": "muon", "muon_coefficient_type": "polar_express", "muon_num_ns_steps": 9},
     "adamuon": LLAMA | {"optimizer": "adaptive_muon", "adaptive_muon_beta2": 0.8, "adaptive_muon_eps": 1e-2},
     "normuon": EXPERTS | {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
     "soap": LLAMA | {"optimizer": "soap", "soap_shampoo_beta": 0.8, "adam_eps": 1e-4},
@@ -299,6 +319,14 @@ FUSED = {"cross_entropy_loss_fusion": True}
 FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "unfused attention": ("groups", 1, {"attention_backend": "unfused", "apply_query_key_layer_scaling": True}),
     "reference kernels": ("rms norms plus one, embeddings scaled", 1, {"kernel_backend": "reference"}),
+    "native kernels": ("rms norms plus one, embeddings scaled", 1, {"kernel_backend": "native"}),
+    "equal bits in all layouts": (
+        "llama",
+        2,
+        TP2 | {"layout_invariant": True, "layout_invariant_parts": 4, "layout_invariant_chunks": 2},
+    ),
+    "no shards": ("gpt2", 2, {"zero_stage": 0}),
+    "strategy no_shard": ("gpt2", 2, {"data_parallel_sharding_strategy": "no_shard"}),
     "native loss": ("gpt2", 1, FUSED),
     "loss with the output layer": ("llama", 1, FUSED | {"cross_entropy_fusion_impl": "linear"}),
     "padding of the vocabulary": ("gpt2", 1, {"make_vocab_size_divisible_by": 64}),
@@ -329,6 +357,12 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "zero1": ("gpt2", 2, {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "zero2": ("gpt2", 2, {"zero_stage": 2, "ddp_bucket_size": 1000}),
     "zero3": ("gpt2", 2, {"zero_stage": 3, "zero3_keep_after_forward": True}),
+    "weights on the host": ("gpt2", 2, {"zero_stage": 3, "zero3_param_cpu_offload": True}),
+    "overlapped experts": (
+        "experts",
+        2,
+        EP2 | {"micro_batch_size": 1, "overlap_moe_expert_parallel_comm": True},
+    ),
     "strategy optim": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim"}),
     "strategy optim_grads": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim_grads"}),
     "strategy optim_grads_params": ("gpt2", 2, {"data_parallel_sharding_strategy": "optim_grads_params"}),

@@ -37,6 +37,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "norms": {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_norms_by_layer": True},
     "no times": {"record_times": False},
     "times": {"timing_log_level": 2, "timing_log_option": "all", "peak_tflops": 1.0},
+    "longest times": {"timing_log_level": 1, "timing_log_option": "max"},
     "slow ranks": {"log_straggler": True, "straggler_minmax_count": 2},
     "poisoned buffers": {"poison_buffers": True},
     "trace of the pipeline": {"trace_pipeline": PATH},

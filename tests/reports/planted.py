@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import RankWriter
-from megatron_core.parallel.meter import StepTimes, Traffic
+from megatron_core.parallel.times import StepTimes, Traffic
 from tests.monitor.examples import step
 
 CONFIG = {

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.cpu_ranks.interrupt import InterruptedWait
 from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
 from megatron_core.parallel.exit_status import RESTART
-from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.world import World
 from megatron_core.resilience import recovery
 from megatron_core.resilience.faults import Faults

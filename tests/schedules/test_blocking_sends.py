@@ -9,7 +9,7 @@ import pytest
 
 from megatron_core.schedules import SCHEDULES, gpipe, make_plan, one_f_one_b, zb_h1, zb_v
 from megatron_core.schedules.actions import Action, Plan, parse_plan
-from megatron_core.schedules.checks import check, order_problems
+from megatron_core.schedules.checks import check_plan, order_problems
 
 
 class Ranks:
@@ -85,7 +85,7 @@ def test_how_early_receives_are_posted() -> None:
 def test_two_ranks_that_send_to_each_other() -> None:
     """Rank 0 sends four forwards before it consumes a gradient; rank 1 sends that gradient before it consumes the
     second forward."""
-    plan = check(parse_plan(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"], (0, 1)), 4)
+    plan = check_plan(parse_plan(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"], (0, 1)), 4)
     assert plan.receive_lookahead == 2
     assert Ranks(plan, 2).run() == [0, 1]
     assert Ranks(plan, 1, patience=0.3).run() == []
@@ -99,7 +99,7 @@ def test_swapped_messages_are_found() -> None:
 def test_two_streams_over_one_link_may_be_taken_in_any_order() -> None:
     """On a V, rank 0 sends 0F1 before 3I0, and rank 1 consumes the gradient first."""
     lines = ["0F0 3F0 0F1 3I0 3W0 0B0 3F1 3B1 0B1", "1F0 2F0 2I0 2W0 1I0 1W0 1F1 2F1 2B1 1B1"]
-    plan = check(parse_plan(lines, (0, 1, 1, 0)), 2)
+    plan = check_plan(parse_plan(lines, (0, 1, 1, 0)), 2)
     assert plan.messages(0, 1) == [Action.parse(word) for word in ("0F0", "0F1", "3I0", "3B1")]
     assert plan.messages(1, 0) == [Action.parse(word) for word in ("2F0", "1I0", "2F1", "1B1")]
     assert Ranks(plan, plan.receive_lookahead).run() == [0, 1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, interleaved, make_plan
 from megatron_core.schedules.actions import Action, parse_plan
-from megatron_core.schedules.checks import check, problems
+from megatron_core.schedules.checks import check_plan, plan_problems
 
 # Faults: (the ranks' actions of two stages and one or two micro-batches, micro-batches, the whole report).
 FAULTS = {
@@ -83,29 +83,29 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_report(fault: str) -> None:  # C32
     lines, micros, expected = FAULTS[fault]
-    assert list(problems(parse_plan(lines, (0, 1)), micros)) == expected
+    assert list(plan_problems(parse_plan(lines, (0, 1)), micros)) == expected
 
 
 def test_stage_on_a_rank_that_is_not_there() -> None:
-    found = list(problems(parse_plan(["0F0 0B0"], (0, 1)), 1))
+    found = list(plan_problems(parse_plan(["0F0 0B0"], (0, 1)), 1))
     assert "stage 1 is on rank 1, but the plan has ranks 0 to 0" in found
     assert "1F0 is missing" in found
 
 
 def test_unknown_stage() -> None:
-    found = list(problems(parse_plan(["0F0 0B0 7F0", "1F0 1B0"], (0, 1)), 1))
+    found = list(plan_problems(parse_plan(["0F0 0B0 7F0", "1F0 1B0"], (0, 1)), 1))
     assert "7F0 is not part of this step" in found
 
 
 def test_forward_only_has_no_backwards() -> None:
     plan = parse_plan(["0F0", "1F0"], (0, 1))
-    assert check(plan, 1, forward_only=True) is plan
-    assert len(list(problems(plan, 1))) == 2
+    assert check_plan(plan, 1, forward_only=True) is plan
+    assert len(list(plan_problems(plan, 1))) == 2
 
 
 def test_error_names_every_problem() -> None:
     with pytest.raises(LayoutError) as error:
-        check(parse_plan(["0F0", "1F0 1B0 1B0"], (0, 1)), 1)
+        check_plan(parse_plan(["0F0", "1F0 1B0 1B0"], (0, 1)), 1)
     assert "0B0 is missing" in str(error.value) and "1B0 occurs 2 times" in str(error.value)
 
 
@@ -126,7 +126,7 @@ def test_damage_never_goes_unseen(name: str, ranks: int, micros: int, data: st.D
     if kind == "moved":
         other = (rank + 1) % ranks
         damaged[other] = (actions[at], *damaged[other])
-    assert list(problems(replace(plan, ranks=tuple(damaged)), micros, forward_only=name == "forward_only"))
+    assert list(plan_problems(replace(plan, ranks=tuple(damaged)), micros, forward_only=name == "forward_only"))
 
 
 @given(st.integers(0, 10**6), st.sampled_from("FBIW"), st.integers(0, 10**6))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.reports.timelines import timeline_picture
 from megatron_core.schedules import SCHEDULES, dualpipe_v, make_plan, zb_v
 from megatron_core.schedules.actions import Action, Plan, format_turn, parse_plan
-from megatron_core.schedules.checks import check, problems
-from megatron_core.schedules.draw import picture
+from megatron_core.schedules.checks import check_plan, plan_problems
 from megatron_core.schedules.plan_file import format_plan, plan_from_text
 from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
@@ -27,7 +27,7 @@ def text(plan: Plan) -> list[str]:
 @given(st.sampled_from(PAIRED), st.integers(1, 8), st.integers(2, 4), st.integers(1, 24))
 def test_every_plan_in_pairs_is_sound(name: str, ranks: int, chunks: int, micros: int) -> None:  # C32
     chunks = SCHEDULES[name].chunks or chunks
-    plan = check(make_plan(name, ranks, chunks, micros, paired=True), micros)
+    plan = check_plan(make_plan(name, ranks, chunks, micros, paired=True), micros)
     assert plan.receive_lookahead <= 3
     assert plan_from_text(format_plan(plan).splitlines()) == plan
     for turns in plan.turns:
@@ -102,12 +102,12 @@ def test_time_of_a_pair() -> None:
 def test_pairs_that_cannot_run(line: str, told: str) -> None:
     with pytest.raises(LayoutError, match=told):
         plan = plan_from_text([line])
-        check(plan, plan.num_microbatches)
+        check_plan(plan, plan.num_microbatches)
 
 
 def test_a_pair_without_a_backward() -> None:
     plan = parse_plan(["0F0 0I0 0W0 0F1 0B1"], (0,))
-    sentence = next(problems(Plan(plan.ranks, (0,), frozenset({Action(0, "F", 0)})), 2))
+    sentence = next(plan_problems(Plan(plan.ranks, (0,), frozenset({Action(0, "F", 0)})), 2))
     assert sentence == "0F0&0I0 cannot run together; a pair is a forward, then a backward (B)"
 
 
@@ -135,4 +135,4 @@ def test_a_trace_of_pairs(tmp_path: Path) -> None:
     costs = measured_costs(timeline)
     assert costs.pairs == pytest.approx({(0, 0): 3.0}) and costs.times == pytest.approx({(0, "F"): 2.0, (0, "B"): 2.0})
     assert simulate(plan, costs).makespan == pytest.approx(10.0)
-    assert "F1B0" in picture(timeline, "pairs", width=60).replace("-", "")
+    assert "F1B0" in timeline_picture(timeline, "pairs", width=60).replace("-", "")

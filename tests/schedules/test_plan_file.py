@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
 from megatron_core.schedules.actions import v_shaped_stages
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import format_plan, plan_from_text, read_plan
 
 
 def test_file_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "plan.txt"
     path.write_text("# 1F1B\n\n0F0 0F1 0B0 0B1  # the first rank\n   \n1F0 1B0 1F1 1B1\n")
-    assert check(read_plan(path), 2) == one_f_one_b(2, 2)
+    assert check_plan(read_plan(path), 2) == one_f_one_b(2, 2)
 
 
 @pytest.mark.parametrize("header", ["stage_to_rank: v", "stage_to_rank: 0 1 1 0", "stage_to_rank:  0 1  1 0 # V"])

@@ -22,7 +22,7 @@ from megatron_core.schedules import (
     zb_v,
 )
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 
 RANKS, CHUNKS, MICROS = st.integers(1, 8), st.integers(1, 4), st.integers(1, 32)
 
@@ -42,10 +42,10 @@ def text(plan: Plan) -> list[str]:
 def test_every_plan_is_sound(name: str, ranks: int, chunks: int, micros: int) -> None:  # C32
     """Complete, without deadlock with blocking and non-blocking sends, and with a valid plan for evaluation."""
     chunks = SCHEDULES[name].chunks or chunks
-    plan = check(make_plan(name, ranks, chunks, micros), micros, forward_only=name == "forward_only")
+    plan = check_plan(make_plan(name, ranks, chunks, micros), micros, forward_only=name == "forward_only")
     assert (plan.num_stages, plan.num_microbatches, plan.num_chunks) == (ranks * chunks, micros, chunks)
     assert plan.receive_lookahead <= 3
-    check(forward_only(ranks, chunks, micros, stage_to_rank=plan.stage_to_rank), micros, forward_only=True)
+    check_plan(forward_only(ranks, chunks, micros, stage_to_rank=plan.stage_to_rank), micros, forward_only=True)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -55,7 +55,7 @@ def test_difficult_numbers_of_micro_batches(name: str, micros: int) -> None:  # 
     for ranks in (2, 3, 4, 8):
         for chunks in (1, 2, 3) if SCHEDULES[name].chunks is None else (SCHEDULES[name].chunks,):
             plan = make_plan(name, ranks, chunks, micros)
-            assert check(plan, micros, forward_only=name == "forward_only") is plan
+            assert check_plan(plan, micros, forward_only=name == "forward_only") is plan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -72,6 +72,10 @@ class Log:
     """Of the current device."""
     pinned: dict[int, Tensor] = field(default_factory=dict)
     """Pinned host memory by address; kept, so that the address is not reused."""
+    registered: dict[int, int] = field(default_factory=dict)
+    """Bytes of registered host memory, by address."""
+    allocating: list[bool] = field(default_factory=list)
+    """For each registration whether it was in the main thread."""
     arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Host memory and its contents after the next synchronization."""
     leaving: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)

@@ -139,7 +139,23 @@ def _doubles() -> dict[str, Callable]:
         "mem_get_info": lambda device=None: (2**30, PROPERTIES.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": wait_for_posted,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister),
+        "check_error": lambda res: None,
     }
+
+
+def _register(address: int, size: int, flags: int) -> int:
+    assert address % 4096 == size % 4096 == flags == 0
+    LOG.pinned[address] = torch.empty(0)
+    LOG.registered[address] = size
+    LOG.allocating.append(threading.current_thread() is threading.main_thread())
+    return 0
+
+
+def _unregister(address: int) -> int:
+    LOG.pinned.pop(address)
+    LOG.registered.pop(address)
+    return 0
 
 
 def _as_real(real: Callable, double: Callable) -> Callable:

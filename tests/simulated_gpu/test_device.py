@@ -10,7 +10,7 @@ import torch
 from megatron_core.context_parallel.products import Unfused, fused_products
 from megatron_core.context_parallel.tiles import Tile
 from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
-from megatron_core.features.fp8.scaled_product import dequantised_product, product, unavailable_reason
+from megatron_core.features.fp8.scaled_product import dequantised_product, product, scaled_product_unavailable_reason
 from megatron_core.verify.ranks import run_ranks
 from tests.simulated_gpu.device import LOG, on_host
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -120,14 +120,14 @@ def test_scaled_products_are_what_a_gpu_takes(
     a, b = torch.randn(19, 256, generator=random), torch.randn(256, 48, generator=random)
     expected = a.double() @ b.double()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    unavailable_reason.cache_clear()
+    scaled_product_unavailable_reason.cache_clear()
     with simulated_gpu():
         left, right = (
             quantise(x.cuda(), *how, backend="reference") for x, how in ((a, (dtypes[0], of_a)), (b, (dtypes[1], of_b)))
         )
         found = product(left, right, torch.float32, fast_accumulation=True).cpu()
         wanted = (left.dequantised(torch.float32) @ right.dequantised(torch.float32)).cpu()
-    unavailable_reason.cache_clear()
+    scaled_product_unavailable_reason.cache_clear()
     assert (found - wanted).abs().max() < 2**-8 * wanted.abs().max()
     assert (wanted - expected).abs().max() < 0.1 * expected.abs().max()
 

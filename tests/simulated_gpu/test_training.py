@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 from zlib import crc32
 
 import pytest
@@ -17,6 +20,7 @@ from megatron_core.inference import Generator, Request, Sampling, generate
 from megatron_core.parallel import World
 from megatron_core.parallel.meter import METER
 from megatron_core.training import pretrain
+from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
@@ -26,6 +30,7 @@ from tests.parity.moe_rows import DROP, EP2, MIXTRAL
 from tests.parity.recurrent_rows import MAMBA
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
 from tests.sample import WHOLE_MATRIX
+from tests.simulated_gpu import streams
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, OVERLAP, TWO_RANKS
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -121,6 +126,55 @@ def waits(settings: dict) -> int:
 def test_a_step_waits_once() -> None:
     """For loss and norm. Each additional wait would stall a whole pipeline of launched kernels."""
     assert run_ranks(1, waits, {}) == [2]
+
+
+def waits_of_program(settings: dict, folder: str) -> tuple[dict[str, int], list[int]]:
+    """Waits in steps 4 and 5 of a program with all callbacks, by line; numbers of events with times by step."""
+    parallel_state.destroy_model_parallel()
+    module = sys.modules["megatron_core.training.pretrain"]
+    events: list[int] = []
+    at_start: list[Counter] = []
+
+    class Steps(Callback):
+        def before_step(self) -> None:
+            at_start.append(Counter(LOG.stalls))
+            events.append(0)
+
+    def recorded(self, *given, real=streams.Event.record) -> None:
+        if events and self.timed:
+            events[-1] += 1
+        real(self, *given)
+
+    world = World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cuda", 0))
+    common = BASE | {"train_iters": 6, "eval_iters": 0, "peak_tflops": 1.0, "log_interval": 100}
+    common |= {"metrics_file": f"{folder}/metrics.jsonl"}
+    joined = patch.object(module, "start_world", lambda *_, **__: None)  # ``run_ranks`` has joined the ranks
+    with simulated_gpu(), joined, patch.object(streams.Event, "record", recorded):
+        pretrain(RunConfig.from_flat(common | settings), world, callbacks=[Steps()])
+    return dict(at_start[5] - at_start[3]), events
+
+
+def test_a_program_waits_once_for_each_step(tmp_path: Path) -> None:
+    """The meter reads the events of the interval before: reading the last event would wait for the update."""
+    [(found, _)] = run_ranks(1, waits_of_program, {}, str(tmp_path))
+    assert list(found.values()) == [2] and "driver.py" in next(iter(found))
+
+
+def test_collectives_have_events_in_sampled_steps_only(tmp_path: Path) -> None:
+    settings = TP2 | SP | {"num_layers": 4}
+    _, events = run_ranks(2, waits_of_program, settings, str(tmp_path))[0]
+    assert max(events[3:]) < 60 < events[1] / 3, "most events of a sampled step are those of collectives"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.ranks" / "rank00000.jsonl").read_text().splitlines()]
+    for line in (each for each in lines if each["kind"] == "times"):
+        exposed = {name: traffic["exposed"] for name, traffic in line["traffic"].items()}
+        assert sum(line["phases"].values()) + sum(exposed.values()) == pytest.approx(line["seconds"], rel=1e-2)
+        assert min(line["phases"].values()) >= 0.0
+        assert any("tp" in name and seconds > 0.0 for name, seconds in exposed.items()), "estimated between samples"
+
+
+def test_experts_with_biases_wait_no_more() -> None:
+    biased = EP2 | MIXTRAL | {"disable_bias_linear": False}
+    assert run_ranks(2, waits, biased) == [2 * 2 + 2] * 2
 
 
 def test_experts_wait_once_for_the_numbers_of_their_rows() -> None:

@@ -234,11 +234,11 @@ def test_blocks_of_fewer_queries_than_keys_are_the_reference(
         ("CoreAttention._by_blocks", "start + 1 - self.window", "start + 2 - self.window", "plain"),
         (
             "CoreAttention._by_blocks",
-            "at.start + first, at.start + stop",
+            "span.start + first, span.start + stop",
             "first, stop",
             "documents",
         ),
-        ("CoreAttention._by_blocks", "samples[at.sample : at.sample + 1]", "samples[:1]", "documents"),
+        ("CoreAttention._by_blocks", "samples[span.sample : span.sample + 1]", "samples[:1]", "documents"),
         ("CoreAttention._by_blocks", "value[:, :, first:stop]", "value[:, :, : stop - first]", "plain"),
         (
             "attention_by_documents",

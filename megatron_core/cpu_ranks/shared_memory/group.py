@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, library
 from megatron_core.cpu_ranks.shared_memory.messages import Messages
 from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, LostRankError, Members, Pending
-from megatron_core.parallel import interrupt
 
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(6)
 NO_ENTRY = -1
@@ -285,7 +285,7 @@ class SharedMemoryGroup(_ProcessGroup):
                     + ("its memory is full" if number < NO_ENTRY else "it has too many operations in flight")
                     + "; if they are only slow, raise distributed_timeout_minutes"
                 )
-            interrupt.check()
+            interrupt.raise_if_requested()
             time.sleep(1e-4)
         return number
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks import interrupt
+from megatron_core.cpu_ranks.filled_work import FilledWork
 from megatron_core.cpu_ranks.shared_memory.host import Peer
-from megatron_core.parallel import interrupt
 from megatron_core.parallel.exit_status import LostRankError
-from megatron_core.parallel.filled_work import FilledWork
 
 SLICE = 100_000
 """Microseconds between checks for signals, time limits and dead processes."""
@@ -43,7 +43,7 @@ class Members:
             return
         deadline = time.monotonic() + limit - SLICE / 1e6
         while missing:
-            interrupt.check()
+            interrupt.raise_if_requested()
             if missing < 0:
                 raise RuntimeError(self._mismatch(what, number, -1 - missing))
             member = missing - 1

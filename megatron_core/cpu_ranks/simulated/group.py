@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.cpu_ranks.filled_work import FilledWork
 from megatron_core.cpu_ranks.simulated.meeting import (
     REDUCTIONS,
     Call,
@@ -22,7 +23,6 @@ from megatron_core.cpu_ranks.simulated.meeting import (
 )
 from megatron_core.cpu_ranks.simulated.scheduler import Waiting
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.filled_work import FilledWork
 
 # torch's types overload these methods with signatures that torch itself does not call.
 _ProcessGroup: Any = dist.ProcessGroup

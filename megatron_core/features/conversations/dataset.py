@@ -13,7 +13,7 @@ from megatron_core.datasets.keyed_dataset import KeyedPermutation
 from megatron_core.errors import DataError
 from megatron_core.features.conversations import line_notes as notes
 from megatron_core.features.conversations.encoder import ConversationTokenizer, Encoded, Encoding, Message
-from megatron_core.features.conversations.message_keys import VARIABLES, variables_of
+from megatron_core.features.conversations.message_keys import VARIABLES, template_variables
 from megatron_core.features.conversations.packing import first_fit
 from megatron_core.features.conversations.schemas import Line, keys_of, messages_of
 from megatron_core.features.conversations.tool_calls import tools_of
@@ -160,7 +160,7 @@ class ConversationDataset:
         samples = len(self.packs)
         of_lines = f" with {len(self._lines):,} lines" if samples < len(self._lines) else ""
         size = f"the training data has {samples:,} samples{of_lines}: --train-samples {samples} reads each once"
-        lines = notes.spread(self._lines, notes.CHECKED)
+        lines = notes.evenly_spaced(self._lines, notes.CHECKED)
         checked = [(encodings, self.read(line).tools) for line in lines for encodings in [self._encodings(line)]]
         joined = [_joined([(encoding.ids, encoding.counted) for encoding in encodings]) for encodings, _ in checked]
         if not any(any(counted) for _, counted in joined):
@@ -173,7 +173,7 @@ class ConversationDataset:
             size,
             *notes.of_lengths(joined, self.sequence_length),
             *notes.of_losses(checked, self._encoder.tokenizer),
-            *notes.of_keys(map(self.read, notes.spread(self._lines, notes.KEYS_CHECKED)), names),
+            *notes.of_keys(map(self.read, notes.evenly_spaced(self._lines, notes.KEYS_CHECKED)), names),
         )
 
     def lines_of(self, index: int) -> Sequence[int]:
@@ -205,7 +205,7 @@ class ConversationDataset:
         """The conversations of a line as texts and tokens."""
         content = self.read(line)
         try:
-            variables = variables_of(content.content, content.unused, self._encoder.template.variables)
+            variables = template_variables(content.content, content.unused, self._encoder.template.variables)
             return [self._encoder.encoding(talk, content.tools, variables) for talk in content.conversations]
         except DataError as error:
             raise DataError(f"{self.place(line)}: {error}") from None

@@ -23,7 +23,7 @@ KNOWN = ("role", "content", "tool_calls", "function_call", *REASONING, *FLAGS, *
 """Keys of a message that are used, or refused."""
 
 
-def spread(lines: Sequence[int], most: int) -> Sequence[int]:
+def evenly_spaced(lines: Sequence[int], most: int) -> Sequence[int]:
     """Up to ``most`` lines, evenly spaced."""
     return lines[:: -(-len(lines) // most)]
 

@@ -106,7 +106,7 @@ def check_line(line: Mapping[str, Any]) -> None:
         )
 
 
-def variables_of(line: Mapping[str, Any], unused: Iterable[str], read: frozenset[str]) -> Mapping[str, Any]:
+def template_variables(line: Mapping[str, Any], unused: Iterable[str], read: frozenset[str]) -> Mapping[str, Any]:
     """The variables that a line gives to its chat template; ``read`` are those that the template reads.
 
     A key ``unused`` of the line with the name of such a variable is a DataError.

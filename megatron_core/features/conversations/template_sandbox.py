@@ -42,7 +42,7 @@ class Refusal(Exception):
     """A template that cannot be read, or cannot be rendered with these messages."""
 
 
-class Generation(Extension):
+class AnswerMarks(Extension):
     """Write a mark before and after the text between the tags, which is an answer of the assistant."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -79,7 +79,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Whether a parsed template has the tag ``generation``."""
 
     def __init__(self, date: str | None) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, AnswerMarks])
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: (datetime.fromisoformat(date) if date else datetime.now()).strftime(
@@ -245,7 +245,7 @@ def answer(request: Mapping[str, Any], templates: dict[str, Compiled]) -> dict[s
     return dict(compiled.facts) if request["render"] is None else render(compiled, request["render"])
 
 
-def serve(connection: Connection) -> None:
+def serve_templates(connection: Connection) -> None:
     """Answer requests until the other end is closed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
@@ -270,4 +270,4 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[2])))
+    serve_templates(Connection(int(sys.argv[2])))

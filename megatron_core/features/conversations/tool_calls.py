@@ -34,8 +34,8 @@ def with_calls(message: Message) -> dict[str, Any]:
         return dict(message)
     if not isinstance(call, Mapping):
         raise DataError(f"function_call={shortened(repr(call))} must be an object with name and arguments")
-    further = {key: value for key, value in message.items() if key != "function_call"}
-    return {**further, "tool_calls": [{"type": "function", "function": dict(call)}]}
+    other_keys = {key: value for key, value in message.items() if key != "function_call"}
+    return {**other_keys, "tool_calls": [{"type": "function", "function": dict(call)}]}
 
 
 def decoded(messages: Sequence[Message]) -> list[Message]:

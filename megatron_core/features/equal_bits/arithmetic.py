@@ -53,9 +53,10 @@ ROWS_OF_EXPERTS = 32
 
 def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> ExactArithmetic:
     """The arithmetic of a run; see ``Feature.arithmetic``."""
-    batch, chunks = config.training.final_batch_size(data_ranks), config.parallel.layout_invariant_chunks
+    batch = config.training.final_batch_size(data_ranks)
+    chunks = config.parallel.layout_invariant_chunks
     invariance = Invariance(
-        parts=config.invariant_parts,
+        feature_parts=config.invariant_parts,
         chunks=chunks,
         # Layers of multi-token prediction add further addends to the weights that they share.
         sequences=batch * (1 + config.model.added_layers),
@@ -69,11 +70,11 @@ def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> Exac
 class ExactProduct:
     """``invariant_linear`` with the sum of its output over ranks, in the order of the tree."""
 
-    parts: WeightParts
+    weight_parts: WeightParts
 
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
         """See ``parallel_linear``."""
-        output = invariant_linear(x, weight, bias, comm, self.parts)
+        output = invariant_linear(x, weight, bias, comm, self.weight_parts)
         if comm.scatter_sequence:
             return invariant_reduce_scatter_to_sequence(output, comm.group)
         return invariant_reduce_from_region(output, comm.group) if comm.reduce_output else output
@@ -94,7 +95,9 @@ class ExactArithmetic(LayerArithmetic):
 
     def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
         """A product for each part of the output features."""
-        return ExactProduct(WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.parts)))
+        return ExactProduct(
+            WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.feature_parts))
+        )
 
     def input_product(self, inputs: int, group: Group) -> Product:
         """A product for each part of the input features."""
@@ -115,13 +118,13 @@ class ExactArithmetic(LayerArithmetic):
 
     def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
         """A product for each part of the output features of each expert."""
-        parts = WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.parts))
-        return partial(_grouped_product, parts=replace(parts, rows=ROWS_OF_EXPERTS))
+        weight_parts = WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.feature_parts))
+        return partial(_grouped_product, weight_parts=replace(weight_parts, rows=ROWS_OF_EXPERTS))
 
     def expert_input_product(self, inputs: int, group: Group) -> Callable[..., Tensor]:
         """A product for each part of the input features of each expert."""
-        parts = WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False)
-        return partial(_grouped_product, parts=replace(parts, rows=ROWS_OF_EXPERTS))
+        weight_parts = WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False)
+        return partial(_grouped_product, weight_parts=replace(weight_parts, rows=ROWS_OF_EXPERTS))
 
     def times_probs(self, activated: Tensor, probs: Tensor, group: Group) -> Tensor:
         """The same, with gradients of the probabilities that are sums over parts."""
@@ -198,13 +201,14 @@ def core_attention(
     invariance: Invariance, context: LayerContext, layer_number: int, window_size: tuple[int, int] | None
 ) -> nn.Module:
     """As ``core_attention_of``; ring kinds store the blocks of all ranks first."""
-    groups, kind = context.cp, comm_type_of(context.parallel.cp_comm_type, layer_number)
+    groups = context.cp
+    exchange = comm_type_of(context.parallel.cp_comm_type, layer_number)
     attention = partial(InvariantAttention, context, layer_number, invariance=invariance, window_size=window_size)
-    if groups.whole.size() == 1 or kind == "all_gather":
+    if groups.whole.size() == 1 or exchange == "all_gather":
         return attention(exchange=AllGatherExchange(groups.whole))
-    if kind == "p2p":
+    if exchange == "p2p":
         return attention(exchange=RingExchange(groups.whole))
-    heads, ring = (groups.whole, ALONE) if kind == "a2a" else (groups.heads, groups.ring)
+    heads, ring = (groups.whole, ALONE) if exchange == "a2a" else (groups.heads, groups.ring)
     return HeadParallelAttention(attention(exchange=RingExchange(ring), heads_over=heads), heads, ring=ring)
 
 
@@ -214,10 +218,10 @@ def _grouped_product(
     counts: Sequence[int],
     chunks: Chunks | None = None,
     *,
-    parts: WeightParts,
+    weight_parts: WeightParts,
 ) -> Tensor:
     assert chunks is not None, "tokens have numbers if weights have canonical parts"
-    return invariant_grouped_linear(x, weight, chunks, parts)
+    return invariant_grouped_linear(x, weight, chunks, weight_parts)
 
 
 class _ExactNorm(torch.autograd.Function):
@@ -226,12 +230,14 @@ class _ExactNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, norm, terms):
         ctx.save_for_backward(x)
-        ctx.norm, ctx.terms = norm, terms
+        ctx.norm = norm
+        ctx.terms = terms
         return norm.normalised(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), norm = ctx.saved_tensors, ctx.norm
+        (x,) = ctx.saved_tensors
+        norm = ctx.norm
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = None
         if needs_x:  # the operation's own backward; its gradients of the parameters are sums in other orders
@@ -254,13 +260,14 @@ class _RepeatForHeads(torch.autograd.Function):
     the order of the tree."""
 
     @staticmethod
-    def forward(ctx, x, heads, parts, group):
-        ctx.parts, ctx.group = parts, group
+    def forward(ctx, x, heads, count, group):
+        ctx.parts = count
+        ctx.group = group
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
 
     @staticmethod
     def backward(ctx, grad):
-        of_parts = [reduce(torch.add, part.unbind(2)) for part in grad.chunk(ctx.parts, dim=2)]
+        of_parts = [reduce(torch.add, heads_grad.unbind(2)) for heads_grad in grad.chunk(ctx.parts, dim=2)]
         return all_reduce_in_tree(tree_sum(of_parts), ctx.group), None, None, None
 
 
@@ -268,14 +275,14 @@ class _TimesProbs(torch.autograd.Function):
     """Rows times their probabilities, whose gradients are sums over canonical parts of the features in their tree."""
 
     @staticmethod
-    def forward(ctx, activated, probs, parts):
+    def forward(ctx, activated, probs, count):
         ctx.save_for_backward(activated, probs)
-        ctx.parts = parts
+        ctx.parts = count
         return (activated * probs.unsqueeze(-1)).to(activated.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         activated, probs = ctx.saved_tensors
         products = grad.to(probs.dtype) * activated
-        sums = [part.contiguous().sum(-1) for part in products.chunk(ctx.parts, -1)]
+        sums = [channels.contiguous().sum(-1) for channels in products.chunk(ctx.parts, -1)]
         return (grad * probs.unsqueeze(-1)).to(activated.dtype), tree_sum(sums), None

@@ -46,38 +46,39 @@ class ChunkedSequence:
 
     def own_chunks(self) -> Iterator[tuple[int, Range]]:
         """The local start and the positions of each chunk on this rank, in ascending order."""
-        size, at = self.length // self.chunks, 0
-        for first, last in zigzag(self.length, self.group.rank(), self.group.size()):
-            for start in range(first, last, size):
-                yield at, (start, start + size)
-                at += size
+        size = self.length // self.chunks
+        local_start = 0
+        for first, stop in zigzag(self.length, self.group.rank(), self.group.size()):
+            for start in range(first, stop, size):
+                yield local_start, (start, start + size)
+                local_start += size
 
     def tiles(self, chunk: Range) -> Iterator[tuple[slice, Tile]]:
         """The tiles of a chunk of queries: the queries within the chunk, and the tile in positions of the sequence."""
         for tile in _tiles_of(chunk, self.documents, self.window):
-            first, last = tile.queries
-            yield slice(first, last), replace(tile, queries=(first + chunk[0], last + chunk[0]))
+            first, stop = tile.queries
+            yield slice(first, stop), replace(tile, queries=(first + chunk[0], stop + chunk[0]))
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def gathered(self, local: Tensor) -> Tensor:
         """Keys and values ``[b, groups, n, e]`` of this rank -> those of the whole sequence, in ascending order."""
         size = self.group.size()
         if size == 1:
-            return own
-        whole = own.new_empty((*own.shape[:2], self.length, own.shape[3]))
-        for rank, block in self.exchange.forward(own.contiguous()):
-            at = 0
+            return local
+        sequence = local.new_empty((*local.shape[:2], self.length, local.shape[3]))
+        for rank, block in self.exchange.forward(local.contiguous()):
+            row = 0
             for start, stop in zigzag(self.length, rank, size):
-                whole[:, :, start:stop] = block[:, :, at : at + stop - start]
-                at += stop - start
-        return whole
+                sequence[:, :, start:stop] = block[:, :, row : row + stop - start]
+                row += stop - start
+        return sequence
 
     def own_sum(self, total: Tensor) -> Tensor:
         """Gradients of the whole sequence from this rank's queries -> sums over ranks for this rank's tokens."""
         size = self.group.size()
         if size == 1:
             return total
-        parts = [[total[:, :, slice(*run)] for run in zigzag(self.length, rank, size)] for rank in range(size)]
-        return reduce_scatter_in_tree(torch.stack([torch.cat(runs, dim=2) for runs in parts]), self.group)[0]
+        runs_of_ranks = [[total[:, :, slice(*run)] for run in zigzag(self.length, rank, size)] for rank in range(size)]
+        return reduce_scatter_in_tree(torch.stack([torch.cat(runs, dim=2) for runs in runs_of_ranks]), self.group)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +101,8 @@ class InvariantAttention(CoreAttention):
         heads_over: Group = ALONE,
     ) -> None:
         super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
-        self.exchange, self.invariance = exchange, invariance
+        self.exchange = exchange
+        self.invariance = invariance
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
@@ -116,15 +118,17 @@ class InvariantAttention(CoreAttention):
         self, query: Tensor, keys: Tensor, values: Tensor, step: Any, sinks: Tensor | None = None
     ) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``; each token takes the products of its whole chunk."""
-        parts = []
+        outputs = []
         for row, (table, length) in enumerate(zip(step.tables, step.lengths.tolist(), strict=True)):
-            parts.append(
+            outputs.append(
                 self._attend_last(query[row : row + 1], *(step.gathered(x, table, length) for x in (keys, values)))
             )
         for chunk in step.chunks:
-            own = query[chunk.row : chunk.row + chunk.count]
-            parts.append(self._attend_last(own, *(step.gathered(x, chunk.table, chunk.length) for x in (keys, values))))
-        return torch.cat(parts)
+            chunk_query = query[chunk.row : chunk.row + chunk.count]
+            outputs.append(
+                self._attend_last(chunk_query, *(step.gathered(x, chunk.table, chunk.length) for x in (keys, values)))
+            )
+        return torch.cat(outputs)
 
     def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: Any, sinks: Tensor | None = None) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``."""
@@ -137,13 +141,16 @@ class InvariantAttention(CoreAttention):
         A chunk of queries and its keys are filled with zeros, so that each product has the shape that it has in a
         whole sequence; within such a product no row depends on the others.
         """
-        size, length = self.invariance.sequence_length // self.invariance.chunks, len(key)
-        first, channels = length - len(query), query.shape[-1]
+        size = self.invariance.sequence_length // self.invariance.chunks
+        length = len(key)
+        first = length - len(query)
+        channels = query.shape[-1]
         # Products may depend on strides, so these are the strides of ``forward``.
-        whole = key.new_zeros(1, key.shape[1], -(-length // size) * size, channels + value.shape[-1])
-        whole[0, :, :length] = torch.cat((key, value), dim=-1).transpose(0, 1)
-        keys, values = whole.tensor_split([channels], dim=-1)
-        products, parts = self._products(query, SequenceContext()), []
+        padded = key.new_zeros(1, key.shape[1], -(-length // size) * size, channels + value.shape[-1])
+        padded[0, :, :length] = torch.cat((key, value), dim=-1).transpose(0, 1)
+        keys, values = padded.tensor_split([channels], dim=-1)
+        products = self._products(query, SequenceContext())
+        outputs = []
         for start in range(first // size * size, length, size):
             begin, end = max(first, start), min(length, start + size)
             inside = slice(begin - start, end - start)
@@ -153,15 +160,17 @@ class InvariantAttention(CoreAttention):
             # Parts of larger tensors, as in ``forward``: torch computes the logaddexp of ``merge_`` in vectors or one
             # by one, with other bits, depending on whether heads are adjacent in memory.
             room = queries.new_zeros(1, query.shape[1], 2 * size, value.shape[-1], dtype=wide(query.dtype))
-            out, lse = room[:, :, :size], room.new_full(room.shape[:3], -torch.inf)[:, :, :size]
+            out = room[:, :, :size]
+            lse = room.new_full(room.shape[:3], -torch.inf)[:, :, :size]
             for tile in _tiles_of((start, start + size), None, self.window):
-                at, of = _indices(tile.queries[0], slice(0, tile.queries[1] - tile.queries[0]), tile)
-                merge_(out[at], lse[at], *products.forward(queries[at], keys[of], values[of], tile, 0))
-            parts.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
-        return torch.cat(parts)
+                inner = slice(0, tile.queries[1] - tile.queries[0])
+                _add_tile_(out, lse, (queries, keys, values), products, tile.queries[0], inner, tile)
+            outputs.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
 
     def _sequence(self, query: Tensor, context: SequenceContext, invariance: Invariance) -> ChunkedSequence:
-        length, chunks = query.shape[0] * self.exchange.group.size(), invariance.chunks
+        length = query.shape[0] * self.exchange.group.size()
+        chunks = invariance.chunks
         if context.attention_mask is not None and context.documents is None:
             raise LayoutError("layout_invariant=True: attention_mask is not supported; give document_lengths instead")
         if length % chunks:
@@ -177,7 +186,8 @@ class InvariantAttention(CoreAttention):
             return fused_products(query.device, query.dtype)
         if not self.dropout.active:
             return Unfused(softcap=self.softcap)
-        samples, device = context.sample_index, query.device
+        samples = context.sample_index
+        device = query.device
         assert samples is not None, "dropout is keyed by positions and samples"
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
@@ -195,47 +205,64 @@ class InvariantAttention(CoreAttention):
 class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sequence):
-        own = torch.cat((key, value), dim=-1)
-        keys, values = sequence.gathered(own).tensor_split([query.shape[-1]], dim=-1)
+        local = torch.cat((key, value), dim=-1)
+        keys, values = sequence.gathered(local).tensor_split([query.shape[-1]], dim=-1)
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
         lse = out.new_full(query.shape[:-1], -torch.inf)
         for start, chunk in sequence.own_chunks():
             for inside, tile in sequence.tiles(chunk):
-                at, of = _indices(start, inside, tile)
-                merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, 0))
+                _add_tile_(out, lse, (query, keys, values), sequence.products, start, inside, tile)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, finite(lse))
+        ctx.save_for_backward(query, local, out, finite(lse))
         ctx.sequence = sequence
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, own, out, lse = ctx.saved_tensors
-        sequence, channels = ctx.sequence, query.shape[-1]
-        whole = sequence.gathered(own)
-        keys, values = whole.tensor_split([channels], dim=-1)
+        query, local, out, lse = ctx.saved_tensors
+        sequence = ctx.sequence
+        channels = query.shape[-1]
+        gathered = sequence.gathered(local)
+        keys, values = gathered.tensor_split([channels], dim=-1)
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         by_chunk = []
         for start, chunk in sequence.own_chunks():
             # Keys after the chunk have gradients of 0, which the sums need not add.
-            total = torch.zeros((*whole.shape[:2], chunk[1], whole.shape[3]), dtype=lse.dtype, device=whole.device)
+            total = torch.zeros(
+                (*gathered.shape[:2], chunk[1], gathered.shape[3]), dtype=lse.dtype, device=gathered.device
+            )
             grads = total.tensor_split([channels], dim=-1)
             for inside, tile in sequence.tiles(chunk):
-                at, of = _indices(start, inside, tile)
-                given = grad[at], query[at], keys[of], values[of], out[at], lse[at]
-                sums = grad_query[at], grads[0][of], grads[1][of]
-                for sum_, part in zip(sums, sequence.products.backward(*given, tile, 0), strict=True):
-                    sum_ += part
+                rows, columns = _indices(start, inside, tile)
+                operands = grad[rows], query[rows], keys[columns], values[columns], out[rows], lse[rows]
+                sums = grad_query[rows], grads[0][columns], grads[1][columns]
+                for sum_, addend in zip(sums, sequence.products.backward(*operands, tile, 0), strict=True):
+                    sum_ += addend
             by_chunk.append(total)
         half = len(by_chunk) // 2
         pairs = [
-            _add_shorter(last, first) for first, last in zip(by_chunk[:half], reversed(by_chunk[half:]), strict=True)
+            _add_shorter(later, first) for first, later in zip(by_chunk[:half], reversed(by_chunk[half:]), strict=True)
         ]
         total = tree_sum(pairs, _add_shorter)
-        total = nn.functional.pad(total, (0, 0, 0, whole.shape[2] - total.shape[2]))
+        total = nn.functional.pad(total, (0, 0, 0, gathered.shape[2] - total.shape[2]))
         total = sequence.own_sum(total).to(query.dtype)
         grad_key, grad_value = total.tensor_split([channels], dim=-1)
         return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _add_tile_(
+    out: Tensor,
+    lse: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    products: Products,
+    start: int,
+    inside: slice,
+    tile: Tile,
+) -> None:
+    """Merge the attention of the queries ``inside`` a chunk, which begins at ``start``, over the keys of a tile."""
+    query, keys, values = qkv
+    rows, columns = _indices(start, inside, tile)
+    merge_(out[rows], lse[rows], *products.forward(query[rows], keys[columns], values[columns], tile, 0))
 
 
 def _add_shorter(total: Tensor, shorter: Tensor) -> Tensor:

@@ -21,15 +21,17 @@ LOSS_UNIT = 2.0**-24
 BALANCING_UNIT = 2.0**-32
 """As ``UNIT``, for the tokens' terms of a load balancing loss, whose sum over a sequence is about 1."""
 
-_SQUARE_BITS, _WORD_BITS = 62, 31
+_SQUARE_BITS = 62
+_WORD_BITS = 31
 
 
-def exact(x: Tensor, terms: int, unit: float = UNIT) -> Tensor:
+def rounded_exactly(x: Tensor, terms: int, unit: float = UNIT) -> Tensor:
     """``x`` in float64, rounded to multiples of ``unit``, for a sum of at most ``terms`` addends over all ranks.
 
     An addend above ``largest_addend`` becomes nan.
     """
-    shift, limit = 1.5 * 2.0**52 * unit, largest_addend(terms, unit)
+    shift = 1.5 * 2.0**52 * unit
+    limit = largest_addend(terms, unit)
     # Numbers near the shift have a distance of ``unit``, so that adding it rounds.
     rounded = x.to(torch.float64, copy=True).add_(shift).sub_(shift)
     if x.is_cpu and x.numel():  # one pass over the addends instead of three over wider ones
@@ -45,13 +47,13 @@ def largest_addend(terms: int, unit: float = UNIT) -> float:
 
 
 def add_exactly_(total: Tensor, x: Tensor, terms: int) -> None:
-    """total += x, exactly; ``total`` is float64 and has the shape of ``x``; see ``exact`` for ``terms``."""
-    total.add_(exact(x, terms))
+    """total += x, exactly; ``total`` is float64 and has the shape of ``x``; see ``rounded_exactly`` for ``terms``."""
+    total.add_(rounded_exactly(x, terms))
 
 
 def add_rows_exactly_(total: Tensor, rows: Tensor, terms: int) -> None:
     """total_n += sum of the rows of ``rows`` ``[..., n]``, exactly; ``total`` ``[n]`` is float64."""
-    total.add_(exact(rows.reshape(-1, rows.shape[-1]), terms).sum(0))
+    total.add_(rounded_exactly(rows.reshape(-1, rows.shape[-1]), terms).sum(0))
 
 
 def exact_loss_sum(losses: Tensor, tokens: int, unit: float = LOSS_UNIT) -> Tensor:
@@ -62,8 +64,9 @@ def exact_loss_sum(losses: Tensor, tokens: int, unit: float = LOSS_UNIT) -> Tens
 class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, losses, tokens, unit):
-        ctx.shape, ctx.dtype = losses.shape, losses.dtype
-        return exact(losses.detach(), tokens, unit).sum()
+        ctx.shape = losses.shape
+        ctx.dtype = losses.dtype
+        return rounded_exactly(losses.detach(), tokens, unit).sum()
 
     @staticmethod
     def backward(ctx, grad):

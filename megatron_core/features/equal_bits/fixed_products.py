@@ -48,7 +48,7 @@ def is_native(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in NATIVE_DTYPES and native.unavailable_reason("fixed_products", "cpu", x.dtype) is None
 
 
-def describe(device_type: str) -> str:
+def describe_products(device_type: str) -> str:
     """The products of this process, such as ``float32 avx512, bfloat16 amx (libmegatron_cpu_avx512.so)``.
 
     Processes with different texts compute different bits. On a GPU, torch's products are not described further.
@@ -85,15 +85,19 @@ def sum_of_products_(out: Tensor, x: Tensor, matrix: Tensor, ranges: tuple[Inner
         )  # fmt: skip
         return
     matrices = [matrix[r.row : r.row + r.length] for r in ranges]
-    matrices = [filled(each, _up(each.shape[0]), _up(each.shape[1])) for each in matrices]
+    matrices = [
+        filled(matrix_of_range, _up(matrix_of_range.shape[0]), _up(matrix_of_range.shape[1]))
+        for matrix_of_range in matrices
+    ]
     for start in range(0, len(out), rows):
-        target, values = out[start : start + rows], list[Tensor]()
+        target = out[start : start + rows]
+        values = list[Tensor]()
         for of, weight in zip(ranges, matrices, strict=True):
             block = x[start : start + rows, of.column : of.column + of.length]
             values.append(torch.mm(filled(block, rows, weight.shape[0]), weight))
             for _ in range(of.additions):
-                last = values.pop()
-                values[-1] += last
+                newest = values.pop()
+                values[-1] += newest
         (total,) = values
         target.copy_(total[: target.shape[0], : target.shape[1]])
 
@@ -163,12 +167,12 @@ def add_chunk_products_(
     if is_native(x) and total.stride(1) == 1:
         of_chunks = [
             (
-                at.start * grad.stride(0) + b * grad.stride(1),
-                at.start * x.stride(0) + b * x.stride(1),
-                at.stop - at.start,
+                tokens.start * grad.stride(0) + b * grad.stride(1),
+                tokens.start * x.stride(0) + b * x.stride(1),
+                tokens.stop - tokens.start,
                 0,
             )
-            for at, b in chunks
+            for tokens, b in chunks
         ]
         if not of_chunks:
             return
@@ -179,10 +183,11 @@ def add_chunk_products_(
         )  # fmt: skip
         return
     wide = torch.promote_types(x.dtype, torch.float32)
-    x, grad = x.to(wide), grad.to(wide)
-    for at, b in chunks:
-        for part in columns:
-            add_exactly_(total[:, part], chunk_product(grad[at, b], x[at, b, part]), terms)
+    x = x.to(wide)
+    grad = grad.to(wide)
+    for tokens, b in chunks:
+        for column_range in columns:
+            add_exactly_(total[:, column_range], chunk_product(grad[tokens, b], x[tokens, b, column_range]), terms)
 
 
 def _check_chunks(total: Tensor, grad: Tensor, x: Tensor, chunks: Sequence[Tokens]) -> None:
@@ -192,7 +197,7 @@ def _check_chunks(total: Tensor, grad: Tensor, x: Tensor, chunks: Sequence[Token
             f"{_described(total=total, grad=grad, x=x)}: total must be float64, the others of one dtype, on one device"
         )
     fits = grad.dim() == x.dim() == 3 and grad.shape[:2] == x.shape[:2] and total.shape == (grad.shape[2], x.shape[2])
-    if not (fits and all(0 <= at.start <= at.stop <= len(x) and 0 <= b < x.shape[1] for at, b in chunks)):
+    if not (fits and all(0 <= tokens.start <= tokens.stop <= len(x) and 0 <= b < x.shape[1] for tokens, b in chunks)):
         raise ValueError(
             f"{_described(total=total, grad=grad, x=x)}: they must be [O, I], [S, B, O] and [S, B, I], and contain the "
             f"chunks {chunks}"

@@ -35,7 +35,7 @@ from megatron_core.parallel.tree_sum import tree_sum
 class Invariance:
     """The canonical parts of a run; equal in all layouts of it, except for ``local_chunks``."""
 
-    parts: int
+    feature_parts: int
     """Parts of features, heads and vocabulary."""
     chunks: int
     """Chunks of each sequence."""
@@ -53,7 +53,7 @@ class Invariance:
     @property
     def products(self) -> int:
         """Upper bound of the addends of a weight's gradient: one product for each chunk and each part."""
-        return self.sequences * self.chunks * self.parts
+        return self.sequences * self.chunks * self.feature_parts
 
     @property
     def tokens(self) -> int:
@@ -73,7 +73,7 @@ class Invariance:
 
     def local_parts(self, group: Group) -> int:
         """Number of parts of each rank of ``group``."""
-        return self.parts // group.size()
+        return self.feature_parts // group.size()
 
 
 def all_reduce_in_tree(x: Tensor, group: Group) -> Tensor:
@@ -86,8 +86,8 @@ def all_reduce_in_tree(x: Tensor, group: Group) -> Tensor:
         all_reduce_(total, group)
         return total
     flat = x.reshape(-1)
-    part = -(-flat.numel() // size)
-    padded = x.new_zeros(part * size)
+    share = -(-flat.numel() // size)
+    padded = x.new_zeros(share * size)
     padded[: flat.numel()] = flat
     all_gather_flat_(padded, _own_sum(padded.view(size, -1), group)[0].clone(), group)
     return padded[: flat.numel()].view(x.shape)
@@ -101,9 +101,9 @@ def reduce_scatter_in_tree(x: Tensor, group: Group) -> Tensor:
     if size > 2:
         return _own_sum(x.reshape(size, -1, *x.shape[1:]), group)[0]
     x = x.contiguous()
-    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    reduce_scatter_flat_(part, x, group)
-    return part
+    share = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    reduce_scatter_flat_(share, x, group)
+    return share
 
 
 def _own_sum(by_rank: Tensor, group: Group) -> Tensor:

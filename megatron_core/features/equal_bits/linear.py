@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.config.tree import additions
 from megatron_core.errors import LayoutError
-from megatron_core.features.equal_bits.exact_sum import add_rows_exactly_, exact
+from megatron_core.features.equal_bits.exact_sum import add_rows_exactly_, rounded_exactly
 from megatron_core.features.equal_bits.fixed_products import (
     ROWS,
     InnerRange,
@@ -47,22 +47,26 @@ class WeightParts:
     """Rows of each product of the forward pass and of input gradients."""
 
     @classmethod
-    def of_output(cls, invariance: Invariance, own: ShardSpec, whole: ShardSpec) -> WeightParts:
-        """For rows split as ``own``; ``whole`` is the split over as many ranks as there are parts."""
-        (held,), (parts,) = own.splits, whole.splits  # ranges are those of matrices [O, I], or of a stack of them
-        size, rank = len(held.ranges), dict(own.indices)[held.axis]
-        count = invariance.parts // size
-        if held.local_extent:  # padded: equal parts, padding included
-            return cls.even(invariance, held.local_extent, count, splits_output=True)
-        starts, at = [], 0
-        for start, stop in held.ranges[rank]:
-            starts.append((start, stop, at))
-            at += stop - start
+    def of_output(cls, invariance: Invariance, spec: ShardSpec, whole_spec: ShardSpec) -> WeightParts:
+        """For rows split as ``spec``; ``whole_spec`` is the split over as many ranks as there are parts."""
+        # ranges are those of matrices [O, I], or of a stack of them
+        (held_split,) = spec.splits
+        (whole_split,) = whole_spec.splits
+        size = len(held_split.ranges)
+        rank = dict(spec.indices)[held_split.axis]
+        count = invariance.feature_parts // size
+        if held_split.local_extent:  # padded: equal parts, padding included
+            return cls.even(invariance, held_split.local_extent, count, splits_output=True)
+        starts = []
+        offset = 0
+        for start, stop in held_split.ranges[rank]:
+            starts.append((start, stop, offset))
+            offset += stop - start
         runs = []
-        for ranges in parts.ranges[rank * count : (rank + 1) * count]:
+        for ranges in whole_split.ranges[rank * count : (rank + 1) * count]:
             local = []
             for start, stop in ranges:
-                inside = [(first, begin) for first, last, begin in starts if first <= start and stop <= last]
+                inside = [(first, begin) for first, run_end, begin in starts if first <= start and stop <= run_end]
                 local.append((inside[0][1] + start - inside[0][0], inside[0][1] + stop - inside[0][0]))
             runs.append(tuple(local))
         return cls(invariance, tuple(runs), splits_output=True)
@@ -70,8 +74,10 @@ class WeightParts:
     @classmethod
     def even(cls, invariance: Invariance, extent: int, count: int, *, splits_output: bool) -> WeightParts:
         """``count`` equal parts of ``extent`` local indices."""
-        part = extent // count
-        return cls(invariance, tuple(((i * part, (i + 1) * part),) for i in range(count)), splits_output=splits_output)
+        width = extent // count
+        return cls(
+            invariance, tuple(((i * width, (i + 1) * width),) for i in range(count)), splits_output=splits_output
+        )
 
     @cached_property
     def columns(self) -> list[tuple[Range, Range]]:
@@ -79,7 +85,7 @@ class WeightParts:
 
         They are equal, unless several parts contain the same rows: then the output has each part's columns in turn.
         """
-        ranges = [run for part in self.runs for run in part]
+        ranges = [run for ranges_of_part in self.runs for run in ranges_of_part]
         if len(set(ranges)) == len(ranges):
             return [(run, run) for run in ranges]
         ends = list(accumulate(stop - start for start, stop in ranges))
@@ -108,51 +114,60 @@ class WeightParts:
     def addends(self) -> tuple[InnerRange, ...]:
         """The addends of the sum over the split features, and the order of their sum: the ranges of a part in turn, and
         the tree over parts."""
-        found, of_runs = [], iter(self.columns)
-        for part, after in zip(self.runs, additions(len(self.runs)), strict=True):
-            for number, (start, stop) in enumerate(part):
+        addends = []
+        of_runs = iter(self.columns)
+        for ranges_of_part, after in zip(self.runs, additions(len(self.runs)), strict=True):
+            for number, (start, stop) in enumerate(ranges_of_part):
                 column = next(of_runs)[1][0] if self.splits_output else start
-                last = after if number == len(part) - 1 else 0
-                found.append(InnerRange(column, start, stop - start, (number > 0) + last))
-        return tuple(found)
+                joins = after if number == len(ranges_of_part) - 1 else 0
+                addends.append(InnerRange(column, start, stop - start, (number > 0) + joins))
+        return tuple(addends)
 
 
 def invariant_linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm, parts: WeightParts
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm, weight_parts: WeightParts
 ) -> Tensor:
-    """``parallel_linear`` in the order of ``parts``; a split input, without bias, gives this rank's subtree of the sum.
+    """``parallel_linear`` in the order of ``weight_parts``.
 
-    With a split output, y has the columns of ``parts.columns``.
+    A split input, without bias, gives this rank's subtree of the sum.
+
+    With a split output, y has the columns of ``weight_parts.columns``.
     """
-    return _InvariantLinear.apply(x, weight, bias, comm, parts)
+    return _InvariantLinear.apply(x, weight, bias, comm, weight_parts)
 
 
 class _InvariantLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, comm, parts):
+    def forward(ctx, x, weight, bias, comm, weight_parts):
         ctx.save_for_backward(x, weight)
         # After recomputation the saved tensors are others, without main_grad and grad_queue, so keep these.
-        ctx.weight, ctx.bias, ctx.comm, ctx.parts = weight, bias, comm, parts
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.comm = comm
+        ctx.parts = weight_parts
         x = gather_input(x, comm)
-        y = outputs_of(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), parts)
+        y = outputs_of(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), weight_parts)
         if bias is not None:
-            for rows, columns in parts.columns:
+            for rows, columns in weight_parts.columns:
                 y[:, slice(*columns)] += bias[slice(*rows)]
         return y.view(*x.shape[:-1], y.shape[-1])  # -1 would be ambiguous without rows
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, bias, comm, parts = ctx.weight, ctx.bias, ctx.comm, ctx.parts
+        weight = ctx.weight
+        bias = ctx.bias
+        comm = ctx.comm
+        weight_parts = ctx.parts
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         flat = grad_y.reshape(-1, grad_y.shape[-1])
         if needs_bias:
-            _add_bias_grad(bias, flat, parts)
+            _add_bias_grad(bias, flat, weight_parts)
         if needs_weight:
-            _compute_or_defer(weight, partial(_add_weight_grad, weight, x, grad_y, comm, parts))
+            _compute_or_defer(weight, partial(_add_weight_grad, weight, x, grad_y, comm, weight_parts))
         grad_x = None
         if needs_x:
-            grad_x = input_grads_of(flat, weight.to(flat.dtype), parts)
+            grad_x = input_grads_of(flat, weight.to(flat.dtype), weight_parts)
             grad_x = _reduced(grad_x.view(*grad_y.shape[:-1], -1), comm)
         return grad_x, None, None, None, None
 
@@ -166,34 +181,34 @@ def _compute_or_defer(weight: nn.Parameter, job: Callable[[], None]) -> None:
         job()
 
 
-def outputs_of(x: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
+def outputs_of(x: Tensor, weight: Tensor, weight_parts: WeightParts) -> Tensor:
     """x W^T ``[R, O]``; with a split input, this rank's subtree of the sum over parts."""
-    return (_by_parts if parts.splits_output else _sum_over_parts)(x, weight.t(), parts)
+    return (_by_parts if weight_parts.splits_output else _sum_over_parts)(x, weight.t(), weight_parts)
 
 
-def input_grads_of(grad_y: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
+def input_grads_of(grad_y: Tensor, weight: Tensor, weight_parts: WeightParts) -> Tensor:
     """grad_y W ``[R, I]``; with a split output, this rank's subtree of the sum over parts."""
-    return (_sum_over_parts if parts.splits_output else _by_parts)(grad_y, weight, parts)
+    return (_sum_over_parts if weight_parts.splits_output else _by_parts)(grad_y, weight, weight_parts)
 
 
-def _by_parts(x: Tensor, matrix: Tensor, parts: WeightParts) -> Tensor:
+def _by_parts(x: Tensor, matrix: Tensor, weight_parts: WeightParts) -> Tensor:
     """x matrix ``[R, N]``, if the parts split N."""
-    y = x.new_empty(x.shape[0], parts.width)
+    y = x.new_empty(x.shape[0], weight_parts.width)
     done: dict[Range, Range] = {}
-    for of_matrix, columns in parts.runs_for(x):
+    for of_matrix, columns in weight_parts.runs_for(x):
         target = y[:, slice(*columns)]
         if of_matrix in done:
             target.copy_(y[:, slice(*done[of_matrix])])
         else:
-            product_(target, x, matrix[:, slice(*of_matrix)], parts.rows)
+            product_(target, x, matrix[:, slice(*of_matrix)], weight_parts.rows)
             done[of_matrix] = columns
     return y
 
 
-def _sum_over_parts(x: Tensor, matrix: Tensor, parts: WeightParts) -> Tensor:
+def _sum_over_parts(x: Tensor, matrix: Tensor, weight_parts: WeightParts) -> Tensor:
     """x matrix ``[R, N]``, if the parts split the inner index."""
     y = x.new_empty(x.shape[0], matrix.shape[1])
-    sum_of_products_(y, x, matrix, parts.addends, parts.rows)
+    sum_of_products_(y, x, matrix, weight_parts.addends, weight_parts.rows)
     return y
 
 
@@ -203,28 +218,33 @@ def _reduced(grad_x: Tensor, comm: LinearComm) -> Tensor:
     return all_reduce_in_tree(grad_x, comm.group) if comm.reduce_input_grad else grad_x
 
 
-def _add_weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, parts: WeightParts) -> None:
+def _add_weight_grad(
+    weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: LinearComm, weight_parts: WeightParts
+) -> None:
     """Add the product of each chunk of each sequence to ``weight.main_grad``."""
     if comm.gather_sequence:
         x, gathering = start_gather_sequence(x, comm.group)
         gathering.wait()
-    chunks = [(chunk, b) for chunk in parts.invariance.chunks_of(x.shape[0]) for b in range(x.shape[1])]
-    _add_products(exact_grad_of(weight), grad_y, x, chunks, parts)
+    chunks = [(chunk, b) for chunk in weight_parts.invariance.chunks_of(x.shape[0]) for b in range(x.shape[1])]
+    _add_products(exact_grad_of(weight), grad_y, x, chunks, weight_parts)
 
 
-def _add_products(total: Tensor, grad_y: Tensor, x: Tensor, chunks: Sequence[Tokens], parts: WeightParts) -> None:
+def _add_products(
+    total: Tensor, grad_y: Tensor, x: Tensor, chunks: Sequence[Tokens], weight_parts: WeightParts
+) -> None:
     """total_OI += grad_y_c^T x_c for each chunk c of grad_y_SBO and x_SBI, a product for each canonical part."""
-    terms = parts.invariance.products
-    if parts.splits_output:
-        for rows, columns in parts.runs_for(x):
+    terms = weight_parts.invariance.products
+    if weight_parts.splits_output:
+        for rows, columns in weight_parts.runs_for(x):
             add_chunk_products_(total[slice(*rows)], grad_y[..., slice(*columns)], x, chunks, [slice(None)], terms)
     else:
-        add_chunk_products_(total, grad_y, x, chunks, [slice(*run) for (run,) in parts.runs], terms)
+        add_chunk_products_(total, grad_y, x, chunks, [slice(*run) for (run,) in weight_parts.runs], terms)
 
 
-def _add_bias_grad(bias: nn.Parameter, grad_y: Tensor, parts: WeightParts) -> None:
-    total, terms = exact_grad_of(bias), parts.invariance.tokens * parts.invariance.parts
-    for rows, columns in parts.columns:
+def _add_bias_grad(bias: nn.Parameter, grad_y: Tensor, weight_parts: WeightParts) -> None:
+    total = exact_grad_of(bias)
+    terms = weight_parts.invariance.tokens * weight_parts.invariance.feature_parts
+    for rows, columns in weight_parts.columns:
         add_rows_exactly_(total[slice(*rows)], grad_y[:, slice(*columns)], terms)
 
 
@@ -247,7 +267,8 @@ def add_bias(x: Tensor, bias: nn.Parameter, invariance: Invariance) -> Tensor:
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, invariance):
-        ctx.bias, ctx.invariance = bias, invariance
+        ctx.bias = bias
+        ctx.invariance = invariance
         return x + bias
 
     @staticmethod
@@ -267,7 +288,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx, tokens, weight, first, invariance):
         elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
         local = (tokens - first).masked_fill(elsewhere, 0)
-        ctx.weight, ctx.invariance = weight, invariance
+        ctx.weight = weight
+        ctx.invariance = invariance
         ctx.save_for_backward(local, elsewhere)
         return nn.functional.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
@@ -275,42 +297,49 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx, grad):
         local, elsewhere = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            addends = exact(grad, ctx.invariance.tokens).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+            addends = rounded_exactly(grad, ctx.invariance.tokens).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
             exact_grad_of(ctx.weight).index_add_(0, local.flatten(), addends.flatten(0, -2))
         return None, None, None, None
 
 
-def invariant_grouped_linear(x: Tensor, weight: nn.Parameter, chunks: Chunks, parts: WeightParts) -> Tensor:
-    """``grouped_linear`` in the order of ``parts``: ``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``."""
-    return _InvariantGroupedLinear.apply(x, weight, chunks, parts)
+def invariant_grouped_linear(x: Tensor, weight: nn.Parameter, chunks: Chunks, weight_parts: WeightParts) -> Tensor:
+    """``grouped_linear`` in the order of ``weight_parts``: ``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``."""
+    return _InvariantGroupedLinear.apply(x, weight, chunks, weight_parts)
 
 
 class _InvariantGroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, chunks, parts):
+    def forward(ctx, x, weight, chunks, weight_parts):
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.chunks, ctx.parts = weight, chunks, parts
+        ctx.weight = weight
+        ctx.chunks = chunks
+        ctx.parts = weight_parts
         y = x.new_zeros(x.shape[0], weight.shape[1])
         for rows, matrix in zip(chunks.experts, weight, strict=True):
             if rows.start < rows.stop:
-                y[rows] = outputs_of(x[rows], matrix.to(x.dtype), parts)
+                y[rows] = outputs_of(x[rows], matrix.to(x.dtype), weight_parts)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, chunks, parts, grad_y = ctx.weight, ctx.chunks, ctx.parts, grad_y.contiguous()
+        weight = ctx.weight
+        chunks = ctx.chunks
+        weight_parts = ctx.parts
+        grad_y = grad_y.contiguous()
         if ctx.needs_input_grad[1]:
-            _compute_or_defer(weight, partial(_add_expert_grads, weight, x, grad_y, chunks, parts))
+            _compute_or_defer(weight, partial(_add_expert_grads, weight, x, grad_y, chunks, weight_parts))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.zeros_like(x)
             for rows, matrix in zip(chunks.experts, weight.detach(), strict=True):
                 if rows.start < rows.stop:
-                    grad_x[rows] = input_grads_of(grad_y[rows], matrix.to(grad_y.dtype), parts)
+                    grad_x[rows] = input_grads_of(grad_y[rows], matrix.to(grad_y.dtype), weight_parts)
         return grad_x, None, None, None
 
 
-def _add_expert_grads(weight: nn.Parameter, x: Tensor, grad_y: Tensor, chunks: Chunks, parts: WeightParts) -> None:
-    for of_expert, own in zip(chunks.of_expert, exact_grad_of(weight), strict=True):
-        _add_products(own, grad_y.unsqueeze(1), x.unsqueeze(1), [(rows, 0) for rows in of_expert], parts)
+def _add_expert_grads(
+    weight: nn.Parameter, x: Tensor, grad_y: Tensor, chunks: Chunks, weight_parts: WeightParts
+) -> None:
+    for of_expert, expert_grad in zip(chunks.of_expert, exact_grad_of(weight), strict=True):
+        _add_products(expert_grad, grad_y.unsqueeze(1), x.unsqueeze(1), [(rows, 0) for rows in of_expert], weight_parts)

@@ -17,4 +17,4 @@ class EqualBitsPart(RunPart):
 
     def notes(self) -> Iterator[str]:
         """The kernels."""
-        yield f"products of --layout-invariant: {fixed_products.describe(self.device.type)}"
+        yield f"products of --layout-invariant: {fixed_products.describe_products(self.device.type)}"

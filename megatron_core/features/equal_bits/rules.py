@@ -62,7 +62,9 @@ def invariance_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _part_problems(config: RunConfig) -> Iterator[str]:
     """Parts of features: of all ranks the same number, and neighbouring ones."""
-    model, parallel, parts = config.model, config.parallel, config.invariant_parts
+    model = config.model
+    parallel = config.parallel
+    count = config.invariant_parts
     sizes = {"num_attention_heads": model.num_attention_heads}
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         sizes["ffn_hidden_size"] = model.ffn_size
@@ -70,32 +72,32 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
         sizes["hidden_size"] = model.hidden_size
     if model.num_experts is not None:
         sizes["moe_ffn_hidden_size"] = model.expert_ffn_size
-        sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or parts
+        sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or count
     for name, size in sizes.items():
-        if size % parts:
+        if size % count:
             yield (
-                f"{name}={size} is not a multiple of layout_invariant_parts={parts}; choose a multiple, or another "
+                f"{name}={size} is not a multiple of layout_invariant_parts={count}; choose a multiple, or another "
                 "--layout-invariant-parts, the same in all layouts"
             )
     groups = model.query_groups
-    if model.num_attention_heads % parts == 0 and groups % parts and parts % groups:
+    if model.num_attention_heads % count == 0 and groups % count and count % groups:
         yield (
-            f"num_query_groups={groups} and layout_invariant_parts={parts} do not divide each other; choose another "
+            f"num_query_groups={groups} and layout_invariant_parts={count} do not divide each other; choose another "
             "--layout-invariant-parts"
         )
-    if model.attention_output_gate and groups < parts:
+    if model.attention_output_gate and groups < count:
         yield (
             f"attention_output_gate=True with num_query_groups={groups} needs --layout-invariant-parts of at most "
             f"{groups}"
         )
-    legal = [parts // size for size in reversed(subtree_sizes(parts))]
+    legal = [count // size for size in reversed(subtree_sizes(count))]
     tensor = {"tensor_model_parallel_size": parallel.tensor_model_parallel_size}
     if model.num_experts is not None:
         tensor["expert_tensor_parallel_size"] = parallel.expert_tensor_size
     for name, size in tensor.items():
         if size not in legal:
             yield (
-                f"{name}={size} cannot be used with layout_invariant_parts={parts}; legal: "
+                f"{name}={size} cannot be used with layout_invariant_parts={count}; legal: "
                 f"{', '.join(map(str, legal))}, or set --layout-invariant-parts to a multiple of {size}, the same in "
                 "all layouts"
             )
@@ -105,10 +107,11 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
 
 def _head_problems(config: RunConfig) -> Iterator[str]:
     """Keys and values that an all-to-all would replicate."""
-    parallel, parts = config.parallel, config.invariant_parts
+    parallel = config.parallel
+    count = config.invariant_parts
     heads = parallel.context_parallel_size if "a2a" in parallel.cp_comm_type else 1
     heads = max(heads, parallel.a2a_size if "a2a+p2p" in parallel.cp_comm_type else 1)
-    groups = max(config.model.query_groups, parts) // parallel.tensor_model_parallel_size
+    groups = max(config.model.query_groups, count) // parallel.tensor_model_parallel_size
     if groups % heads:
         yield (
             f"cp_comm_type={' '.join(parallel.cp_comm_type)} with layout_invariant=True cannot split {groups} "
@@ -118,8 +121,10 @@ def _head_problems(config: RunConfig) -> Iterator[str]:
 
 def _chunk_problems(config: RunConfig) -> Iterator[str]:
     """Chunks of sequences: whole ones on every rank."""
-    parallel, data = config.parallel, config.data
-    chunks, cp = parallel.layout_invariant_chunks, parallel.context_parallel_size
+    parallel = config.parallel
+    data = config.data
+    chunks = parallel.layout_invariant_chunks
+    cp = parallel.context_parallel_size
     needed = 2 * cp
     if config.model.num_experts is not None or (config.model.multi_latent_attention and parallel.sequence_parallel):
         needed = max(needed, cp * parallel.tensor_model_parallel_size)

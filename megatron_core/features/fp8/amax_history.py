@@ -44,7 +44,9 @@ class AmaxHistories:
             for name, module in root.named_modules()
             if (products := fp8_of(module)) is not None
         }
-        self.settings, self.group, self.device = settings, group, device
+        self.settings = settings
+        self.group = group
+        self.device = device
         self.is_delayed = settings.fp8_format is not None and settings.fp8_recipe == "delayed"
         for layer in self.layers.values():
             layer.recorded = torch.zeros(len(ROLES), device=device)
@@ -56,11 +58,11 @@ class AmaxHistories:
             return
         latest = torch.stack([layer.recorded for layer in self.layers.values()])
         all_reduce_(latest, self.group, maximum=True)
-        for own, layer in zip(latest, self.layers.values(), strict=True):
+        for layer_latest, layer in zip(latest, self.layers.values(), strict=True):
             if layer.history is None:
-                layer.history = own.new_zeros(self.settings.fp8_amax_history_len, len(ROLES))
-            own = torch.where(own.isfinite() & (own > 0), own, layer.history[0])
-            layer.history = torch.cat([own[None], layer.history[:-1]])
+                layer.history = layer_latest.new_zeros(self.settings.fp8_amax_history_len, len(ROLES))
+            layer_latest = torch.where(layer_latest.isfinite() & (layer_latest > 0), layer_latest, layer.history[0])
+            layer.history = torch.cat([layer_latest[None], layer.history[:-1]])
             layer.recorded.zero_()
 
     def histories(self) -> Mapping[str, Tensor]:

@@ -22,16 +22,17 @@ def fp8_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> LayerA
     """See ``Feature.arithmetic``."""
     settings = config.section(FP8Config)
     layers = settings.fp8_layers(config.model.num_layers)
-    kept = frozenset(range(config.model.num_layers)) - frozenset(layers)
-    return FP8Arithmetic(settings, kept, context, config.model.kernel_backend)
+    unquantised = frozenset(range(config.model.num_layers)) - frozenset(layers)
+    return FP8Arithmetic(settings, unquantised, context, config.model.kernel_backend)
 
 
 class FP8Arithmetic(LayerArithmetic):
-    """Plain outside of the transformer layers, and inside of the layers ``kept``; FP8 in the others."""
+    """Plain outside of the transformer layers, and inside of the layers ``unquantised``; FP8 in the others."""
 
-    def __init__(self, settings: FP8Config, kept: frozenset[int], sequence: Group, backend: Backend) -> None:
+    def __init__(self, settings: FP8Config, unquantised: frozenset[int], sequence: Group, backend: Backend) -> None:
         """``sequence``: the ranks that split sequences."""
-        self._layers, self._kept = FP8LayerArithmetic(settings, sequence, backend), kept
+        self._layers = FP8LayerArithmetic(settings, sequence, backend)
+        self._kept = unquantised
 
     def of_layer(self, layer_number: int) -> LayerArithmetic:
         """The arithmetic of a layer. Layers of multi-token prediction, which follow the last layer, also use FP8."""
@@ -42,7 +43,9 @@ class FP8LayerArithmetic(LayerArithmetic):
     """Linear layers of attention, MLP and experts in FP8; router and gates as they are."""
 
     def __init__(self, settings: FP8Config, sequence: Group = ALONE, backend: Backend = "auto") -> None:
-        self.settings, self.sequence, self.backend = settings, sequence, backend
+        self.settings = settings
+        self.sequence = sequence
+        self.backend = backend
 
     def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
         """Products of a layer whose output features are split."""

@@ -17,12 +17,14 @@ from torch import Tensor
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend, select_backend
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 Order = Literal["rows", "columns", "both"]
 """Memory order of a matrix: row-major, column-major, or one copy of each."""
 SMALLEST_AMAX = 1e-12
 """Lower bound of amax in the computation of a scale, for example for a block of zeros; torchao's constant."""
-TILE, TILE_BLOCKS = 128, 512
+TILE = 128
+TILE_BLOCKS = 512
 """Rows and columns of a kernel's tile, and maximal number of blocks in a tile (csrc/common/fp8.h)."""
 
 
@@ -37,7 +39,9 @@ class Blocks(NamedTuple):
         return Blocks(self.columns, self.rows)
 
 
-WHOLE, ROWS, COLUMNS = Blocks(), Blocks(1, None), Blocks(None, 1)
+WHOLE = Blocks()
+ROWS = Blocks(1, None)
+COLUMNS = Blocks(None, 1)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Quantised:
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """data / s in ``dtype``, with one rounding to float32 or wider and one to ``dtype``."""
         wide = torch.promote_types(dtype, torch.float32)
-        inverse = spread(self.scale, self.data.shape, self.blocks).to(wide).reciprocal()
+        inverse = spread_scale(self.scale, self.data.shape, self.blocks).to(wide).reciprocal()
         return (self.data.to(wide) * inverse).to(dtype)
 
 
@@ -83,11 +87,11 @@ def block_amax(x: Tensor, blocks: Blocks, *, backend: Backend = "auto") -> Tenso
         return x.new_zeros(*x.shape[:-2], *shape)
     tile = Blocks(blocks.rows or TILE, blocks.columns or TILE)
     if _is_native(x, tile, backend):
-        found = torch.empty(_grid(x, tile), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        amaxes = torch.empty(_grid(x, tile), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         x = x.contiguous()
-        native.call("fp8_amax", x, *_sizes(x, tile), x, found)
-        whole = [dim for dim, size in ((-2, blocks.rows), (-1, blocks.columns)) if size is None]
-        return found.amax(whole, keepdim=True) if whole else found
+        native.call("fp8_amax", x, *_sizes(x, tile), x, amaxes)
+        undivided = [dim for dim, size in ((-2, blocks.rows), (-1, blocks.columns)) if size is None]
+        return amaxes.amax(undivided, keepdim=True) if undivided else amaxes
     if rows % height or columns % width:
         x = torch.nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
     return x.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
@@ -105,7 +109,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, power_of_two:
     return (scale + amax.double() * 0.0).float()
 
 
-def spread(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
+def spread_scale(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
     """``scale`` expanded to the elements of a matrix of ``shape``; a dim with a single scale keeps size 1."""
     for dim, size in ((-2, blocks.rows), (-1, blocks.columns)):
         if size is not None and size > 1:
@@ -113,7 +117,7 @@ def spread(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
     return scale
 
 
-def cast(
+def cast_to_fp8(
     x: Tensor, scale: Tensor, dtype: torch.dtype, blocks: Blocks, *, order: Order = "rows", backend: Backend = "auto"
 ) -> Quantised:
     """Cast ``x`` with the given scales to ``dtype``. Values are clamped: e5m2 would round 61,440 and more to infinity.
@@ -124,7 +128,7 @@ def cast(
         return _cast(x, scale.expand(_grid(x, blocks)).contiguous(), dtype, blocks, order)
     most = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
-    scaled = x.to(wide) * spread(scale, x.shape, blocks).to(wide)
+    scaled = x.to(wide) * spread_scale(scale, x.shape, blocks).to(wide)
     return Quantised(scaled.clamp(-most, most).to(dtype), scale, blocks)
 
 
@@ -137,13 +141,15 @@ def quantise(
     order: Order = "rows",
     backend: Backend = "auto",
 ) -> Quantised:
-    """Cast ``x`` to ``dtype`` with scales from its own blocks; ``order`` as in ``cast``. For blocks without a whole
-    extent native kernels compute scales and cast in one pass."""
+    """Cast ``x`` to ``dtype`` with scales from its own blocks; ``order`` as in ``cast_to_fp8``.
+
+    For blocks without a whole extent native kernels compute scales and cast in one pass.
+    """
     if None not in blocks and _is_native(x, blocks, backend):
         scale = torch.empty(_grid(x, blocks), dtype=torch.float32, device=x.device)
-        return _cast(x, scale, dtype, blocks, order, own=True, power_of_two=power_of_two)
+        return _cast(x, scale, dtype, blocks, order, computes_scales=True, power_of_two=power_of_two)
     scale = scale_of(block_amax(x, blocks, backend=backend), dtype, power_of_two=power_of_two)
-    return cast(x, scale, dtype, blocks, order=order, backend=backend)
+    return cast_to_fp8(x, scale, dtype, blocks, order=order, backend=backend)
 
 
 def _is_native(x: Tensor, blocks: Blocks, backend: Backend) -> bool:
@@ -162,15 +168,17 @@ def _cast(
     blocks: Blocks,
     order: Order,
     *,
-    own: bool = False,
+    computes_scales: bool = False,
     power_of_two: bool = False,
 ) -> Quantised:
-    """The native ``cast``; with ``own`` the kernel computes the scales and writes them to ``scale``."""
+    """The native ``cast_to_fp8``; with ``computes_scales`` the kernel writes the scales to ``scale``."""
     x = x.contiguous()
     data = None if order == "columns" else torch.empty_like(x, dtype=dtype)
     turned = None if order == "rows" else torch.empty_like(x.mT, dtype=dtype, memory_format=torch.contiguous_format)
-    kind = int(dtype == E5M2)
-    native.call("fp8_cast", x, *_sizes(x, blocks), x, kind, int(own), int(power_of_two), scale, data, turned)
+    format_code = int(dtype == E5M2)
+    native.call(
+        "fp8_cast", x, *_sizes(x, blocks), x, format_code, int(computes_scales), int(power_of_two), scale, data, turned
+    )
     if data is None:
         assert turned is not None, "order is one of rows, columns and both"
         return Quantised(turned.mT, scale, blocks)
@@ -192,7 +200,7 @@ def _grid(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
 def lost(x: Tensor, quantised: Quantised) -> Tensor:
     """Number of elements of ``x`` that were clamped, that underflowed to 0, and that are not 0; float64 ``[3]``."""
     most = torch.finfo(quantised.data.dtype).max * (1.0 + 2.0**-20)  # tolerates the rounding of a scale
-    scaled = x.abs().double() * spread(quantised.scale, x.shape, quantised.blocks)
+    scaled = x.abs().double() * spread_scale(quantised.scale, x.shape, quantised.blocks)
     zero = quantised.data.float() == 0
     present = x != 0
     return torch.stack([(scaled > most).sum(), (zero & present).sum(), present.sum()]).double()

@@ -47,7 +47,8 @@ class FP8GroupedGradients(GroupedGradients):
         """In FP8 with one scale for all rows, or in the precision of ``grad_y``."""
         if not self.fp8.multiplies_weight_grad():
             return super().of_weight(x)
-        inputs, main_grad = self.fp8.quantise("input", x, 0), main_grad_of(self.weight)
+        inputs = self.fp8.quantise("input", x, 0)
+        main_grad = main_grad_of(self.weight)
         total = torch.zeros_like(self.weight) if main_grad is None else main_grad
         add_fp8_weight_grads_(total, self._rows, inputs, self.counts)
         return total if main_grad is None else None

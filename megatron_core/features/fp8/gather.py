@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.settings import Span
-from megatron_core.features.fp8.casts import E4M3, Blocks, Quantised, block_amax, cast
+from megatron_core.features.fp8.casts import E4M3, Blocks, Quantised, block_amax, cast_to_fp8
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import Group
@@ -93,7 +93,7 @@ def start_fp8_gather(
         by_row = scales[parameter].reshape(-1, grid.shape[-1])[grid.rows(start, stop)]
         rows = grid.whole_rows(shard[offset : offset + stop - start], start)
         backend = _layer_of(parameter).backend
-        narrow = cast(rows, by_row, E4M3, Blocks(1, grid.blocks.columns), backend=backend)
+        narrow = cast_to_fp8(rows, by_row, E4M3, Blocks(1, grid.blocks.columns), backend=backend)
         before = start % parameter.shape[-1]
         sent[offset : offset + stop - start] = narrow.data.view(torch.uint8).flatten()[before : before + stop - start]
     full = torch.empty(weights.numel(), dtype=torch.uint8, device=shard.device)

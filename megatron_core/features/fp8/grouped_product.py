@@ -37,9 +37,9 @@ def add_fp8_weight_grads_(total: Tensor, grad_y: Quantised, x: Quantised, counts
 
     On GPUs the rows of each group are filled with zeros to a multiple of 16, which torch's product requires.
     """
-    for run, own in zip(runs(counts), total, strict=True):
+    for run, expert_total in zip(runs(counts), total, strict=True):
         if run.start < run.stop:
-            own.add_(product(_filled(grad_y[run]).t(), _filled(x[run]), own.dtype))
+            expert_total.add_(product(_filled(grad_y[run]).t(), _filled(x[run]), expert_total.dtype))
 
 
 def _filled(rows: Quantised) -> Quantised:
@@ -78,9 +78,9 @@ def grouped_unavailable_reason(device: torch.device) -> str | None:
     it with the products of dequantised matrices."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "torch has this product only on NVIDIA GPUs"
-    own = torch.cuda.get_device_capability(device)
-    if own[0] != 9:
-        return f"torch has this product for compute capability 9.0, and this GPU's is {own[0]}.{own[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"torch has this product for compute capability 9.0, and this GPU's is {capability[0]}.{capability[1]}"
     reason = _wrong(device)
     if reason is not None:
         warnings.warn(f"experts in FP8 are multiplied one by one: {reason}", stacklevel=2)
@@ -89,21 +89,24 @@ def grouped_unavailable_reason(device: torch.device) -> str | None:
 
 def _wrong(device: torch.device) -> str | None:
     """Describe how torch's grouped product on the device differs from the definition; None if they agree."""
-    generator, counts, (along, columns) = torch.Generator("cpu").manual_seed(1), [5, 0, 48], (64, 32)
+    generator = torch.Generator("cpu").manual_seed(1)
+    counts = [5, 0, 48]
+    (along, columns) = (64, 32)
     x = torch.randn(sum(counts), along, generator=generator, device="cpu")
     weight = torch.randn(len(counts), along, columns, generator=generator, device="cpu")
     x *= 10.0 ** torch.randn(len(x), 1, generator=generator, device="cpu")
     for of_rows, of_matrices in ((ROWS, COLUMNS), (ROWS, WHOLE), (WHOLE, WHOLE)):
-        rows, matrices = quantise(x.to(device), E4M3, of_rows), quantise(weight.to(device), E4M3, of_matrices)
+        rows = quantise(x.to(device), E4M3, of_rows)
+        matrices = quantise(weight.to(device), E4M3, of_matrices)
         expected = torch.cat(
-            [dequantised_product(rows[run], matrices[at], torch.float32) for at, run in enumerate(runs(counts))]
+            [dequantised_product(rows[run], matrices[number], torch.float32) for number, run in enumerate(runs(counts))]
         )
         try:
-            found = _scaled_grouped_mm(rows, matrices, counts).float()
+            computed = _scaled_grouped_mm(rows, matrices, counts).float()
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return f"torch's grouped product fails here: {str(error).splitlines()[0]}"
         size = expected.abs().amax(1, keepdim=True)
-        off = ((found - expected).abs() / size).amax().item()
+        off = ((computed - expected).abs() / size).amax().item()
         if not off <= 2.0**-7:
             return f"torch's grouped product with scales of {of_rows} and {of_matrices} is off by {off:.1%} here"
     return None

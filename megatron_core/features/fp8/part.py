@@ -9,7 +9,7 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.features.fp8.rules import block_size
-from megatron_core.features.fp8.scaled_product import unavailable_reason
+from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback, is_due
@@ -29,7 +29,7 @@ class FP8Part(RunPart):
     def notes(self) -> Iterator[str]:
         """Reasons for which FP8 is slow or pointless here."""
         settings = self.run.config.section(FP8Config)
-        if reason := unavailable_reason(block_size(settings), self.run.world.device):
+        if reason := scaled_product_unavailable_reason(block_size(settings), self.run.world.device):
             yield (
                 f"fp8_recipe={settings.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: "
                 f"{reason}"
@@ -46,10 +46,10 @@ class FP8Part(RunPart):
         self.histories.update()
 
     def stored_pieces(
-        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+        self, updated: Iterable[TensorBox], copied: Iterable[TensorBox], *, weights_only: bool
     ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """Add the histories."""
-        return updated, others if weights_only else self.copied_pieces(others)
+        return updated, copied if weights_only else self.copied_pieces(copied)
 
     def copied_pieces(self, pieces: Iterable[TensorBox]) -> Iterable[TensorBox]:
         """Add the histories."""
@@ -67,9 +67,10 @@ class FP8Statistics(Callback):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        part = run.part(FP8Part)
-        assert part is not None, "the feature has a part and callbacks"
-        self._histories, self._interval = part.histories, run.config.section(FP8Config).fp8_statistics_interval
+        fp8 = run.part(FP8Part)
+        assert fp8 is not None, "the feature has a part and callbacks"
+        self._histories = fp8.histories
+        self._interval = run.config.section(FP8Config).fp8_statistics_interval
 
     def before_step(self) -> None:
         """Count the elements in this step if its statistics are due."""

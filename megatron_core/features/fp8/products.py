@@ -37,7 +37,7 @@ from megatron_core.features.fp8.casts import (
     Order,
     Quantised,
     block_amax,
-    cast,
+    cast_to_fp8,
     lost,
     quantise,
     scale_of,
@@ -74,7 +74,9 @@ class FP8Products(MatrixProducts):
         by_row: bool = False,
         backend: Backend = "auto",
     ) -> None:
-        self.settings, self.by_row, self.backend = settings, by_row, backend
+        self.settings = settings
+        self.by_row = by_row
+        self.backend = backend
         self.splits: dict[Role, tuple[Group, Group]] = {
             "input": (sequence, of_input),
             "weight": (of_output, of_input),
@@ -82,7 +84,8 @@ class FP8Products(MatrixProducts):
         }
         """The ranks that share the rows of each matrix, and the ranks that share its columns."""
         recipe = settings.fp8_recipe
-        self.is_delayed, self.per_tensor = recipe == "delayed", recipe in ("delayed", "tensorwise")
+        self.is_delayed = recipe == "delayed"
+        self.per_tensor = recipe in ("delayed", "tensorwise")
         self.power_of_two = not self.per_tensor
         grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
         self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
@@ -148,8 +151,8 @@ class FP8Products(MatrixProducts):
     def _record(self, role: Role, amax: Tensor) -> None:
         if self.recorded.device != amax.device:
             self.recorded = self.recorded.to(amax.device)
-        own = self.recorded[ROLES.index(role)]
-        own.copy_(torch.maximum(own, amax.amax().to(own.dtype)))
+        recorded = self.recorded[ROLES.index(role)]
+        recorded.copy_(torch.maximum(recorded, amax.amax().to(recorded.dtype)))
 
     def _scale_of_history(self, role: Role, amax: Tensor) -> Tensor:
         """Scale from the history: 1 if all amaxes were 0; NaN if ``amax`` is not finite, which must not be clamped."""
@@ -174,19 +177,23 @@ class FP8Products(MatrixProducts):
         Products need matrices that are contiguous along the summed dim: native kernels write this layout, or, with
         ``both`` and blocks that do not depend on the summed dim, both layouts.
         """
-        blocks, dtype, order = self.blocks(role, summed), self.dtypes[role], ORDERS[summed]
+        blocks = self.blocks(role, summed)
+        dtype = self.dtypes[role]
+        order = ORDERS[summed]
         if both and self.keeps_scale(role):
             order = "both"
         with torch.no_grad():
             if scale is None and None not in blocks and not (record and self.is_delayed):
                 # Blocks are not shared between ranks.
-                found = quantise(x, dtype, blocks, power_of_two=self.power_of_two, order=order, backend=self.backend)
+                quantised = quantise(
+                    x, dtype, blocks, power_of_two=self.power_of_two, order=order, backend=self.backend
+                )
             else:
                 scale = self.scale(role, x, blocks, record=record) if scale is None else scale
-                found = cast(x, scale, dtype, blocks, order=order, backend=self.backend)
+                quantised = cast_to_fp8(x, scale, dtype, blocks, order=order, backend=self.backend)
             if self.counts is not None:
-                self.counts[ROLES.index(role)] += lost(x, found)
-        return found
+                self.counts[ROLES.index(role)] += lost(x, quantised)
+        return quantised
 
     def keeps_scale(self, role: Role) -> bool:
         """Whether the scales of a matrix do not depend on the summed dim."""
@@ -223,9 +230,9 @@ class FP8Products(MatrixProducts):
             a = Quantised(x.view(a.data.dtype).reshape(-1, x.shape[-1]), scale, a.blocks)
         b = self.quantise("weight", weight, 1, record=record)
         y = product(a, b.t(), weight.dtype, fast_accumulation=True)
-        made: dict[Role, Quantised] = {"input": a, "weight": b}
-        kept = {role: quantised.scale for role, quantised in made.items() if self.keeps_scale(role)}
-        return y.view(*x.shape[:-1], len(weight)), kept
+        operands: dict[Role, Quantised] = {"input": a, "weight": b}
+        scales = {role: quantised.scale for role, quantised in operands.items() if self.keeps_scale(role)}
+        return y.view(*x.shape[:-1], len(weight)), scales
 
 
 class FP8Gradients(LinearGradients):

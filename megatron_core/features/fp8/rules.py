@@ -39,7 +39,8 @@ def block_size(fp8: FP8Config) -> int | None:
 
 
 def _gather_problems(config: RunConfig) -> Iterator[str]:
-    fp8, stage = config.section(FP8Config), config.parallel.dp_zero_stage
+    fp8 = config.section(FP8Config)
+    stage = config.parallel.dp_zero_stage
     if fp8.fp8_recipe in ("rowwise", "mxfp8"):
         yield (
             f"fp8_param_gather=True, but with fp8_recipe={fp8.fp8_recipe} forward and backward use different "
@@ -56,14 +57,20 @@ def _gather_problems(config: RunConfig) -> Iterator[str]:
 
 def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Blocks that would be split over tensor-parallel ranks."""
-    model, parallel, recipe = config.model, config.parallel, config.section(FP8Config).fp8_recipe
-    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
-    projections = [each for each in attention_of(model).projections(1) if each.split is not None]
-    widths = [(each.width, each.inputs if each.split == "inputs" else each.outputs, tp) for each in projections]
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    recipe = config.section(FP8Config).fp8_recipe
+    etp = parallel.expert_tensor_size
+    projections = [projection for projection in attention_of(model).projections(1) if projection.split is not None]
+    widths = [
+        (projection.width, projection.inputs if projection.split == "inputs" else projection.outputs, tp)
+        for projection in projections
+    ]
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
     blocks = map(model.block_of, range(model.num_layers))
-    if model.added_layers or any(part.linear for block in blocks for part in (block.attention, block.mlp)):
+    if model.added_layers or any(sublayer.linear for block in blocks for sublayer in (block.attention, block.mlp)):
         widths.append(("hidden_size", model.hidden_size, tp))
     if model.num_experts is not None:
         widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))
@@ -85,7 +92,8 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
 
 def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
     """Weight gradients have blocks along the tokens."""
-    cp, fp8 = config.parallel.context_parallel_size, config.section(FP8Config)
+    cp = config.parallel.context_parallel_size
+    fp8 = config.section(FP8Config)
     tokens = config.data.seq_length * fp8.micro_batch_size
     if cp > 1 and fp8.fp8_wgrad and tokens % (2 * cp * size):
         yield (
@@ -97,13 +105,14 @@ def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
 
 def describe_fp8(config: RunConfig) -> str:
     """One line about the layers that run in FP8."""
-    fp8, total = config.section(FP8Config), config.model.num_layers
+    fp8 = config.section(FP8Config)
+    total = config.model.num_layers
     layers = fp8.fp8_layers(total)
-    rest = [i for i in range(total) if i not in layers]
-    kept = f"layers {', '.join(map(str, rest))}, " if rest else ""
+    unquantised = [i for i in range(total) if i not in layers]
+    named_layers = f"layers {', '.join(map(str, unquantised))}, " if unquantised else ""
     gradients = "" if fp8.fp8_wgrad else ", without weight gradients"
     return (
         f"fp8: {fp8.fp8_format}, {fp8.fp8_recipe}{gradients}: linear layers of attention, MLP and experts in layers "
-        f"{layers.start} to {layers.stop - 1}; in {fp8.compute_dtype}: {kept}embedding, output layer, router, norms, "
-        "attention itself"
+        f"{layers.start} to {layers.stop - 1}; in {fp8.compute_dtype}: {named_layers}embedding, output layer, router, "
+        "norms, attention itself"
     )

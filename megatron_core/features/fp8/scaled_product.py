@@ -49,17 +49,19 @@ def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumula
     accumulates in lower precision, as is usual in forward.
     """
     if is_scaled_product(a, b, out_dtype):
-        scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
+        scale_a = a.scale.reciprocal()
+        scale_b = b.scale.reciprocal()
         kernel_dtype = out_dtype
         if a.blocks != WHOLE or b.blocks != WHOLE:
             scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
             scale_b = scale_b.expand(1, b.data.shape[1]).contiguous()
             if a.data.device.type == "cuda":
                 kernel_dtype = torch.bfloat16  # the only output dtype of torch's rowwise kernels
-        left, right = a.by_rows(), b.t().by_rows().t()
+        left = a.by_rows()
+        right = b.t().by_rows().t()
         y = torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation)
         return y.to(out_dtype)
-    if (a.blocks, b.blocks) in KINDS and unavailable_reason(a.blocks.columns, a.data.device) is None:
+    if (a.blocks, b.blocks) in KINDS and scaled_product_unavailable_reason(a.blocks.columns, a.data.device) is None:
         if is_block_product(a, b, out_dtype):
             return block_product(block_operands(a, b), out_dtype)
         warnings.warn(UNFIT, stacklevel=2)
@@ -89,7 +91,7 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
     """Whether torch's FP8 product supports these operands on their device; scales must be constant along the sum."""
     if not _leaves_sum(a, b) or not a.data.numel() or not b.data.numel():
         return False
-    if unavailable_reason(None, a.data.device) is not None:
+    if scaled_product_unavailable_reason(None, a.data.device) is not None:
         return False
     fits = out_dtype in (torch.bfloat16, torch.float32)
     if a.data.device.type == "cpu":
@@ -104,10 +106,11 @@ def is_scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> boo
 
 def is_block_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> bool:
     """Whether torch's blockwise product, if available, supports these operands: whole blocks, not both in e5m2."""
-    kind = KINDS.get((a.blocks, b.blocks))
-    if kind is None or not a.data.numel() or not b.data.numel() or a.data.dtype == b.data.dtype == E5M2:
+    scalings = KINDS.get((a.blocks, b.blocks))
+    if scalings is None or not a.data.numel() or not b.data.numel() or a.data.dtype == b.data.dtype == E5M2:
         return False
-    rows, (along, columns) = a.data.shape[0], b.data.shape
+    rows = a.data.shape[0]
+    (along, columns) = b.data.shape
     multiples = (1, SMALL_BLOCK, CUDA_MULTIPLE)
     if a.blocks.columns == BLOCK:
         multiples = (CUDA_MULTIPLE, BLOCK, b.blocks.columns if b.blocks.columns == BLOCK else CUDA_MULTIPLE)
@@ -140,17 +143,17 @@ def _block_scales(x: Quantised) -> Tensor:
     return functional.pad(inverse, (0, -blocks % 4)).contiguous().t()
 
 
-def block_product(given: Operands, out_dtype: torch.dtype) -> Tensor:
+def block_product(operands: Operands, out_dtype: torch.dtype) -> Tensor:
     """torch's blockwise product."""
-    left, right = (functional.ScalingType.__members__[kind] for kind in given.kinds)
-    is_small = given.scale_a.dtype == torch.float8_e8m0fnu
+    left, right = (functional.ScalingType.__members__[scaling] for scaling in operands.kinds)
+    is_small = operands.scale_a.dtype == torch.float8_e8m0fnu
     swizzle = functional.SwizzleType.SWIZZLE_32_4_4 if is_small else functional.SwizzleType.NO_SWIZZLE
     return functional.scaled_mm(
-        given.a,
-        given.b,
-        given.scale_a,
+        operands.a,
+        operands.b,
+        operands.scale_a,
         left,
-        given.scale_b,
+        operands.scale_b,
         right,
         swizzle_a=swizzle,
         swizzle_b=swizzle,
@@ -159,7 +162,7 @@ def block_product(given: Operands, out_dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def unavailable_reason(block: int | None, device: torch.device) -> str | None:
+def scaled_product_unavailable_reason(block: int | None, device: torch.device) -> str | None:
     """Why a device cannot run torch's product with scales of ``block`` elements (None: scales of whole extents); None
     if it can. The first call for blocks compares torch's product with the dequantised one."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -179,9 +182,10 @@ def missing(block: int | None, capability: tuple[int, int] | None, cuda: str | N
         return f"torch {version} does not have this product; use 2.10 or later"
     is_large = block == BLOCK
     if capability[0] != 9 if is_large else capability < ((8, 9) if block is None else (10, 0)):
-        legal = "9.0 alone" if is_large else "8.9 and later" if block is None else "10.0 and later"
-        own = ".".join(map(str, capability))
-        return f"torch has this product for compute capability {legal}, and this GPU's is {own}"
+        of_small = "8.9 and later" if block is None else "10.0 and later"
+        legal = "9.0 alone" if is_large else of_small
+        gpu_capability = ".".join(map(str, capability))
+        return f"torch has this product for compute capability {legal}, and this GPU's is {gpu_capability}"
     if block is not None and TorchVersion(cuda) < (needed := "12.9" if is_large else "12.8"):
         return f"torch was built with CUDA {cuda}, but this product needs {needed}"
     return None
@@ -190,7 +194,9 @@ def missing(block: int | None, capability: tuple[int, int] | None, cuda: str | N
 def _wrong(block: int, device: torch.device) -> str | None:
     """Describe how torch's product on the device differs from the dequantised product; None if they agree."""
     draw = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
-    rows, along, columns = (144, 1), (5, BLOCK), (2, BLOCK)
+    rows = (144, 1)
+    along = (5, BLOCK)
+    columns = (2, BLOCK)
     # Blocks have different magnitudes, but all terms of a sum have the same magnitude.
     of_rows, of_sum, of_columns = (
         (10.0 ** draw(blocks, 1)).expand(blocks, size).flatten() for blocks, size in (rows, along, columns)
@@ -204,10 +210,10 @@ def _wrong(block: int, device: torch.device) -> str | None:
         )
         expected = dequantised_product(a, b, torch.float32) / size
         try:
-            found = block_product(block_operands(a, b), torch.float32) / size
+            computed = block_product(block_operands(a, b), torch.float32) / size
         except (RuntimeError, ValueError) as error:
             return f"torch's product fails here: {str(error).splitlines()[0]}"
-        off = ((found - expected).abs().amax() / expected.abs().amax()).item()
+        off = ((computed - expected).abs().amax() / expected.abs().amax()).item()
         if not off <= 2.0**-7:
             return f"torch's product of blocks {left} and {right} is off by {off:.1%} here"
     return None

@@ -56,13 +56,13 @@ def add_to_stage(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, 
         assert linear.weight is not None, "linear layers inside of layers own their weight"
         spec = spec_of(linear.weight)
         is_expert = isinstance(linear, GroupedLinear)
-        parts = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
-        if not parts:
+        weight_parts = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
+        if not weight_parts:
             continue
         axis = "etp" if is_expert else "tp"
         linear.adapter = LoRA(
             linear.weight,
-            {part: rows_of_part(spec, part, name) for part in parts},
+            {weight_part: rows_of_part(spec, weight_part, name) for weight_part in weight_parts},
             tuning,
             group=groups.group(axis),
             axis=axis,
@@ -113,9 +113,9 @@ class _CurrentSequence(threading.local):
             self.context = args[1]
 
         layer.register_forward_pre_hook(note)
-        for part in (*layer.children(), *(part for part in layer.modules() if isinstance(part, MLP))):
-            if list(signature(part.forward).parameters)[1:2] == ["context"]:
-                part.register_forward_pre_hook(note)
+        for module in (*layer.children(), *(module for module in layer.modules() if isinstance(module, MLP))):
+            if list(signature(module.forward).parameters)[1:2] == ["context"]:
+                module.register_forward_pre_hook(note)
 
 
 class InputDropout(nn.Module):
@@ -131,8 +131,8 @@ class InputDropout(nn.Module):
         self.dropout = KeyedDropout(p, seed, f"{name}.adapter")
         self.current = current
         self.splits_inputs = any(split.dim == 1 for split in spec.splits)
-        whole = spec.parts[0].whole
-        self.features = whole.start[1], whole.stop[1]
+        global_box = spec.parts[0].whole
+        self.features = global_box.start[1], global_box.stop[1]
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements in training."""
@@ -140,21 +140,21 @@ class InputDropout(nn.Module):
         if not self.dropout.active or context is None:
             return x
         features = torch.arange(*self.features, device=x.device)
-        kept = self.dropout(
+        dropped = self.dropout(
             x.transpose(0, 1).unsqueeze(1).contiguous(),  # features as keys, which have global numbers
             context.sample_index,
             position_ids=context.positions if self.splits_inputs else context.residual_positions,
             key_positions=features,
         )
-        return kept.squeeze(1).transpose(0, 1)
+        return dropped.squeeze(1).transpose(0, 1)
 
 
-def rows_of_part(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
+def rows_of_part(spec: ShardSpec, weight_part: str, name: str) -> tuple[Range, ...]:
     """The global rows of a part of a weight."""
     rows = spec.global_shape[-2]
-    if part == WHOLE or spec.fused is None:
+    if weight_part == WHOLE or spec.fused is None:
         return ((0, rows),)
     sizes = spec.fused.rows
-    first, last = PARTS[name.rpartition(".")[2], len(sizes)][part]
-    start, stop = sum(sizes[:first]), sum(sizes[:last])
+    first, end = PARTS[name.rpartition(".")[2], len(sizes)][weight_part]
+    start, stop = sum(sizes[:first]), sum(sizes[:end])
     return tuple((block + start, block + stop) for block in range(0, rows, sum(sizes)))

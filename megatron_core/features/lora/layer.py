@@ -34,17 +34,18 @@ Product = Callable[[Tensor], Tensor]
 class LoRA(nn.Module):
     """y = W x + s B A x for a frozen weight W ``[O, I]``, or for each expert's ``[E, O, I]``.
 
-    A fused weight may have an adapter for each of its matrices: A ``[r, I]``, B ``[O_p, r]`` for the rows ``parts[p]``.
-    A is split as the inputs of W are, B as its outputs; on the axis ``axis`` along which W is not split on their side
-    they are replicated, and with ``partial`` each rank computes a part of their gradients (sequence parallelism,
-    experts). B starts at zero; A at N(0, 1 / (3 I)), the variance of peft's uniform distribution. With DoRA, y = m (W x
-    + s B A x) / n with the trained m ``[O_p]`` and the norms n of the rows of W + s B A, which count as constants.
+    A fused weight may have an adapter for each of its matrices: A ``[r, I]``, B ``[O_p, r]`` for the rows
+    ``rows_of_parts[p]``. A is split as the inputs of W are, B as its outputs; on the axis ``axis`` along which W is not
+    split on their side they are replicated, and with ``partial`` each rank computes a part of their gradients (sequence
+    parallelism, experts). B starts at zero; A at N(0, 1 / (3 I)), the variance of peft's uniform distribution. With
+    DoRA, y = m (W x + s B A x) / n with the trained m ``[O_p]`` and the norms n of the rows of W + s B A, which count
+    as constants.
     """
 
     def __init__(
         self,
         weight: nn.Parameter,
-        parts: Mapping[str, Sequence[Range]],
+        rows_of_parts: Mapping[str, Sequence[Range]],
         settings: TuningConfig,
         *,
         group: Group,
@@ -68,24 +69,28 @@ class LoRA(nn.Module):
         of_lead = tuple(split for split in spec.splits if split.dim < len(lead))
         of_inputs = tuple(split for split in spec.splits if split.dim == out_dim + 1)
         of_outputs = tuple(split for split in spec.splits if split.dim == out_dim)
-        self.side: Side | None = "inputs" if of_inputs else "outputs" if of_outputs else None
+        self.side: Side | None = "outputs" if of_outputs else None
+        if of_inputs:
+            self.side = "inputs"
         partial = sequence_parallel or self.is_expert
 
         def make(shape: tuple[int, ...], splits: tuple[Split, ...], method: object) -> nn.Parameter:
-            whole = axis not in (split.axis for split in splits)
+            is_replicated = axis not in (split.axis for split in splits)
             # Each rank computes the part of a replicated matrix's gradient that belongs to its tokens or its experts.
-            partial_axes = (axis,) if whole and partial else ()
+            partial_axes = (axis,) if is_replicated and partial else ()
             of_matrix = replace(spec, global_shape=shape, splits=splits, partial_axes=partial_axes, fused=None)
             parameter: Any = allocate(of_matrix, weight.dtype, weight.device)
             parameter.init_method = method
             return parameter
 
-        self.lora_A, self.lora_B, self.magnitude = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.magnitude = nn.ParameterDict()
         self._rows: list[Tensor] = []
         local_ranges: Sequence[Range] = ((0, spec.global_shape[out_dim]),)
         if of_outputs:
             local_ranges = of_outputs[0].ranges[dict(spec.indices)[axis]]
-        for name, rows in parts.items():
+        for name, rows in rows_of_parts.items():
             count = sum(stop - start for start, stop in rows)
             splits = tuple(_selected(split, rows) for split in of_outputs)
             self._rows.append(_local_rows(local_ranges, rows))
@@ -136,9 +141,9 @@ class LoRA(nn.Module):
             return matrices[0]
         rank = matrices[0].shape[-1]
         columns = []
-        for part, rows in zip(matrices, self._rows, strict=True):
-            empty = part.new_zeros(*weight.shape[:-1], rank)
-            columns.append(empty.index_copy(-2, rows.to(part.device), part))
+        for matrix, rows in zip(matrices, self._rows, strict=True):
+            empty = matrix.new_zeros(*weight.shape[:-1], rank)
+            columns.append(empty.index_copy(-2, rows.to(matrix.device), matrix))
         return torch.cat(columns, dim=-1)
 
     def _exchanged(self, inner: Tensor) -> Tensor:
@@ -171,20 +176,20 @@ class LoRA(nn.Module):
 
 def _selected(split: Split, rows: Sequence[Range]) -> Split:
     """The split of the matrix that consists of ``rows`` of another one with ``split``."""
-    ranges = (tuple(piece for held in of_rank for piece in _positions(held, rows)) for of_rank in split.ranges)
+    ranges = (tuple(piece for local in of_rank for piece in _positions(local, rows)) for of_rank in split.ranges)
     return replace(split, ranges=tuple(ranges))
 
 
-def _positions(held: Range, rows: Sequence[Range]) -> list[Range]:
-    """The positions among ``rows`` of the rows ``held``, as few ranges.
+def _positions(local: Range, rows: Sequence[Range]) -> list[Range]:
+    """The positions among ``rows`` of the rows ``local``, as few ranges.
 
-    Ranges are not joined beyond ``held``, which other ranks may share.
+    Ranges are not joined beyond ``local``, which other ranks may share.
     """
     ranges: list[Range] = []
     position = 0
     for start, stop in rows:
-        low = position + max(held[0], start) - start
-        high = position + min(held[1], stop) - start
+        low = position + max(local[0], start) - start
+        high = position + min(local[1], stop) - start
         if low < high and ranges and ranges[-1][1] == low:
             ranges[-1] = ranges[-1][0], high
         elif low < high:
@@ -193,12 +198,12 @@ def _positions(held: Range, rows: Sequence[Range]) -> list[Range]:
     return ranges
 
 
-def _local_rows(held: Sequence[Range], rows: Sequence[Range]) -> Tensor:
-    """Indices of ``rows`` in the local tensor of a rank that holds ``held``, in its order."""
+def _local_rows(local: Sequence[Range], rows: Sequence[Range]) -> Tensor:
+    """Indices of ``rows`` in the local tensor of a rank that holds ``local``, in its order."""
     indices: list[int] = []
     offset = 0
-    for first, last in held:
+    for first, end in local:
         for start, stop in rows:
-            indices += range(offset + max(first, start) - first, offset + min(last, stop) - first)
-        offset += last - first
+            indices += range(offset + max(first, start) - first, offset + min(end, stop) - first)
+        offset += end - first
     return torch.tensor(indices, dtype=torch.int64)

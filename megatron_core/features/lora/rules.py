@@ -74,15 +74,27 @@ def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     for module in dict.fromkeys(module for module, _ in PARTS):
         named = {
-            part for target in tuning.lora_target_modules for layer, part in NAMES.get(target, ()) if layer == module
+            weight_part
+            for target in tuning.lora_target_modules
+            for layer, weight_part in NAMES.get(target, ())
+            if layer == module
         }
-        parts = dict.fromkeys(part for (layer, _), own in PARTS.items() if layer == module for part in own)
+        named_parts = dict.fromkeys(
+            weight_part
+            for (layer, _), names_of_parts in PARTS.items()
+            if layer == module
+            for weight_part in names_of_parts
+        )
         if WHOLE in named and len(named) > 1:
             yield (
                 f"lora_target_modules={shown(tuning.lora_target_modules)} names {module} and some of its parts "
-                f"{', '.join(parts)}; name either the whole matrix or parts"
+                f"{', '.join(named_parts)}; name either the whole matrix or parts"
             )
-        overlaps = [part for part in named & {"qkv", "z", "b", "a"} if {"qkvz", "ba"} & named and module == "in_proj"]
+        overlaps = [
+            weight_part
+            for weight_part in named & {"qkv", "z", "b", "a"}
+            if {"qkvz", "ba"} & named and module == "in_proj"
+        ]
         if overlaps:
             yield (
                 f"lora_target_modules={shown(tuning.lora_target_modules)} names parts of in_proj that overlap; name "

@@ -53,7 +53,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "down_proj": (("linear_fc2", WHOLE),),
     # Kimi Linear, Qwen3-Next, Qwen3.5.
     "b_proj": (("in_proj", "b"),),
-    **{f"in_proj_{part}": (("in_proj", part),) for part in _DELTA_NET},
+    **{f"in_proj_{name}": (("in_proj", name),) for name in _DELTA_NET},
     # Phi-3, GPT-NeoX, GPT-2, MPT, Phi, Granite, DeepSeek, Mixtral.
     "qkv_proj": (("linear_qkv", WHOLE),),
     "gate_up_proj": (("linear_fc1", WHOLE),),
@@ -116,16 +116,20 @@ class TuningConfig:
 
         ``path`` is the module's name in the model, such as decoder.layers.0.mlp.linear_fc1.
         """
-        named = {part for target in self.lora_target_modules for part in _parts(target, path)}
+        named = {weight_part for target in self.lora_target_modules for weight_part in _parts(target, path)}
         if fused <= 1:
             return (WHOLE,) if named else ()
-        return tuple(part for part in (WHOLE, *PARTS.get((path.rpartition(".")[2], fused), ())) if part in named)
+        return tuple(
+            weight_part
+            for weight_part in (WHOLE, *PARTS.get((path.rpartition(".")[2], fused), ()))
+            if weight_part in named
+        )
 
 
 def _parts(target: str, path: str) -> Iterator[str]:
     """The parts of the layer ``path`` that ``target`` names."""
     prefix, _, name = target.rpartition(".")
     module = path.rpartition(".")[2]
-    for layer, part in NAMES.get(name, ()):
+    for layer, weight_part in NAMES.get(name, ()):
         if layer == module and (not prefix or fnmatchcase(path, f"*{prefix}.{module}")):
-            yield part
+            yield weight_part

@@ -17,9 +17,11 @@ def adapter_tensors(config: RunConfig, parallel: ParallelConfig, layer_number: i
     tuning = config.section(TuningConfig)
     rank = tuning.lora_rank or 0
     for path, inputs, pieces, experts, _ in linear_layers(config.model, parallel, layer_number):
-        for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
-            first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
-            rows = sum(pieces[first:last])
+        for weight_part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
+            first, end = (
+                (0, len(pieces)) if weight_part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][weight_part]
+            )
+            rows = sum(pieces[first:end])
             yield AddedTensor((rank, inputs), experts)
             yield AddedTensor((rows, rank), experts)
             if tuning.use_dora:

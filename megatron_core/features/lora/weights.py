@@ -64,9 +64,9 @@ def _assign(data: DataParallel, values: Mapping[nn.Parameter, Tensor]) -> None:
                 bucket.weight_shard[offset : offset + stop - start] = value.reshape(-1)[start:stop]
 
 
-def _local(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+def _local(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter's value."""
     spec = spec_of(parameter)
     local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=parameter.device)
-    spec.localise(whole, local)
+    spec.localise(value, local)
     return local

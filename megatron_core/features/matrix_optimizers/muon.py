@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, joined, separated
+from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, fused_matrix, separated
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
 
@@ -77,7 +77,7 @@ class Muon(MatrixAlgorithm):
                 matrices.append(self._of_part(matrix.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
             else:
                 matrices.append(self._of_part(matrix))
-        return joined(matrices, fused)
+        return fused_matrix(matrices, fused)
 
     def _of_part(self, matrix: Tensor) -> Tensor:
         return self._scaled(self._orthogonal(matrix))

@@ -44,16 +44,16 @@ class MatrixTask:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TaskPiece:
     """Elements of a task that a shard holds.
 
-    In the shard: ``shard[flat].view(shape)[inner]``; in the task: ``tensor[whole]``.
+    In the shard: ``shard[flat].view(shape)[inner]``; in the task: ``tensor[in_matrix]``.
     """
 
     flat: slice
     shape: tuple[int, ...]
     inner: tuple[slice, ...]
-    whole: tuple[slice, ...]
+    in_matrix: tuple[slice, ...]
     numel: int
     owned: bool
     """Whether this is the copy, among those of the model-parallel ranks, that is sent to the owner of the task."""
@@ -64,29 +64,29 @@ class Holding:
     """The pieces of a task in one shard, and the ranks with this shard, as indices in the stage."""
 
     ranks: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TaskPiece, ...]
 
     @property
-    def owned(self) -> tuple[Piece, ...]:
+    def owned(self) -> tuple[TaskPiece, ...]:
         """The pieces that are sent to the owner of the task."""
         return tuple(piece for piece in self.pieces if piece.owned)
 
 
-Item = tuple[MatrixTask, Piece]
+Item = tuple[MatrixTask, TaskPiece]
 
 
 @dataclass
-class Messages:
+class MatrixMessages:
     """Pieces that this rank sends and receives in one all-to-all, by rank of the stage, and the pieces it keeps."""
 
     send: list[list[Item]]
     receive: list[list[Item]]
-    kept: list[Item] = field(default_factory=list)
+    local: list[Item] = field(default_factory=list)
     is_empty: bool = True
     """Whether no rank of the stage sends anything."""
 
     @classmethod
-    def among(cls, size: int) -> Messages:
+    def among(cls, size: int) -> MatrixMessages:
         """Return empty messages between ``size`` ranks."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
@@ -95,12 +95,12 @@ class Messages:
         """The pieces to each rank, and from each rank."""
         return self.send, self.receive
 
-    def add(self, task: MatrixTask, pieces: Sequence[Piece], source: int, target: int, this_rank: int) -> None:
+    def add(self, task: MatrixTask, pieces: Sequence[TaskPiece], source: int, target: int, this_rank: int) -> None:
         """Add the pieces sent from ``source`` to ``target``; ``this_rank`` is this rank."""
         items = [(task, piece) for piece in pieces]
         self.is_empty = self.is_empty and (source == target or not items)
         if source == target:
-            self.kept += items if source == this_rank else []
+            self.local += items if source == this_rank else []
         elif source == this_rank:
             self.send[target] += items
         elif target == this_rank:
@@ -119,16 +119,16 @@ class Round:
     """Buckets with their last task in this round."""
     tasks: list[MatrixTask]
     """The tasks of this rank."""
-    gather: Messages
+    gather: MatrixMessages
     """Parts of directions, from the shards to the owners."""
-    scatter: Messages
+    scatter: MatrixMessages
     """Parts of results, from the owners to the shards."""
 
 
 Holders = dict[tuple[tuple[int, ...], int], tuple[int, ...]]
 
 
-class Stage:
+class MatrixStage:
     """The ranks of this rank's pipeline stage, which hold parts of the same parameters."""
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -175,19 +175,19 @@ def _of_rank(spec: ShardSpec, indices: tuple[tuple[str, int], ...]) -> ShardSpec
     return replace(spec, indices=indices, is_copy=False)
 
 
-def _pieces(task: Box, spec: ShardSpec, start: int, stop: int, offset: int) -> Iterator[Piece]:
+def _pieces(task: Box, spec: ShardSpec, start: int, stop: int, offset: int) -> Iterator[TaskPiece]:
     """Yield the pieces of ``task`` in the elements ``start ... stop - 1`` of a rank's tensor, which begins at
     ``offset`` in its shard.
     """
     for box, first in flat_boxes(spec.local_shape, start, stop):
-        for held in spec.parts:
-            shift = tuple(a - b for a, b in zip(held.whole.start, held.local.start, strict=True))
-            common = box.intersect(held.local)
+        for part_of_spec in spec.parts:
+            shift = tuple(a - b for a, b in zip(part_of_spec.whole.start, part_of_spec.local.start, strict=True))
+            common = box.intersect(part_of_spec.local)
             global_box = None if common is None else common.shifted(shift).intersect(task)
             if global_box is not None:
                 inner = global_box.shifted(tuple(-by for by in shift)).within(box)
                 flat = slice(offset + first, offset + first + box.numel)
-                yield Piece(flat, box.shape, inner, global_box.within(task), global_box.numel, held.owned)
+                yield TaskPiece(flat, box.shape, inner, global_box.within(task), global_box.numel, part_of_spec.owned)
 
 
 def tasks_of(buckets: Sequence[Bucket]) -> list[MatrixTask]:
@@ -208,7 +208,7 @@ def tasks_of(buckets: Sequence[Bucket]) -> list[MatrixTask]:
     return tasks
 
 
-def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], ranks: int) -> list[int]:
+def assign_owners(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], ranks: int) -> list[int]:
     """Return the owner of each task: the longest first, to the rank with the least work (Graham 1969).
 
     Without cut parameters, a task that some ranks hold as a whole goes to one of them, because it then needs no
@@ -235,12 +235,12 @@ def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], r
 
 def plan_rounds(buckets: Sequence[Bucket], groups: ParallelGroups) -> list[Round]:
     """Return the rounds of this rank; a collective plan of all ranks of its stage, which have the same buckets."""
-    stage = Stage(groups)
+    stage = MatrixStage(groups)
     rounds = []
     size = len(stage.ranks)
     tasks = tasks_of(sorted(buckets, key=lambda bucket: str(bucket.weights.dtype)))
     holdings = [list(stage.holdings(task)) for task in tasks]
-    owners = assign(tasks, holdings, size)
+    owners = assign_owners(tasks, holdings, size)
     bounds = _bounds(tasks, size)
     for start, stop in pairwise(bounds):
         now, before, after = ({task.bucket: None for task in some} for some in (
@@ -249,14 +249,14 @@ def plan_rounds(buckets: Sequence[Bucket], groups: ParallelGroups) -> list[Round
         mine = [task for task, owner in zip(tasks[start:stop], owners[start:stop], strict=True) if owner == stage.own]
         begins = [b for b in now if b not in before]
         ends = [b for b in now if b not in after]
-        round_ = Round(list(now), begins, ends, mine, Messages.among(size), Messages.among(size))
+        round_ = Round(list(now), begins, ends, mine, MatrixMessages.among(size), MatrixMessages.among(size))
         for number in range(start, stop):
             _add_messages(round_, tasks[number], owners[number], holdings[number], stage)
         rounds.append(round_)
     return rounds
 
 
-def _add_messages(into: Round, task: MatrixTask, owner: int, holdings: Sequence[Holding], stage: Stage) -> None:
+def _add_messages(into: Round, task: MatrixTask, owner: int, holdings: Sequence[Holding], stage: MatrixStage) -> None:
     """Add the messages with the parts of a task; of several ranks with a part, the next one after the owner sends."""
     for holding in holdings:
         sender = min(holding.ranks, key=lambda rank: (rank - owner) % len(stage.ranks))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, joined, separated
+from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, fused_matrix, separated
 from megatron_core.optimizer.rule import NEVER_CORRECTED, Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
 
@@ -69,8 +69,8 @@ class SOAP(MatrixAlgorithm):
             self._update_bases(grad, number, state, rates)
         if len(squares) > 1:
             assert fused is not None, "only fused matrices have several parts"
-            variance.copy_(joined(squares, fused))
-            return joined(updates, fused)
+            variance.copy_(fused_matrix(squares, fused))
+            return fused_matrix(updates, fused)
         variance.copy_(squares[0])
         return updates[0]
 

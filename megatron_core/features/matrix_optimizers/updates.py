@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.data_parallel import Bucket
-from megatron_core.features.matrix_optimizers.plan import Item, MatrixTask, Messages, Round, plan_rounds
+from megatron_core.features.matrix_optimizers.plan import Item, MatrixMessages, MatrixTask, Round, plan_rounds
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import Rates, ShardSlice, write_copy
 from megatron_core.optimizer.shard import JointAlgorithm, Shard
@@ -121,9 +121,9 @@ class MatrixAlgorithm(JointAlgorithm):
         """Return the results of this rank's tasks of a round."""
         directions = self._directions
         matrices = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
-        for item in now.gather.kept:
-            matrices[item[0]][item[1].whole] = self._in_direction(item)
-        self._receive(now.gather, arriving, lambda item: matrices[item[0]][item[1].whole])
+        for item in now.gather.local:
+            matrices[item[0]][item[1].in_matrix] = self._in_direction(item)
+        self._receive(now.gather, arriving, lambda item: matrices[item[0]][item[1].in_matrix])
         for bucket in now.ends:
             del directions[bucket]
         return {
@@ -133,9 +133,9 @@ class MatrixAlgorithm(JointAlgorithm):
 
     def _start_scatter(self, now: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
         """Start to send the results of a round to the shards; store the parts that stay on this rank."""
-        for item in now.scatter.kept:
-            self._in_update(item).copy_(results[item[0]][item[1].whole])
-        return self._start(now, now.scatter, lambda item: results[item[0]][item[1].whole])
+        for item in now.scatter.local:
+            self._in_update(item).copy_(results[item[0]][item[1].in_matrix])
+        return self._start(now, now.scatter, lambda item: results[item[0]][item[1].in_matrix])
 
     def _finish_scatter(self, now: Round, returning: Arriving, rates: Mapping[Bucket, Rates]) -> None:
         """Receive results, and update the buckets that are complete."""
@@ -145,7 +145,7 @@ class MatrixAlgorithm(JointAlgorithm):
 
     # Messages.
 
-    def _start(self, now: Round, messages: Messages, read: Callable[[Item], Tensor]) -> Arriving:
+    def _start(self, now: Round, messages: MatrixMessages, read: Callable[[Item], Tensor]) -> Arriving:
         """Start to send parts of matrices, which ``read`` returns."""
         empty = self._updates[now.buckets[0]].new_empty(0)
         if messages.is_empty:
@@ -154,14 +154,14 @@ class MatrixAlgorithm(JointAlgorithm):
         send, receive = ([sum(piece.numel for _, piece in items) for items in ranks] for ranks in messages.by_rank)
         return start_all_to_all_rows(torch.cat(rows or [empty]), send, receive, self._stage_groups.group("tp-dp-cp"))
 
-    def _receive(self, messages: Messages, arriving: Arriving, place: Callable[[Item], Tensor]) -> None:
-        """Wait for the parts, and copy each to the tensor that ``place`` returns."""
+    def _receive(self, messages: MatrixMessages, arriving: Arriving, target_of: Callable[[Item], Tensor]) -> None:
+        """Wait for the parts, and copy each to the tensor that ``target_of`` returns."""
         received, handle = arriving
         handle.wait()
         offset = 0
         for items in messages.receive:
             for item in items:
-                target = place(item)
+                target = target_of(item)
                 target.copy_(received[offset : offset + target.numel()].view(target.shape))
                 offset += target.numel()
 
@@ -220,7 +220,7 @@ def separated(matrix: Tensor, fused: Fused) -> list[Tensor]:
     return [block.flatten(-3, -2) for block in blocks.split(fused.rows, dim=-2)]
 
 
-def joined(matrices: Sequence[Tensor], fused: Fused) -> Tensor:
+def fused_matrix(matrices: Sequence[Tensor], fused: Fused) -> Tensor:
     """Return the matrix that consists of ``matrices``: the inverse of ``separated``."""
     blocks = [block.unflatten(-2, (-1, rows)) for block, rows in zip(matrices, fused.rows, strict=True)]
     return torch.cat(blocks, dim=-2).flatten(-3, -2)

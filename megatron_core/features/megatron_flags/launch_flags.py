@@ -31,44 +31,47 @@ class LaunchFlags:
     @classmethod
     def of(cls, words: Sequence[str], unknown: Any) -> LaunchFlags:
         """Sort ``words``; ``unknown``: the pattern of a value that is not known, with its name as group 1."""
-        found, kinds = cls(), field_types() | command_line()
-        given = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
-        strong = {plain(flag) for flag, _ in grouped(Translation.of(given, kinds).strong)}
-        for group, one in Translation.each(given, kinds):
+        sorted_flags = cls()
+        kinds = field_types() | command_line()
+        split_words = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
+        strong = {plain(flag) for flag, _ in grouped(Translation.of(split_words, kinds).strong)}
+        for group, one in Translation.each(split_words, kinds):
             names = unknown.findall(" ".join(group))
-            shown = unknown.sub(r"<\1>", " ".join(group))
+            text = unknown.sub(r"<\1>", " ".join(group))
             if names and one.faults and not _is_refused(group[0], one):
-                found.unread[shown] = ", ".join(names)
+                sorted_flags.unread[text] = ", ".join(names)
             elif one.faults:
-                found.refused += [unknown.sub(r"<\1>", fault) for fault in one.faults]
+                sorted_flags.refused += [unknown.sub(r"<\1>", fault) for fault in one.faults]
             elif not one.strong and one.weak and {plain(flag) for flag, _ in grouped(one.weak)} <= strong:
-                found.ignored.setdefault("other flags of the command line override it", []).append(shown)
+                sorted_flags.ignored.setdefault("other flags of the command line override it", []).append(text)
             elif one.ignored:
                 for reason in one.ignored.values():
-                    found.ignored.setdefault(reason, []).append(shown)
+                    sorted_flags.ignored.setdefault(reason, []).append(text)
             else:
-                found._add(group, one.flags, shown)
+                sorted_flags._add(group, one.flags, text)
             if not (names and one.faults):
-                found.usable += [unknown.sub(r"<\1>", word) for word in group]
-        return found
+                sorted_flags.usable += [unknown.sub(r"<\1>", word) for word in group]
+        return sorted_flags
 
-    def _add(self, group: list[str], flags: list[str], shown: str) -> None:
+    def _add(self, group: list[str], flags: list[str], text: str) -> None:
         same = [flag.replace("_", "-") for flag in group[:1]] == flags[:1] and len(flags) == len(group)
         same = same and all(_equal(old, new) for old, new in zip(group[1:], flags[1:], strict=True))
         if same:
-            self.done.append(shown)
+            self.done.append(text)
         else:
-            self.translated[shown] = " ".join(flags) or "the default"
+            self.translated[text] = " ".join(flags) or "the default"
 
     def different_defaults(self, config: RunConfig) -> dict[str, str]:
         """Flags that the command line leaves out and whose defaults are Megatron-LM's with another value, with the text
         of the difference."""
-        given = {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
+        set_names = {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
         values = config.flat()
         return {
             f"{to_flag(name)} {theirs}": f"here {values[name]}: {text}"
             for name, (theirs, text) in tables.OTHER_DEFAULTS.items()
-            if name not in given and str(values[name]) != theirs and (config.model.num_experts or "moe_" not in name)
+            if name not in set_names
+            and str(values[name]) != theirs
+            and (config.model.num_experts or "moe_" not in name)
         }
 
 
@@ -81,7 +84,8 @@ def is_flag(word: str) -> bool:
 
 def _is_refused(flag: str, one: Translation) -> bool:
     """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
-    entry, name = tables.FLAGS.get(plain(flag)), plain(flag)
+    entry = tables.FLAGS.get(plain(flag))
+    name = plain(flag)
     is_refused = entry is not None and entry.fate == "refused" and name not in tables.ONLY_VALUE
     return flag.startswith("--") and (is_refused or bool(one.unknown))
 

@@ -40,31 +40,33 @@ class MegatronSpellings(Spellings):
         a dense layer. ``--embed-layernorm`` precedes learned positions there, so that it is ``--embedding-layernorm``
         for other positions alone.
         """
-        given = {plain(flag): values for flag, values in groups}
-        length, samples = _integer(given.get("seq_length")), _integer(given.get("train_samples"))
-        positions = given.get("position_embedding_type", ["learned_absolute"])[0]
+        values_by_name = {plain(flag): values for flag, values in groups}
+        length = _integer(values_by_name.get("seq_length"))
+        samples = _integer(values_by_name.get("train_samples"))
+        positions = values_by_name.get("position_embedding_type", ["learned_absolute"])[0]
         replaced: dict[str, list[str]] = {}
         for name, other in TOKENS.items():
-            tokens = _integer(given.get(name))
+            tokens = _integer(values_by_name.get(name))
             if tokens is not None and length:
                 count = tokens // length
                 replaced[name] = [str(count if other != "train_samples" or samples is None else min(count, samples))]
         left_out = {TOKENS[name] for name in replaced}
-        steps, batch = _integer(given.get("train_iters")), _integer(given.get("global_batch_size"))
+        steps = _integer(values_by_name.get("train_iters"))
+        batch = _integer(values_by_name.get("global_batch_size"))
         if "train_tokens" in replaced and steps and batch and steps * batch >= int(replaced["train_tokens"][0]):
             left_out.add("train_iters")
-        if given.get("num_experts") == ["1"] and "moe_router_topk" not in given:
+        if values_by_name.get("num_experts") == ["1"] and "moe_router_topk" not in values_by_name:
             left_out |= OF_EXPERTS
-        kept: list[Group] = []
+        result: list[Group] = []
         for flag, values in groups:
             name = plain(flag)
             if name in replaced:
-                kept.append((to_flag(TOKENS[name]), replaced[name]))
+                result.append((to_flag(TOKENS[name]), replaced[name]))
             elif name == "embed_layernorm" and not values and positions in ("alibi", "rotary", "rope", "none"):
-                kept.append(("--embedding-layernorm", values))
+                result.append(("--embedding-layernorm", values))
             elif name not in left_out:
-                kept.append((flag, values))
-        return kept
+                result.append((flag, values))
+        return result
 
     @cached_property
     def effective(self) -> set[str]:
@@ -121,10 +123,10 @@ class MegatronSpellings(Spellings):
 
     def _values(self, flag: str, setting: str, values: list[str], line: Translation) -> list[Group]:
         """The groups of a flag of a setting, with Megatron-LM's values translated."""
-        parts = tables.LEFT_OUT.get(setting, ())
-        if absent := [value for value in values if value in parts]:
+        left_out = tables.LEFT_OUT.get(setting, ())
+        if absent := [value for value in values if value in left_out]:
             line.ignored[" ".join([flag, *absent])] = "these parts run without it, with equal results"
-            values = [value for value in values if value not in parts]
+            values = [value for value in values if value not in left_out]
         same = tables.SAME_VALUE.get(setting, {})
         values = [same.get(value, value) for value in values]
         if setting in tables.LISTS:

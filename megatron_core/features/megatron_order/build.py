@@ -24,7 +24,7 @@ from megatron_core.features.megatron_order.order import OrderOptions, SampleOrde
 NO_PAD = -1
 
 
-def read_text(indexed: Any, order: SampleOrder, number: int, length: int, extra_tokens: int, pad: int) -> np.ndarray:
+def read_sample(indexed: Any, order: SampleOrder, number: int, length: int, extra_tokens: int, pad: int) -> np.ndarray:
     """The L + x tokens of sample `number` of the sample index, padded with `pad` at the end: int64 [L + x].
 
     They start at row `number` and end x tokens after row `number + 1`; consecutive samples share x tokens.
@@ -115,7 +115,7 @@ class MegatronOrderedDataset:
         number = int(self.order.shuffle_index[index])
         length = self.sequence_length
         extra = self.options.extra_tokens
-        text = read_text(self.indexed, self.order, number, length, extra, self.pad)
+        text = read_sample(self.indexed, self.order, number, length, extra, self.pad)
         return divide(text, extra, self.pad, self.masked_token)
 
 

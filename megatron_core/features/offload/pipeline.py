@@ -20,7 +20,7 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.memory import BucketMemory, Placement
 from megatron_core.features.offload.placement import DiskPlacement, HostPlacement
 from megatron_core.optimizer.rule import ShardSlice
-from megatron_core.optimizer.shard import Job, Shard, ShardUpdates
+from megatron_core.optimizer.shard import Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
 
 
@@ -57,7 +57,7 @@ class UpdatePipeline(ShardUpdates):
             sent.transfer.wait()
         self._sent.clear()
 
-    def run(self, jobs: Sequence[Job], update: Callable[[Job, ShardSlice], None]) -> None:
+    def run(self, jobs: Sequence[UpdateJob], update: Callable[[UpdateJob, ShardSlice], None]) -> None:
         """Call ``update`` for each job, with the tensors of its slice on one device, and write the results.
 
         At most three slices of shards on disk are in memory.
@@ -90,12 +90,12 @@ _Spare = dict[str, Tensor]
 class _Loaded:
     """The tensors of a job, on the device of the shard's state and in memory after ``wait``."""
 
-    def __init__(self, job: Job, sent: dict[Shard, _Sent], spare: _Spare) -> None:
+    def __init__(self, job: UpdateJob, sent: dict[Shard, _Sent], spare: _Spare) -> None:
         self._shard = job.shard
-        self._at = job.at
+        self._at = job.span
         self._spare = spare
         shard = job.shard
-        span = job.at
+        span = job.span
         self._waits = list[Transfer]()
         weights = shard.bucket.weight_shard[span]
         # The gradient.

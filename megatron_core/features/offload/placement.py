@@ -20,6 +20,7 @@ from megatron_core.data_parallel.memory import Placement
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
 from megatron_core.parallel.handles import Done
+from megatron_core.parallel.pinned import pinned_bytes
 from megatron_core.parallel.transfer import Transfer, lane
 
 CHUNK = 2**22
@@ -38,7 +39,9 @@ class HostPlacement(Placement):
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros in this placement."""
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._is_pinned)
+        if self._is_pinned and self.device.type == "cpu":
+            return pinned_bytes(numel * dtype.itemsize).view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
         """Return memory on ``device`` that has the values of ``piece`` after the handle's ``wait``."""

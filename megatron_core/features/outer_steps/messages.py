@@ -19,7 +19,7 @@ from megatron_core.parallel.meter import COMPRESSED, METER
 LARGEST_E4M3 = 448.0
 
 
-class Message:
+class GroupMessage:
     """The mean over the ranks of ``group`` of their flat tensors ``values``, which it may overwrite.
 
     ``exchange``: a value of ``outer_exchange``; ``lengths`` and ``largest`` (same dtype as ``values``) are the lengths
@@ -59,7 +59,7 @@ class Message:
         if self._kind == "fp8":
             codes = (relative * LARGEST_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
-            codes = packed(to_e3m0(relative))
+            codes = packed_codes(to_e3m0(relative))
         return torch.cat([largest.view(torch.uint8), codes])
 
     def _decoded(self, row: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def from_e3m0(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return table[codes.long()]
 
 
-def packed(codes: Tensor) -> Tensor:
+def packed_codes(codes: Tensor) -> Tensor:
     """Two codes of 4 bits in each byte; an odd last one is followed by 0."""
     codes = torch.cat([codes, codes.new_zeros(len(codes) % 2)])
     return codes[::2] + 16 * codes[1::2]
 
 
 def unpacked(data: Tensor, length: int) -> Tensor:
-    """The inverse of ``packed``, for ``length`` codes."""
+    """The inverse of ``packed_codes``, for ``length`` codes."""
     return torch.stack([data % 16, data // 16], 1).view(-1)[:length]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.features.outer_steps.messages import Message
+from megatron_core.features.outer_steps.messages import GroupMessage
 from megatron_core.features.outer_steps.settings import OuterConfig
-from megatron_core.optimizer.clip import part_of
+from megatron_core.optimizer.clip import model_part_of
 from megatron_core.optimizer.lamb import reduce_over_tensors
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.shard import Shard
@@ -23,7 +23,7 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 
 
-class Piece(NamedTuple):
+class FragmentPiece(NamedTuple):
     """A part of a parameter in the global weights of this rank."""
 
     shard: Shard
@@ -32,13 +32,13 @@ class Piece(NamedTuple):
     start: int
     """First element of the parameter, and the end."""
     stop: int
-    at: int
+    offset: int
     """Offset in the shard's main weights."""
 
     @property
     def main(self) -> Tensor:
         """This group's own weights."""
-        return self.shard.main[self.at : self.at + self.stop - self.start]
+        return self.shard.main[self.offset : self.offset + self.stop - self.start]
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Fragment:
     """A part of the model that is exchanged at once: this rank's share of its global weights and their state, flat."""
 
     number: int
-    pieces: list[Piece]
+    pieces: list[FragmentPiece]
     buckets: list[Shard]
     """Shards with any of its parameters, on whatever rank, in one order on all ranks that share them."""
     weights: Tensor = field(init=False)
@@ -54,7 +54,7 @@ class Fragment:
     momentum: Tensor = field(init=False)
     mean: Tensor = field(init=False)
     """The mean of the groups' outer gradients, from the arrival of a message until it is applied; else empty."""
-    message: Message | None = field(init=False, default=None)
+    message: GroupMessage | None = field(init=False, default=None)
     in_flight: bool = field(init=False, default=False)
     """Whether ``mean``, or the message that becomes it, is still to be applied."""
     sent: Tensor | None = field(init=False, default=None)
@@ -65,7 +65,7 @@ class Fragment:
         weights = [piece.main for piece in self.pieces]
         return torch.cat(weights) if weights else self.weights.new_zeros(0)
 
-    def parts(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def parts(self, flat: Tensor) -> Iterator[tuple[FragmentPiece, Tensor]]:
         """Each piece with its part of ``flat``."""
         sizes = [piece.stop - piece.start for piece in self.pieces]
         return zip(self.pieces, flat.split(sizes) if sizes else (), strict=True)
@@ -171,7 +171,7 @@ class OuterOptimizer:
         if self.config.outer_exchange in ("fp8", "fp4"):
             largest = self._largest(fragment, gradient)
         lengths = [piece.stop - piece.start for piece in fragment.pieces]
-        fragment.message = Message(gradient, self.config.outer_exchange, lengths, largest, self.groups.outer)
+        fragment.message = GroupMessage(gradient, self.config.outer_exchange, lengths, largest, self.groups.outer)
         fragment.in_flight = True
 
     def _largest(self, fragment: Fragment, gradient: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class OuterOptimizer:
         for fragment in self.fragments:
             for piece, elements in fragment.parts(fragment.weights):
                 if piece.shard is shard:
-                    gathered[piece.at : piece.at + elements.numel()] = elements
+                    gathered[piece.offset : piece.offset + elements.numel()] = elements
         if not shard.bucket.is_sharded:
             all_gather_flat_(gathered, gathered[own_span(shard.bucket)].clone(), shard.bucket.dp_group)
         return gathered
@@ -243,7 +243,7 @@ class OuterOptimizer:
             span = own_span(shard.bucket)
             first = span.start - bucket.shard.start
             pieces += [
-                Piece(shard, name, parameter, start, stop, first + offset)
+                FragmentPiece(shard, name, parameter, start, stop, first + offset)
                 for name, parameter, start, stop, offset in bucket.pieces(span)
                 if self._number_of(name) == number
             ]
@@ -253,7 +253,7 @@ class OuterOptimizer:
 
     def _number_of(self, name: str) -> int:
         """The fragment of a parameter: i mod P for layer i; the first for the embedding, the last for the head."""
-        number = part_of(name, self._num_layers)
+        number = model_part_of(name, self._num_layers)
         final = self.config.outer_fragments - 1
         if number == 0:
             return 0

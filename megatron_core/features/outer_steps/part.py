@@ -75,12 +75,12 @@ class OuterSteps(RunPart):
         return self.outer.nbytes
 
     def stored_pieces(
-        self, updated: Iterable[TensorBox], further: Iterable[TensorBox], *, weights_only: bool
+        self, updated: Iterable[TensorBox], copied: Iterable[TensorBox], *, weights_only: bool
     ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """The global weights as the model, and the state of each group with its own prefix."""
         group = self.run.groups.outer.rank()
         of_group = state.pieces_of_group(updated, self.run.optimizer, group)
-        of_first = further if group == 0 else ()
+        of_first = copied if group == 0 else ()
         of_all = chain(of_first, state.global_pieces(self.outer, weights_only=weights_only))
         return () if weights_only else of_group, of_all
 

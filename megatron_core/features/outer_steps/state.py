@@ -19,11 +19,7 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.loading import shapes_of_all
-from megatron_core.training.state import (
-    optimizer_pieces,
-    saved_pieces,
-    weight_pieces,
-)
+from megatron_core.training.state import optimizer_pieces, saved_pieces, weight_pieces
 
 IN_FLIGHT = "outer_in_flight"
 """Fragments whose mean is stored, but not applied."""

@@ -78,7 +78,7 @@ class PreferenceDataset(ConversationDataset):
 
     def describe(self) -> tuple[str, ...]:
         """Notes: the keys of lines that have no effect."""
-        lines = notes.spread(self._lines, notes.KEYS_CHECKED)
+        lines = notes.evenly_spaced(self._lines, notes.KEYS_CHECKED)
         return tuple(notes.of_keys(map(self.read, lines), self._encoder.template.names))
 
     def __getitem__(self, index: int) -> PackedSample:

@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, shortened
 
-HEAD_SIZE, BASE_DEPTH, DEEPEST = 64, 4, 1024
+HEAD_SIZE = 64
+BASE_DEPTH = 4
+DEEPEST = 1024
 """Channels of a head, of which a model has as many as layers; the depth whose learning rate is ``LEARNING_RATE``."""
 SEQUENCE = 2048
 TOKENS_PER_PARAMETER = 20
@@ -47,8 +49,8 @@ def read_depth(text: str, names: Collection[str]) -> tuple[dict[str, Any], str]:
     return settings_of_depth(depth, names), ""
 
 
-def settings_of_depth(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of the model of ``depth`` layers, except those that the settings ``given`` exclude.
+def settings_of_depth(depth: int, set_names: Collection[str] = ()) -> dict[str, Any]:
+    """The settings of the model of ``depth`` layers, except those that the settings ``set_names`` exclude.
 
     Errors: ``ConfigError`` for a depth out of range.
 
@@ -88,7 +90,7 @@ def settings_of_depth(depth: int, given: Collection[str] = ()) -> dict[str, Any]
         "weight_decay": 0.1,
         "clip_grad": 1.0,
     }
-    excluded = {name for name, others in ALTERNATIVES.items() if not set(others).isdisjoint(given)}
+    excluded = {name for name, alternatives in ALTERNATIVES.items() if not set(alternatives).isdisjoint(set_names)}
     if "use_mup" in excluded:
         excluded |= {"mup_base_hidden_size", "mup_base_head_dim"}
     return {name: value for name, value in settings.items() if name not in excluded}

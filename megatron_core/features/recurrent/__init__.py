@@ -11,10 +11,10 @@ RECURRENT = Feature(
     problems=recurrent_problems,
     spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
     attention_kinds={
-        "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNet",
+        "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNetKind",
         "kimi_delta_attention": "megatron_core.features.recurrent.kinds:KimiDelta",
         "mamba2": "megatron_core.features.recurrent.kinds:Mamba2",
-        "short_convolution": "megatron_core.features.recurrent.kinds:ShortConvolution",
+        "short_convolution": "megatron_core.features.recurrent.kinds:ShortConvolutionKind",
         "attention_and_mamba2": "megatron_core.features.recurrent.kinds:AttentionAndMamba",
     },
     layers={

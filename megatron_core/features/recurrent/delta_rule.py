@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
+from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, split_in_chunks
 
 CHANNEL_CHUNK = 16
 """Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""
@@ -80,8 +80,8 @@ def chunked_delta_rule(
     length = query.shape[1]
     by_channel = decay.dim() == 4
     chunk = min(chunk or (CHANNEL_CHUNK if by_channel else CHUNK), length)
-    query, key, value = (in_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
-    decay, rate = (in_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
+    query, key, value = (split_in_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
+    decay, rate = (split_in_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
     between, start, end = decays_in_chunks(decay, first)
     near = (key.unsqueeze(-3) * between).contiguous() if by_channel else None  # keys as each token sees them
 

@@ -34,12 +34,12 @@ class GatedDeltaNet(RecurrentLayer):
     the norm of outputs does not depend on ``apply_layernorm_1p``, as in Qwen3-Next.
     """
 
-    kind: ClassVar[type[kinds.GatedDeltaNet]] = kinds.GatedDeltaNet
+    recurrence: ClassVar[type[kinds.GatedDeltaNetKind]] = kinds.GatedDeltaNetKind
     gate_activation: Callable[[Tensor], Tensor] = staticmethod(nn.functional.silu)
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__(context, layer_number)
-        sizes = self.kind(context.config)
+        sizes = self.recurrence(context.config)
         parallel = context.parallel
         self.shared = sizes.heads // context.config.linear_num_key_heads
         self._make_projections(context, sizes.pieces)
@@ -102,7 +102,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     Source: Kimi Team 2025 (arXiv 2510.26692), section 3.
     """
 
-    kind: ClassVar[type[kinds.GatedDeltaNet]] = kinds.KimiDelta
+    recurrence: ClassVar[type[kinds.GatedDeltaNetKind]] = kinds.KimiDelta
     gate_activation = staticmethod(torch.sigmoid)
 
     def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """The kinds of recurrences.
 
-To add a recurrence, add a subclass of ``Recurrence``, its name and its layer to the feature, and its name or
+To add a recurrence, add a subclass of ``RecurrenceKind``, its name and its layer to the feature, and its name or
 its letter to ``settings``.
 """
 
@@ -14,7 +14,7 @@ from megatron_core.config.model import ModelConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
 
 
-class Recurrence(AttentionKind):
+class RecurrenceKind(AttentionKind):
     """A recurrence instead of attention, after a convolution. Its heads have their own numbers and sizes."""
 
     has_own_head_sizes = True
@@ -78,8 +78,10 @@ class Recurrence(AttentionKind):
 
     def projections(self, tp: int) -> list[Projection]:
         """One projection to all ``pieces``, and the output projection."""
-        hidden, pieces = self.model.hidden_size, tuple(piece // tp for piece in self.pieces)
-        values, (width, of_values) = self.heads * self.value_head_size // tp, self.widths
+        hidden = self.model.hidden_size
+        pieces = tuple(piece // tp for piece in self.pieces)
+        values = self.heads * self.value_head_size // tp
+        (width, of_values) = self.widths
         return [
             Projection(hidden, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(values, hidden, "inputs", False, of_values, "out_proj"),
@@ -96,7 +98,7 @@ class Recurrence(AttentionKind):
         return 0, sum(self.pieces) + convolved + self.heads * self.value_head_size
 
 
-class GatedDeltaNet(Recurrence):
+class GatedDeltaNetKind(RecurrenceKind):
     """A convolution of queries, keys and values, and the gated delta rule (Yang et al. 2025, arXiv 2412.06464)."""
 
     name = "gated_delta_net"
@@ -143,7 +145,7 @@ class GatedDeltaNet(Recurrence):
         return 2 * self.convolved * model.linear_conv_kernel_dim, 8 * state
 
 
-class KimiDelta(GatedDeltaNet):
+class KimiDelta(GatedDeltaNetKind):
     """The gated delta net with a decay for each key channel of a head, and with gates and decays that are projections
     of few channels (Kimi Team 2025, arXiv 2510.26692, section 3)."""
 
@@ -162,14 +164,16 @@ class KimiDelta(GatedDeltaNet):
     @property
     def pieces(self) -> tuple[int, int, int, int, int, int]:
         """As the gated delta net, with as many decays as keys."""
-        *others, _ = super().pieces
-        keys, _, values, gates, rates = others
+        *kept_pieces, _ = super().pieces
+        keys, _, values, gates, rates = kept_pieces
         return keys, keys, values, gates, rates, keys
 
     def projections(self, tp: int) -> list[Projection]:
         """To queries, keys, values and rates; to decays and to gates, each in two steps; and the output projection."""
-        hidden, (keys, _, values, gates, rates, decays) = self.model.hidden_size, self.pieces
-        up, width = "value heads x channels", "2 key heads x channels + value heads x channels + value heads"
+        hidden = self.model.hidden_size
+        (keys, _, values, gates, rates, decays) = self.pieces
+        up = "value heads x channels"
+        width = "2 key heads x channels + value heads x channels + value heads"
         pieces = tuple(piece // tp for piece in (keys, keys, values, rates))
         return [
             Projection(hidden, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
@@ -186,7 +190,7 @@ class KimiDelta(GatedDeltaNet):
         return 2 * self.rank, of_heads
 
 
-class Mamba2(Recurrence):
+class Mamba2(RecurrenceKind):
     """A convolution of inputs, keys (B) and queries (C), and a state space of each head (Dao and Gu 2024, arXiv
     2405.21060)."""
 
@@ -218,7 +222,8 @@ class Mamba2(Recurrence):
     @property
     def pieces(self) -> tuple[int, int, int, int, int]:
         """Channels of inputs, B, C, gates of the output and steps over all ranks."""
-        inputs, keys = self.heads * self.value_head_size, self.groups * self.query_head_size
+        inputs = self.heads * self.value_head_size
+        keys = self.groups * self.query_head_size
         return inputs, keys, keys, inputs, self.heads
 
     @property
@@ -237,7 +242,7 @@ class Mamba2(Recurrence):
         return 0, 7 * self.pieces[0] * self.query_head_size
 
 
-class ShortConvolution(Recurrence):
+class ShortConvolutionKind(RecurrenceKind):
     """A gated causal convolution over few tokens (Liquid AI 2025, arXiv 2511.23404): a recurrence without states, whose
     heads are the channels of the hidden state."""
 
@@ -327,9 +332,9 @@ class AttentionAndMamba(AttentionKind):
     def projections(self, tp: int) -> list[Projection]:
         """Projections of both, under the names of the modules; the output projection of attention is the last one."""
         return [
-            replace(each, module=f"{name}.{each.module}")
+            replace(projection, module=f"{name}.{projection.module}")
             for name, mixer in reversed(list(self.mixers.items()))
-            for each in mixer.projections(tp)
+            for projection in mixer.projections(tp)
         ]
 
     def norms(self, tp: int) -> tuple[int, ...]:

@@ -42,12 +42,12 @@ class MambaMixer(RecurrentLayer):
     is_joinable = True
     """See ``transformer.joined``."""
 
-    kind: ClassVar[type[kinds.Mamba2]] = kinds.Mamba2
+    recurrence: ClassVar[type[kinds.Mamba2]] = kinds.Mamba2
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__(context, layer_number)
         config = context.config
-        sizes = self.kind(context.config)
+        sizes = self.recurrence(context.config)
         self.in_proj = fused_linear(context, sizes.pieces)
         self.A_log, self.dt_bias, self.D = (of_heads(context, sizes.heads) for _ in range(3))
         self.A_log.init_method = log_of_decay_rates

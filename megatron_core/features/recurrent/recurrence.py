@@ -36,7 +36,7 @@ class Decays(NamedTuple):
     """``[b, heads, chunks, chunk, d]``: from a token to the end of the chunk."""
 
 
-def in_chunks(x: Tensor, chunk: int) -> Tensor:
+def split_in_chunks(x: Tensor, chunk: int) -> Tensor:
     """``[b, s, heads, d]`` -> ``[b, heads, chunks, chunk, d]``, filled up with tokens of 0, which change no state."""
     padding = -x.shape[1] % chunk
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
@@ -63,7 +63,9 @@ def decays_in_chunks(decay: Tensor, first: Tensor | None) -> Decays:
     seen = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril()
     from_start = to_end = None
     if first is not None:
-        number = in_chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)  # of the document in the chunk
+        number = (
+            split_in_chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)
+        )  # of the document in the chunk
         seen = seen & (number.unsqueeze(-1) == number.unsqueeze(-2))
         from_start = number != 0
         to_end = number != number[..., -1:]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import LayoutError
-from megatron_core.features.recurrent.kinds import Recurrence
+from megatron_core.features.recurrent.kinds import RecurrenceKind
 from megatron_core.features.recurrent.states import StateExchange
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, split, split_fused
@@ -78,15 +78,15 @@ class RecurrentLayer(nn.Module):
     ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). The heads are split over the
     tensor-parallel ranks; with context parallelism the states are passed between the ranks of ``context.cp``. In
     generation, the cache stores the states and the last inputs of the convolution. A subclass has the recurrence of its
-    ``kind``.
+    ``recurrence``.
     """
 
-    kind: ClassVar[type[Recurrence]]
+    recurrence: ClassVar[type[RecurrenceKind]]
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
         config = context.config
-        sizes = self.kind(context.config)
+        sizes = self.recurrence(context.config)
         ranks = context.tp_group.size()
         self.layer_number = layer_number
         self.epsilon = config.norm_epsilon
@@ -142,8 +142,8 @@ class RecurrentLayer(nn.Module):
         """Projections ``[s, b, c]`` of whole sequences, or of this rank's parts -> ``[s, b, heads * dv]``."""
         if context.attention_mask is not None:
             raise LayoutError(
-                f"an attention mask cannot be used with layers of the kind {self.kind.name}, whose states hold all "
-                "earlier tokens; give document_lengths instead"
+                f"an attention mask cannot be used with layers of the kind {self.recurrence.name}, whose states hold "
+                "all earlier tokens; give document_lengths instead"
             )
         exchange = self.exchange
         ages = self._ages(mixed, context)

@@ -24,23 +24,27 @@ def has_recurrence(config: RunConfig) -> bool:
 def recurrent_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of recurrent layers, or of a pattern of layers, that contradict each other or the layout."""
     yield from _pattern_problems(config)
-    model, parallel, flat = config.model, config.parallel, config.flat()
-    kind, pattern = model.experimental_attention_variant, model.hybrid_layer_pattern
-    if pattern is None and (kind is None or model.has_sparse_attention):
+    model = config.model
+    parallel = config.parallel
+    flat = config.flat()
+    variant = model.experimental_attention_variant
+    pattern = model.hybrid_layer_pattern
+    if pattern is None and (variant is None or model.has_sparse_attention):
         return
-    if kind is not None and pattern is None:
-        yield from _variant_problems(model, kind)
-    named = f"experimental_attention_variant={kind}" if pattern is None else f"hybrid_layer_pattern={pattern}"
-    tp, parts = parallel.tensor_model_parallel_size, 2 * parallel.context_parallel_size
+    if variant is not None and pattern is None:
+        yield from _variant_problems(model, variant)
+    named = f"experimental_attention_variant={variant}" if pattern is None else f"hybrid_layer_pattern={pattern}"
+    tp = parallel.tensor_model_parallel_size
+    chunks = 2 * parallel.context_parallel_size
     if model.may_have("G"):
         yield from uneven(
             "linear_num_value_heads", model.linear_num_value_heads, "linear_num_key_heads", model.linear_num_key_heads
         )
         yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)
-    short = config.data.seq_length // parts < model.linear_conv_kernel_dim - 1
-    if parts > 2 and short and model.may_have(*RECURRENCES):
+    short = config.data.seq_length // chunks < model.linear_conv_kernel_dim - 1
+    if chunks > 2 and short and model.may_have(*RECURRENCES):
         yield (
-            f"seq_length={config.data.seq_length} in {parts} parts for context_parallel_size={parts // 2} is shorter "
+            f"seq_length={config.data.seq_length} in {chunks} parts for context_parallel_size={chunks // 2} is shorter "
             f"than the {model.linear_conv_kernel_dim - 1} earlier tokens of linear_conv_kernel_dim="
             f"{model.linear_conv_kernel_dim}; use longer sequences or fewer ranks"
         )
@@ -49,13 +53,13 @@ def recurrent_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{name}={flat[name]} cannot be used with {named}: {reason}"
 
 
-def _variant_problems(model: ModelConfig, kind: str) -> Iterator[str]:
+def _variant_problems(model: ModelConfig, variant: str) -> Iterator[str]:
     """Which layers have the recurrence --experimental-attention-variant."""
     pattern = model.linear_attention_freq
     if pattern is None:
         yield (
-            f"experimental_attention_variant={kind} needs linear_attention_freq; for example 4: every fourth layer has "
-            "attention, the others the recurrence"
+            f"experimental_attention_variant={variant} needs linear_attention_freq; for example 4: every fourth layer "
+            "has attention, the others the recurrence"
         )
         return
     if pattern[:1] < (1,) if len(pattern) == 1 else len(pattern) != model.num_layers or set(pattern) - {0, 1}:
@@ -66,20 +70,21 @@ def _variant_problems(model: ModelConfig, kind: str) -> Iterator[str]:
         return
     if not model.has_recurrence:
         yield (
-            f"experimental_attention_variant={kind} has no effect with linear_attention_freq={pattern}, which gives no "
-            "layer the recurrence; choose another pattern, or remove it"
+            f"experimental_attention_variant={variant} has no effect with linear_attention_freq={pattern}, which gives "
+            "no layer the recurrence; choose another pattern, or remove it"
         )
-    if kind == "kimi_delta_attention" and model.linear_num_value_heads != model.linear_num_key_heads:
+    if variant == "kimi_delta_attention" and model.linear_num_value_heads != model.linear_num_key_heads:
         yield (
             f"linear_num_value_heads={model.linear_num_value_heads} must be linear_num_key_heads="
-            f"{model.linear_num_key_heads} with experimental_attention_variant={kind}: each value head has its own key "
-            "head"
+            f"{model.linear_num_key_heads} with experimental_attention_variant={variant}: each value head has its own "
+            "key head"
         )
 
 
 def _pattern_problems(config: RunConfig) -> Iterator[str]:
     """Letters of the pattern, their number, other settings about the same, and sizes of Mamba-2 mixers."""
-    model, pattern = config.model, config.model.hybrid_layer_pattern
+    model = config.model
+    pattern = config.model.hybrid_layer_pattern
     for name in ("mlp_multipliers", "mamba_multipliers", "parallel_mixer_multipliers"):
         if not all(0 < value < inf for value in getattr(model, name)):
             yield f"{name}={getattr(model, name)} must be finite numbers above 0"
@@ -115,7 +120,8 @@ def _pattern_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
-    named, unknown = f"hybrid_layer_pattern={pattern}", sorted(set(pattern) - set(LETTERS))
+    named = f"hybrid_layer_pattern={pattern}"
+    unknown = sorted(set(pattern) - set(LETTERS))
     legal = f"legal: {' '.join(LETTERS)}, one for each layer"
     if STAGE in unknown:  # flags and files are translated
         letters, implied = read_pattern(pattern)

@@ -19,11 +19,11 @@ class ShortConvolution(RecurrentLayer):
     Source: Liquid AI 2025, LFM2 (arXiv 2511.23404), section 2; b, c and u in the order of the published weights.
     """
 
-    kind: ClassVar[type[kinds.ShortConvolution]] = kinds.ShortConvolution
+    recurrence: ClassVar[type[kinds.ShortConvolutionKind]] = kinds.ShortConvolutionKind
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__(context, layer_number)
-        self.in_proj = fused_linear(context, self.kind(context.config).pieces)
+        self.in_proj = fused_linear(context, self.recurrence(context.config).pieces)
 
     def _projected(self, hidden: Tensor) -> Tensor:
         mixed, _ = self.in_proj(hidden)

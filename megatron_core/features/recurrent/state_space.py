@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
+from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, split_in_chunks
 
 
 def state_space_by_steps(
@@ -72,11 +72,11 @@ def chunked_state_space(
     groups = key.shape[2]
     chunk = min(chunk or CHUNK, length)
     # [b, groups, chunks, chunk, dk]
-    query = in_chunks(query, chunk)
-    key = in_chunks(key, chunk)
-    decays = decays_in_chunks(in_chunks(decay.unsqueeze(-1), chunk), first)
+    query = split_in_chunks(query, chunk)
+    key = split_in_chunks(key, chunk)
+    decays = decays_in_chunks(split_in_chunks(decay.unsqueeze(-1), chunk), first)
     # Here and below g is a group, s a head of the group, c a chunk, i a token of it, k and v are channels.
-    value, between, start, end = (x.unflatten(1, (groups, -1)) for x in (in_chunks(value, chunk), *decays))
+    value, between, start, end = (x.unflatten(1, (groups, -1)) for x in (split_in_chunks(value, chunk), *decays))
     added = torch.einsum("bgcik,bgsciv->bgsckv", key, value * end).flatten(1, 2)
     states, final = _states(added, start[..., -1:, :].flatten(1, 2), state, state_after)
     earlier = torch.einsum("bgcik,bgsckv->bgsciv", query, states.unflatten(1, (groups, -1))) * start

@@ -31,7 +31,7 @@ from megatron_core.transformer.recompute import recomputed
 
 
 @dataclass(frozen=True)
-class Index:
+class IndexerOutput:
     """Outputs of an indexer for some tokens."""
 
     query: Tensor
@@ -73,13 +73,13 @@ class Indexer(nn.Module):
         if not config.trains_indexers:
             self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor, query_latent: Tensor, context: SequenceContext) -> Index:
+    def forward(self, hidden: Tensor, query_latent: Tensor, context: SequenceContext) -> IndexerOutput:
         """Of the tokens of ``hidden`` ``[n, b, h]`` and ``query_latent`` ``[n, b, r]``."""
         hidden = hidden.detach()
         query_latent = query_latent.detach()
         query = self._rotated(self.linear_wq_b(query_latent).unflatten(-1, (self.heads, self.channels)), context)
         key = self._rotated(self.k_norm(self.linear_wk(hidden)).unsqueeze(2), context).squeeze(2)
-        return Index(query, key, self.linear_weights_proj(hidden))
+        return IndexerOutput(query, key, self.linear_weights_proj(hidden))
 
     def _rotated(self, x: Tensor, context: SequenceContext) -> Tensor:
         if not self.has_rotary:
@@ -154,7 +154,7 @@ class SparseAttention(nn.Module):
         return out
 
     @torch.no_grad()
-    def _select(self, index: Index, positions: Tensor, context: SequenceContext) -> Tensor:
+    def _select(self, index: IndexerOutput, positions: Tensor, context: SequenceContext) -> Tensor:
         """Positions of the selected keys of all local queries, int64 ``[b, n, k]``."""
         local_positions = self.split.residual(positions)
         chosen = []
@@ -179,7 +179,7 @@ class SparseAttention(nn.Module):
 
     def _loss(
         self,
-        index: Index,
+        index: IndexerOutput,
         query: Tensor,
         key: Tensor,
         selected: Tensor | None,
@@ -255,7 +255,7 @@ class SparseLatentAttention(LatentAttention):
         index = self.core_attention.indexer(*inputs, context)
         step = cache.step
         latents, keys = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1), index.key)
-        index = Index(index.query[:, 0], index.key[:, 0], index.weights[:, 0])
+        index = IndexerOutput(index.query[:, 0], index.key[:, 0], index.weights[:, 0])
         outputs = []
         if step.lengths.numel():
             outputs.append(self._single_tokens(query[: len(step.lengths), 0], index, latents, keys, step))
@@ -270,7 +270,7 @@ class SparseLatentAttention(LatentAttention):
             row += count
         return torch.cat(outputs)[:, None]
 
-    def _single_tokens(self, query: Tensor, index: Index, latents: Tensor, keys: Tensor, step: Any) -> Tensor:
+    def _single_tokens(self, query: Tensor, index: IndexerOutput, latents: Tensor, keys: Tensor, step: Any) -> Tensor:
         """Attention of one token of each of several texts, ``[texts, heads, d]``; only selected latents are read."""
         core = self.core_attention
         count = len(query)
@@ -289,7 +289,9 @@ class SparseLatentAttention(LatentAttention):
         out = torch.einsum("sak,skc->sac", weights, memory[..., : self.rank])
         return torch.einsum("sac,avc->sav", out, up_value).flatten(1)
 
-    def _chunk(self, query: Tensor, index: Index, latents: Tensor, keys: Tensor, row: int, count: int) -> Tensor:
+    def _chunk(
+        self, query: Tensor, index: IndexerOutput, latents: Tensor, keys: Tensor, row: int, count: int
+    ) -> Tensor:
         """Attention of the last ``count`` tokens of a text, which begin at ``row`` of the step.
 
         ``latents`` ``[t, rank + r]`` and ``keys`` ``[t, d]`` are those of the whole text.

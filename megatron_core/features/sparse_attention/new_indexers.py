@@ -1,12 +1,15 @@
-"""Indexers for a model that was trained without sparse attention: they are drawn, all other weights are loaded."""
+"""Indexers for a model that was trained without sparse attention, and their warmup, in which the rest is frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.features.sparse_attention.settings import INDEXER, SparseAttentionConfig
+from megatron_core.models.gpt.model import GPTModel
+from megatron_core.parallel import ParallelGroups
 from megatron_core.training.parts import AddedWeights
 
 VARIANT = "experimental_attention_variant"
@@ -43,3 +46,10 @@ class NewIndexers(AddedWeights):
                 "with --dsa-indexer-warmup"
             )
         return {name: value for name, value in stored.items() if name != VARIANT and not name.startswith("dsa_")}
+
+
+def freeze_but_indexers(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
+    """With ``dsa_indexer_warmup``, freeze a stage but its indexers; see ``Feature.change_stage``."""
+    if config.model.section(SparseAttentionConfig).dsa_indexer_warmup:
+        for name, parameter in model.named_global_parameters():
+            parameter.requires_grad_(INDEXER in name)

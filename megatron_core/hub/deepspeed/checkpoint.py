@@ -16,6 +16,7 @@ from megatron_core.hub.deepspeed.folder import Files, find_folder, load_dict
 from megatron_core.hub.deepspeed.model_files import ModelFile, plain_content
 from megatron_core.hub.deepspeed.plain_states import Order, PlainStates
 from megatron_core.hub.deepspeed.shards import Parts, Stored, read_partitions, read_universal, shapes_of, whole_number
+from megatron_core.training.state import TrainState
 
 T = TypeVar("T")
 LATER = "@stage"
@@ -284,6 +285,14 @@ class DeepSpeedCheckpoint:
         # DeepSpeed does not count the first good step: its scale grows in the step after ``window`` good steps.
         tracker = (good - 1) % window if good > 0 else -1
         return {"scale": float(scale), "growth_tracker": tracker, "hysteresis_tracker": chances}
+
+
+def train_state(checkpoint: DeepSpeedCheckpoint) -> TrainState:
+    """The counters of the training."""
+    counts = checkpoint.counters
+    steps, samples, skipped = (counts[name] for name in ("global_steps", "global_samples", "skipped_steps"))
+    per_step = samples // steps if steps else 0
+    return TrainState(steps, samples, skipped_iterations=skipped, skipped_samples=skipped * per_step)
 
 
 UNIVERSAL_VERSION = 0.4

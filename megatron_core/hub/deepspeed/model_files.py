@@ -149,7 +149,7 @@ def _whole(name: str, shape: Shape, fragments: list[Any]) -> Stored:
             f"the frozen parameter {name} has {flat.numel} elements in {len(fragments)} files, but its shape is "
             f"{list(shape)}: a file is missing, or files of two runs are mixed"
         )
-    return Stored(shape, lambda: flat.span(0, count).view(shape))
+    return flat.stored(0, shape)
 
 
 def plain_content(value: Any) -> Any:

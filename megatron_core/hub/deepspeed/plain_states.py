@@ -108,7 +108,7 @@ class PlainStates:
                 target = result.main if state_kind == "fp32" else result.states.setdefault(state_kind, {})
                 for name in names:
                     weight = self._module[name]
-                    target[name] = Stored(tuple(weight.shape), _part(joined, offset, weight))
+                    target[name] = joined.stored(offset, tuple(weight.shape))
                     offset += weight.numel()
                 if joined.numel != offset:
                     return None
@@ -118,10 +118,6 @@ class PlainStates:
                     return None
             result.steps.update(steps_of(state, self._fallback if state else None))
         return result
-
-
-def _part(joined: Flat, offset: int, weight: Tensor) -> Any:
-    return lambda: joined.span(offset, offset + weight.numel()).view(weight.shape)
 
 
 def _lists(value: Any) -> list[list[Any]]:

@@ -88,6 +88,10 @@ class Flat:
                 pieces.append(tensor.detach()[local].float())
         return torch.cat(pieces)
 
+    def stored(self, offset: int, shape: Shape) -> Stored:
+        """The tensor of ``shape`` that begins at ``offset``."""
+        return Stored(shape, lambda: self.span(offset, offset + prod(shape)).view(shape))
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is a dense floating-point tensor."""
@@ -184,17 +188,13 @@ def _cut(flat: Flat, names: Shapes, paddings: Sequence[int], ranks: int, target:
     """Find the parameters in the flat tensor of a group."""
     offset = 0
     for (name, shape), padding in zip(names.items(), paddings, strict=True):
-        target[name] = _range(flat, offset, shape)
+        target[name] = flat.stored(offset, shape)
         offset += prod(shape) + padding
     if not 0 <= flat.numel - offset < 2 * ranks:  # the end is padded to a multiple of 2 * ranks
         raise CheckpointError(
             f"{label} has {flat.numel} elements in the files of {ranks} ranks, but its parameters have {offset}: a "
             "file is missing, or files of two runs are mixed"
         )
-
-
-def _range(flat: Flat, offset: int, shape: Shape) -> Stored:
-    return Stored(shape, lambda: flat.span(offset, offset + prod(shape)).view(shape))
 
 
 def _read_stage3(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shape]]) -> Parts:

@@ -269,6 +269,28 @@ def windows_where(has_window: Callable[[Settings, int], bool], **types: KeyType)
     return KeyRule(read, _window_json, {**WINDOWS.types, **types})
 
 
+def _windows_with_positions(hf_config: Settings) -> Settings:
+    """Without ``sliding_window`` all layers have positions."""
+    if hf_config.get("sliding_window") is None:
+        return {}
+    every = hf_config.get("sliding_window_pattern", 4)
+    if "layer_types" not in hf_config and (isinstance(every, str) or every == 0):
+        refuse("sliding_window_pattern", every, "without layer_types it must be an integer >= 1")
+    kinds = hf_config.get("layer_types") or [
+        "sliding_attention" if n % every else "full_attention" for n in range(1, hf_config["num_hidden_layers"] + 1)
+    ]
+    without = tuple(int(layer_type == "full_attention") for layer_type in kinds)
+    return {**WINDOWS.read({**hf_config, "layer_types": kinds}), "no_rope_freq": without if any(without) else None}
+
+
+_PATTERN = KeyType("a string or an integer >= 0", lambda value: isinstance(value, str) or COUNT_OR_ZERO.accepts(value))
+WINDOWS_WITH_POSITIONS = KeyRule(
+    read=_windows_with_positions,
+    write=lambda config: {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)},
+    types={**WINDOWS.types, "sliding_window_pattern": _PATTERN},
+)
+"""``WINDOWS``, where layers without one, by default every n-th (``sliding_window_pattern``), have no positions."""
+
 ATTENTION_BIASES = KeyRule(
     read=lambda hf_config: dict.fromkeys(
         ("add_qkv_bias", "add_attention_output_bias"), hf_config.get("attention_bias", False)

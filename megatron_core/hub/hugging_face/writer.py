@@ -102,6 +102,13 @@ def write_weights(folder: Path, groups: Iterable[Group], file_bytes: int = 5 * 1
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def read_whole(reader: Weights, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Read one complete tensor."""
+    tensor = torch.empty(shape, dtype=dtype)
+    reader.fill([TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
+    return tensor
+
+
 def _stored_tensors(
     reader: Weights,
     architecture: Architecture,
@@ -111,9 +118,7 @@ def _stored_tensors(
     dtype: torch.dtype,
 ) -> Iterable[Tensor]:
     """The stored tensors that hold our weight ``name``."""
-    full_box = Box((0,) * len(shape), shape)
-    ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
-    reader.fill([TensorBox(f"model.{name}", shape, full_box, ours, owned=True)])
+    ours = read_whole(reader, f"model.{name}", shape, stored_dtype(name, dtype))
     source = architecture.source(name)
     if source.of_heads:
         return ours.view(-1, model.head_size)
@@ -121,7 +126,7 @@ def _stored_tensors(
         return [source.turned(ours)]
     # Zeros: some rows of a table of positions belong to no position.
     stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
-    for key, index, piece in source.parts(model, shape, full_box):
+    for key, index, piece in source.parts(model, shape, Box((0,) * len(shape), shape)):
         source.turned(stored[key])[index] = ours[piece.index]
     return stored.values()
 

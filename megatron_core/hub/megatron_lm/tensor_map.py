@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
-from megatron_core.features.recurrent.kinds import GatedDeltaNet, Mamba2, Recurrence
+from megatron_core.features.recurrent.kinds import GatedDeltaNetKind, Mamba2, RecurrenceKind
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.rules import unlike_delta_net
 from megatron_core.parallel.boxes import Box
@@ -221,12 +221,12 @@ class StoredMixer(NamedTuple):
     """Its names of the pieces -> their places here."""
     norm: str
     """Our name of the norm of outputs; there it is a module with a weight."""
-    recurrence: type[Recurrence]
+    recurrence: type[RecurrenceKind]
 
 
 STORED = {
     Mamba2.name: StoredMixer("mixer", ORDER, "norm", Mamba2),
-    GatedDeltaNet.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNet),
+    GatedDeltaNetKind.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNetKind),
 }
 """The mixers by kind."""
 NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.values()}

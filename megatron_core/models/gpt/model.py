@@ -22,7 +22,7 @@ from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, vocab_parallel_cross_entropy
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
-from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, in_chunks
+from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, cut_documents
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
@@ -222,7 +222,7 @@ class GPTModel(nn.Module):
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
             documents=documents,
-            chunks=in_chunks(documents, size, *shape, input_ids.device, masked=masked),
+            chunks=cut_documents(documents, size, *shape, input_ids.device, masked=masked),
             query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
             bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
             sample_index=sequences.sample_index,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.parallel import interrupt
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.resilience.settings import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
 
@@ -115,7 +115,7 @@ def wait_for_transfer(*, is_lost: bool) -> None:
     """Wait as for a transfer that arrives late or never, until the wait is interrupted."""
     until = math.inf if is_lost else time.monotonic() + DELAY
     while time.monotonic() < until:
-        interrupt.check()
+        interrupt.raise_if_requested()
         time.sleep(0.02)
 
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.errors import LayoutError, visible
 from megatron_core.launcher import read_integer
-from megatron_core.parallel import interrupt
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.resilience.processes.rendezvous import Rendezvous
 
@@ -79,7 +79,7 @@ class Connection:
             try:
                 count = self._socket.recv_into(view[offset:])
             except TimeoutError:
-                interrupt.check()
+                interrupt.raise_if_requested()
                 if time.monotonic() - last_arrival > PATIENCE:
                     raise
                 continue

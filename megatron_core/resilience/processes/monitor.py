@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.errors import visible
-from megatron_core.parallel import interrupt
 from megatron_core.parallel.flight_recorder import RECORDER
-from megatron_core.parallel.watchdog import SLACK
+from megatron_core.parallel.time_limit import SLACK
 from megatron_core.resilience.processes.memory import BEATS, ITERATION, HostMemory
 from megatron_core.resilience.processes.rendezvous import Failure, Rendezvous
 

@@ -29,7 +29,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
     return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
 
 
-def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
+def choose_experts(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     """Return the experts of each token, int64 ``[..., k]``, from logits ``[..., E]``.
 
     ``bias`` ``[E]`` is added to the scores; it affects only the choice, not the probabilities. Group-limited choice
@@ -105,7 +105,7 @@ def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float,
         if drawn is not None:
             unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
             # Detached, so that only the value is scaled and the gradient is that of the whole share.
-            share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
+            share = share + share.detach().masked_fill(unscaled, 0.0) * (SCALE - 1)
         factors.append(share)
         left = left.scatter(-1, chosen, -inf)
     return torch.cat(factors, dim=-1)

@@ -240,7 +240,7 @@ class AllGatherDispatcher(Dispatcher):
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
         local_rows = x.shape[0]
-        longest = torch.tensor(x.shape[0], device=x.device)
+        longest = torch.full((), local_rows, device=x.device)  # unlike ``torch.tensor``, without a copy from the host
         all_reduce_(longest, self.group, maximum=True)
         # A gather needs equal sizes, and ranks may have a different number of tokens.
         missing = int(longest) - local_rows

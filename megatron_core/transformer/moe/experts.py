@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.grouped import copied_to
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
 from megatron_core.tensor_parallel.arithmetic import Chunks
@@ -48,7 +49,7 @@ class GroupedLinear(nn.Module):
         """The bias of the expert of each row, ``[R, out]``."""
         if self.bias is None:
             return None
-        repeats = torch.tensor(counts, device=self.bias.device)
+        repeats = copied_to(counts, torch.int64, self.bias.device)
         return self.bias.repeat_interleave(repeats, dim=0, output_size=sum(counts))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.grouped import copied_to
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
@@ -16,7 +17,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
-    choose,
+    choose_experts,
     draw_sparsemixer,
     probabilities,
     sinkhorn,
@@ -52,8 +53,8 @@ class Tokens:
 
 
 class TopKRouter(nn.Module):
-    """logits = W x, or W x + b if linear layers have biases; ``choice.choose`` selects the k experts of each token;
-    then compute their probabilities.
+    """logits = W x, or W x + b if linear layers have biases; ``choice.choose_experts`` selects the k experts of each
+    token; then compute their probabilities.
 
     ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
     is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
@@ -150,7 +151,7 @@ class TopKRouter(nn.Module):
             return self._sinkhorn_choice(logits, tokens)
         if drawn is not None:
             return draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
-        return choose(logits, self.expert_bias, config)
+        return choose_experts(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Balance whole sequences in any layout: each separately (seq_sinkhorn), or the micro-batch together."""
@@ -245,7 +246,7 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
         if router.expert_bias is not None:
             applied = [loads[number] for number in router.applications]
             # The same on all ranks, so replicas of the bias stay equal without a broadcast.
-            load = torch.tensor(applied, dtype=torch.float64, device=router.expert_bias.device).sum(0)
+            load = copied_to(applied, torch.float64, router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepspeed.translation import key_names, read_json, translate
-from megatron_core.any_model.module import check_settings, read_settings
+from megatron_core.any_model.module import check_engine_settings, read_engine_settings
 from megatron_core.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ from megatron_core.errors import ConfigError
 def test_the_settings_of_every_stage_are_valid_for_the_engine(stage: int, ranks: int) -> None:
     zero = {"stage": stage, "overlap_comm": True, **({"offload_optimizer": {"device": "cpu"}} if stage else {})}
     config = {"train_batch_size": 8, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    settings = check_settings(read_settings(translate(config, ranks).settings), ranks)
+    settings = check_engine_settings(read_engine_settings(translate(config, ranks).settings), ranks)
     assert settings.parallel.dp_zero_stage == stage
     assert settings.optimizer.lr == 0.1
     assert settings.optimizer.clip_grad == 1.0

@@ -14,9 +14,9 @@ from megatron_core.features.equal_bits.exact_sum import (
     UNIT,
     add_exactly_,
     add_rows_exactly_,
-    exact,
     exact_loss_sum,
     exact_squares,
+    rounded_exactly,
     scale_gradient,
     sum_of_squares,
 )
@@ -30,7 +30,7 @@ def test_any_order_and_grouping_gives_the_same_bits(dtype: torch.dtype) -> None:
     )
     terms, whole = len(rows), torch.zeros(7, dtype=torch.float64)
     add_rows_exactly_(whole, rows, terms)
-    expected = [sum(Fraction(float(each)) for each in exact(column, terms)) for column in rows.t()]
+    expected = [sum(Fraction(float(each)) for each in rounded_exactly(column, terms)) for column in rows.t()]
     assert [Fraction(float(each)) for each in whole] == expected
     assert torch.allclose(whole, rows.double().sum(0), rtol=0, atol=len(rows) * UNIT)
     parts = torch.zeros(3, 7, dtype=torch.float64)
@@ -41,8 +41,8 @@ def test_any_order_and_grouping_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_addends_beyond_the_limit_are_nan() -> None:
     values = torch.tensor([1.0, -1.0, 1.5, -2.0, math.inf, math.nan])
-    assert exact(values, int(RANGE)).isnan().tolist() == [False, False, True, True, True, True]
-    assert exact(torch.tensor([RANGE / 4]), 1).item() == RANGE / 4
+    assert rounded_exactly(values, int(RANGE)).isnan().tolist() == [False, False, True, True, True, True]
+    assert rounded_exactly(torch.tensor([RANGE / 4]), 1).item() == RANGE / 4
 
 
 def test_loss_sum_and_its_gradient() -> None:

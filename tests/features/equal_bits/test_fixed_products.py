@@ -20,7 +20,7 @@ from megatron_core.features.equal_bits.fixed_products import (
     add_chunk_products_,
     aligned,
     chunk_product,
-    describe,
+    describe_products,
     is_native,
     product_,
     sum_of_products_,
@@ -69,13 +69,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_kernels_are_those_of_the_processor(request: pytest.FixtureRequest, backend: str) -> None:
     if backend == "torch":
-        assert "torch's" in describe("cpu")
+        assert "torch's" in describe_products("cpu")
         return
     chosen = [native.fixed_kernel(dtype) for dtype in DTYPES]
     _, most = KERNELS[request.node.callspec.params["backend"]]
     assert (chosen == ["vectors", "vectors"]) == (most == 0 or CAPABILITY != "AVX512")
     assert most == 2 or "amx" not in chosen
-    assert describe("cpu").startswith(f"float32 {chosen[0]}, bfloat16 {chosen[1]} (")
+    assert describe_products("cpu").startswith(f"float32 {chosen[0]}, bfloat16 {chosen[1]} (")
 
 
 def _product(x: Tensor, matrix: Tensor, rows: int) -> Tensor:

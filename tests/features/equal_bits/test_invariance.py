@@ -61,7 +61,7 @@ def test_ranks_continue_the_tree(size: int, dtype: str, backend: str) -> None:
 
 
 def test_chunks() -> None:
-    invariance = Invariance(parts=4, chunks=8, sequences=2, sequence_length=64)
+    invariance = Invariance(feature_parts=4, chunks=8, sequences=2, sequence_length=64)
     assert invariance.chunks_of(16)[1:3] == [slice(2, 4), slice(4, 6)]
     assert invariance.over(4).chunks_of(16) == [slice(0, 8), slice(8, 16)]
     with pytest.raises(LayoutError, match=r"12 tokens.*layout_invariant_chunks=8"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
-from megatron_core.features.equal_bits.fixed_products import NATIVE_DTYPES, describe
+from megatron_core.features.equal_bits.fixed_products import NATIVE_DTYPES, describe_products
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.ops import native
 from megatron_core.verify.ranks import run_ranks
@@ -40,5 +40,7 @@ def test_a_rank_with_other_kernels_is_named_on_all_ranks(reduced: str) -> None:
         pytest.skip("this processor has no other kernels")
     told = run_ranks(3, _refusal_with, reduced)
     assert told == [told[0]] * 3
-    assert re.search(rf"ranks 0, 2: {re.escape(describe('cpu'))}; rank 1: .*remove --layout-invariant", told[0])
+    assert re.search(
+        rf"ranks 0, 2: {re.escape(describe_products('cpu'))}; rank 1: .*remove --layout-invariant", told[0]
+    )
     assert run_ranks(2, _refusal_with, "nothing") == ["", ""]

@@ -10,7 +10,7 @@ from megatron_core.features.equal_bits.linear import Chunks, WeightParts, invari
 
 
 def test_experts_compute_in_the_dtype_of_their_rows() -> None:
-    invariance = Invariance(parts=2, chunks=1, sequences=1, sequence_length=5, context_ranks=1)
+    invariance = Invariance(feature_parts=2, chunks=1, sequences=1, sequence_length=5, context_ranks=1)
     parts = WeightParts.even(invariance, 6, 2, splits_output=True)
     chunks = Chunks((slice(0, 2), slice(2, 5)), ((slice(0, 2),), (slice(2, 5),)))
     weight = nn.Parameter(torch.randn(2, 6, 4).bfloat16(), requires_grad=False)

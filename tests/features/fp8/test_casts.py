@@ -19,7 +19,7 @@ from megatron_core.features.fp8.casts import (
     WHOLE,
     Blocks,
     block_amax,
-    cast,
+    cast_to_fp8,
     lost,
     quantise,
     scale_of,
@@ -62,12 +62,14 @@ def test_cast_rounds_to_the_nearest_number_and_clamps(dtype: torch.dtype, values
     one = torch.ones(1, 1)
     for wide in (torch.float32, torch.float64):
         x = torch.tensor(values, dtype=wide).unsqueeze(0)
-        assert cast(x, one, dtype, WHOLE).data.float().tolist()[0] == [_nearest(value, dtype) for value in values]
+        assert cast_to_fp8(x, one, dtype, WHOLE).data.float().tolist()[0] == [
+            _nearest(value, dtype) for value in values
+        ]
 
 
 def test_overflow_is_clamped_before_the_cast() -> None:
     """e5m2 itself rounds 61,440 and more to infinity."""
-    assert cast(torch.tensor([[61440.0, -1e30]]), torch.ones(1, 1), E5M2, WHOLE).data.float().tolist() == [
+    assert cast_to_fp8(torch.tensor([[61440.0, -1e30]]), torch.ones(1, 1), E5M2, WHOLE).data.float().tolist() == [
         [57344.0, -57344.0]
     ]
 
@@ -154,7 +156,7 @@ def test_product_is_that_of_the_dequantised_matrices(
 
 def test_what_is_lost_is_counted() -> None:
     x = torch.tensor([[1000.0, -900.0, 1.0, 1e-4, 0.0, 448.0]])
-    assert lost(x, cast(x, torch.ones(1, 1), E4M3, WHOLE)).tolist() == [2.0, 1.0, 5.0]
+    assert lost(x, cast_to_fp8(x, torch.ones(1, 1), E4M3, WHOLE)).tolist() == [2.0, 1.0, 5.0]
 
 
 def _rows_by_hand(x: Tensor, dim: int) -> Tensor:

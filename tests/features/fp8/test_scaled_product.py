@@ -1,7 +1,7 @@
 """Blockwise matrix products, which torch has only on GPUs: their operands, and the conditions for their use.
 
 ``documented`` computes such a product from the layouts documented by cuBLAS, one scale at a time. Only a GPU can show
-the results of torch's kernels; there ``unavailable_reason`` tests them before the first product.
+the results of torch's kernels; there ``scaled_product_unavailable_reason`` tests them before the first product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_core.features.fp8.scaled_product import (
     is_block_product,
     missing,
     product,
-    unavailable_reason,
+    scaled_product_unavailable_reason,
 )
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.parallel.groups import ALONE
@@ -110,9 +110,9 @@ def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, s
 
     monkeypatch.setattr(functional, "scaled_mm", counted)
     monkeypatch.setattr(fp8_product, "missing", lambda *_: None)
-    unavailable_reason.cache_clear()
+    scaled_product_unavailable_reason.cache_clear()
     yield kinds
-    unavailable_reason.cache_clear()
+    scaled_product_unavailable_reason.cache_clear()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -150,7 +150,7 @@ def test_a_layer_asks_torch_for_its_three_products(recipe: str, blocks_on_cpu: l
     checks = sum(pair[0].columns == (32 if recipe == "mxfp8" else 128) for pair in PAIRS)
     assert blocks_on_cpu[checks:] == (asked if recipe == "mxfp8" else [*asked, ("BlockWise1x128", "BlockWise1x128")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_product, "unavailable_reason", lambda *_: "for comparison")
+        patch.setattr(fp8_product, "scaled_product_unavailable_reason", lambda *_: "for comparison")
         expected = _of_layer(recipe)
     for own, wanted in zip(found, expected, strict=True):
         assert (own - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -198,15 +198,15 @@ def test_a_wrong_product_is_found_before_it_is_used(
     defect: object, block: int, blocks_on_cpu: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_product, "block_operands", lambda a, b: defect(block_operands(a, b)))
-    assert "is off by" in unavailable_reason(block, CPU)
-    assert unavailable_reason(160 - block, CPU) is None
+    assert "is off by" in scaled_product_unavailable_reason(block, CPU)
+    assert scaled_product_unavailable_reason(160 - block, CPU) is None
     a, b = case(next(pair for pair in PAIRS if pair[0].columns == block))
     assert torch.equal(product(a, b, torch.float32), dequantised_product(a, b, torch.float32))
 
 
 def test_where_new_tensors_lie_does_not_matter(blocks_on_cpu: list[tuple[str, str]]) -> None:
     with torch.device("meta"):
-        assert [unavailable_reason(block, CPU) for block in (128, 32)] == [None, None]
+        assert [scaled_product_unavailable_reason(block, CPU) for block in (128, 32)] == [None, None]
 
 
 def test_a_product_that_fails_is_not_used(
@@ -216,7 +216,7 @@ def test_a_product_that_fails_is_not_used(
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhere that was")
 
     monkeypatch.setattr(functional, "scaled_mm", failing)
-    assert unavailable_reason(128, CPU) == "torch's product fails here: CUBLAS_STATUS_NOT_SUPPORTED"
+    assert scaled_product_unavailable_reason(128, CPU) == "torch's product fails here: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_this_gpu_has_what_its_kind_has(block: int) -> None:
     """No product that torch should support here fails or is inaccurate."""
     device = torch.device("cuda", torch.cuda.current_device())
     expected = missing(block, torch.cuda.get_device_capability(device), torch.version.cuda, torch.__version__)
-    assert unavailable_reason(block, device) == expected
+    assert scaled_product_unavailable_reason(block, device) == expected

@@ -205,7 +205,7 @@ def test_only_the_parts_of_other_ranks_are_sent() -> None:
 
 WRONG = {
     "the shard of the other copy of a hybrid-sharded model": (
-        "features.matrix_optimizers.plan:Stage._holders",
+        "features.matrix_optimizers.plan:MatrixStage._holders",
         ".index(rank) % shards",
         ".index(rank) // shards",
         4,

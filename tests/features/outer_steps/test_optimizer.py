@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_core.errors import CheckpointError
-from megatron_core.features.outer_steps.messages import from_e3m0, packed, to_e3m0, unpacked
+from megatron_core.features.outer_steps.messages import from_e3m0, packed_codes, to_e3m0, unpacked
 from megatron_core.features.outer_steps.part import OuterSteps, groups_report
 from megatron_core.parallel.meter import METER
 from megatron_core.reports.memory_report import planned_bytes
@@ -293,7 +293,7 @@ def test_the_number_of_groups_is_that_of_the_checkpoint(tmp_path: Path) -> None:
 def test_numbers_of_4_bits_are_the_nearest_ones() -> None:
     values = torch.linspace(-1.0, 1.0, 4001, dtype=torch.float64)
     known = from_e3m0(torch.arange(16), torch.float64)
-    found = from_e3m0(unpacked(packed(to_e3m0(values)), len(values)), torch.float64)
+    found = from_e3m0(unpacked(packed_codes(to_e3m0(values)), len(values)), torch.float64)
     nearest = (values.view(-1, 1) - known).abs().min(1).values
     torch.testing.assert_close((values - found).abs(), nearest, rtol=0, atol=1e-15)
-    assert len(packed(to_e3m0(values))) == 2001
+    assert len(packed_codes(to_e3m0(values))) == 2001

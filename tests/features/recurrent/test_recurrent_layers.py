@@ -89,7 +89,9 @@ def test_activations_are_those_kept_for_backward(dtype: str, granularity: str | 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_attention_mask_is_refused(kind: dict) -> None:
     layer = layer_of(torch.float64, **kind)
-    with pytest.raises(LayoutError, match=f"kind {layer.kind.name}, whose states hold all earlier tokens; give docum"):
+    with pytest.raises(
+        LayoutError, match=f"kind {layer.recurrence.name}, whose states hold all earlier tokens; give docum"
+    ):
         layer(
             torch.zeros(4, 1, 64, dtype=torch.float64),
             SequenceContext(attention_mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool)),

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.config.layout import Layout
-from megatron_core.parallel import interrupt
+from megatron_core.cpu_ranks import interrupt
 from megatron_core.resilience.processes.memory import Copy
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery_choice import (
@@ -240,14 +240,14 @@ def test_copies_that_are_the_whole_state(layout: str, owners: tuple[int, ...], e
 
 
 def test_a_wait_ends_only_while_an_end_is_requested() -> None:
-    interrupt.check()
+    interrupt.raise_if_requested()
     interrupt.request("rank 3 was killed")
     try:
         with pytest.raises(interrupt.InterruptedWait, match="rank 3 was killed"):
-            interrupt.check()
+            interrupt.raise_if_requested()
     finally:
         interrupt.withdraw()
-    interrupt.check()
+    interrupt.raise_if_requested()
 
 
 def test_a_recovery_names_all_failures_since_the_last_step() -> None:

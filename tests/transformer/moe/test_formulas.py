@@ -30,7 +30,13 @@ from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.moe import MoELayer, moe_loss_names, update_expert_biases
 from megatron_core.transformer.moe.balance import balancing_loss, z_loss
-from megatron_core.transformer.moe.choice import choose, draw_sparsemixer, probabilities, sinkhorn, within_capacity
+from megatron_core.transformer.moe.choice import (
+    choose_experts,
+    draw_sparsemixer,
+    probabilities,
+    sinkhorn,
+    within_capacity,
+)
 from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.transformer.moe.router import Routing, Tokens
 from tests.defects.plant import planted
@@ -66,7 +72,7 @@ def _layer(**settings: object) -> MoELayer:
 def check_softmax() -> None:
     """Softmax over the chosen ones; or over all, without normalisation."""
     logits = _logits()
-    experts = choose(logits, None, BASE)
+    experts = choose_experts(logits, None, BASE)
     whole = logits.softmax(-1)
     best = whole.topk(K)
     torch.testing.assert_close(experts, best.indices)
@@ -79,7 +85,7 @@ def check_sigmoid_and_bias() -> None:
     """The bias affects the choice but not the probability; scores below any epsilon keep their ratios."""
     sigmoid, logits = replace(BASE, moe_router_score_function="sigmoid"), _logits()
     bias = torch.linspace(-1, 1, E)
-    experts = choose(logits, bias, sigmoid)
+    experts = choose_experts(logits, bias, sigmoid)
     torch.testing.assert_close(experts, (logits.sigmoid() + bias).topk(K).indices)
     chosen = logits.sigmoid().gather(-1, experts)
     torch.testing.assert_close(probabilities(logits, experts, sigmoid), chosen / chosen.sum(-1, keepdim=True))
@@ -102,7 +108,7 @@ def check_groups() -> None:
         moe_router_group_topk=2,
     )
     scores = _logits().sigmoid() - 2.0
-    experts = choose(_logits(), torch.full((E,), -2.0), limited)
+    experts = choose_experts(_logits(), torch.full((E,), -2.0), limited)
     groups = scores.unflatten(-1, (4, 2)).sum(-1).topk(2).indices
     for n in range(N):
         for b in range(B):
@@ -123,7 +129,7 @@ def check_groups_by_their_best() -> None:
     groups = scores.unflatten(-1, (4, 2)).amax(-1).topk(2).indices
     allowed = torch.zeros(N, B, 4, dtype=torch.bool).scatter_(-1, groups, True).repeat_interleave(2, -1)
     expected = scores.masked_fill(~allowed, 0.0).topk(3)
-    experts = choose(_logits(), None, limited)
+    experts = choose_experts(_logits(), None, limited)
     torch.testing.assert_close(experts, expected.indices)
     torch.testing.assert_close(probabilities(_logits(), experts, limited), expected.values)
 
@@ -136,7 +142,7 @@ def check_sum_epsilon() -> None:
     for shift in (0.0, -14.0):
         logits, bias = _logits().flatten(0, 1) + shift, torch.linspace(0.2, -0.2, E, dtype=torch.float64)
         _, expected, chosen = theirs(logits, bias)
-        experts = choose(logits, bias, config)
+        experts = choose_experts(logits, bias, config)
         torch.testing.assert_close(experts, chosen)
         torch.testing.assert_close(probabilities(logits, experts, config), expected, rtol=1e-12, atol=0)
 
@@ -146,7 +152,7 @@ def check_sparsemixer() -> None:
     for threshold in (0.01, 0.3, 0.8):
         config = replace(BASE, moe_router_score_function="sparsemixer", moe_sparsemixer_threshold=threshold)
         ours, theirs = (_logits().requires_grad_() for _ in range(2))
-        experts = choose(ours, None, config)
+        experts = choose_experts(ours, None, config)
         found = probabilities(ours, experts, config)
         expected, chosen = their_sparsemixer(theirs, jitter_eps=threshold, training=False)
         torch.testing.assert_close(experts, chosen)
@@ -185,13 +191,13 @@ def check_drawn_sparsemixer() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     likeliest = probabilities(ours, experts, config)
     assert 0 < (found < likeliest / 2).sum() < found.numel() / 2, "some outputs are scaled"
-    assert not torch.equal(experts, choose(ours, None, config))
+    assert not torch.equal(experts, choose_experts(ours, None, config))
 
 
 def check_softmax_and_bias() -> None:
     """ERNIE 4.5: the bias is added to the probabilities of all experts; those of the chosen ones are normalised."""
     logits, bias = _logits(), torch.linspace(-0.3, 0.3, E)
-    experts = choose(logits, bias, BASE)
+    experts = choose_experts(logits, bias, BASE)
     torch.testing.assert_close(experts, (logits.softmax(-1) + bias).topk(K).indices)
     chosen = logits.softmax(-1).gather(-1, experts)
     torch.testing.assert_close(probabilities(logits, experts, BASE), chosen / chosen.sum(-1, keepdim=True))
@@ -261,7 +267,7 @@ def check_z_loss() -> None:
 def check_capacity() -> None:
     """Each expert keeps its most probable tokens of each sequence, or the first ones."""
     logits = _logits()
-    experts = choose(logits, None, BASE)
+    experts = choose_experts(logits, None, BASE)
     probs = probabilities(logits, experts, BASE)
     for policy in ("probs", "position"):
         kept = within_capacity(experts, probs, E, 2, policy)
@@ -284,7 +290,7 @@ def check_layer() -> None:
         assert bias is None
         experts, shared = layer.experts, layer.shared_experts
         logits = functional.linear(x, layer.router.weight)
-        chosen = choose(logits, None, BASE)
+        chosen = choose_experts(logits, None, BASE)
         probs = probabilities(logits, chosen, BASE)
         kept = torch.ones_like(probs) if len(own) == 0 or "moe_token_dispatcher_type" in own else within_capacity(
             chosen, probs, E, math.ceil(N * K / E * 0.5), "probs").double()  # fmt: skip

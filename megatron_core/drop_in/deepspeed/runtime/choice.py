@@ -12,7 +12,7 @@ from deepspeed.ops.adam.adam import FusedAdam
 from deepspeed.ops.settings import SettingsOptimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
-from megatron_core.any_model.arguments import check_scheduler_of, checked_groups, made_by, make_optimizer
+from megatron_core.any_model.arguments import check_scheduler_of, checked_groups, make_optimizer, scheduler_made_by
 from megatron_core.any_model.scheduler import share_groups
 from megatron_core.errors import ConfigError
 
@@ -89,7 +89,7 @@ def choose_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, found
         if optimizer is None:
             raise ConfigError("lr_scheduler without an optimizer: give one to deepspeed.initialize or in the JSON")
         if callable(client) or not hasattr(client, "step"):
-            client = made_by(client, optimizer)
+            client = scheduler_made_by(client, optimizer)
         check_scheduler_of(client, optimizer)
         return client
     if found.scheduler is None or optimizer is None:

@@ -1,10 +1,17 @@
 """Cohere, the Command R models: attention and MLP in parallel with one norm, LayerNorm without biases, rotary positions
 of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layers, and positions only in these."""
 
-from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, KeyRule, Settings, norms_of_each_head
+from megatron_core.hub.hugging_face.rules import (
+    ATTENTION_BIASES,
+    ROPE,
+    WINDOWS,
+    WINDOWS_WITH_POSITIONS,
+    KeyRule,
+    Settings,
+    norms_of_each_head,
+)
 from megatron_core.hub.hugging_face.tensors import of_each_head
 from megatron_core.schema import COUNT
 
@@ -32,22 +39,11 @@ COHERE = variant(
 
 
 def _windows(hf_config: Settings) -> Settings:
-    """Every n-th layer, ``sliding_window_pattern``, has neither window nor positions."""
-    every = hf_config.get("sliding_window_pattern", 4)
-    layers = hf_config["num_hidden_layers"]
-    kinds = hf_config.get("layer_types") or [
-        "full_attention" if n % every == 0 else "sliding_attention" for n in range(1, layers + 1)
-    ]
-    settings = WINDOWS.read({**hf_config, "layer_types": kinds})
-    windowed = [layer_type == "sliding_attention" and bool(settings) for layer_type in kinds]
-    return {
-        **settings,
-        "no_rope_freq": None if all(windowed) else tuple(int(not has_window) for has_window in windowed),
-    }
-
-
-def _windows_json(config: ModelConfig) -> Settings:
-    return {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)}
+    """Without ``sliding_window`` no layer has positions."""
+    if hf_config.get("sliding_window") is not None:
+        return WINDOWS_WITH_POSITIONS.read(hf_config)
+    WINDOWS.read(hf_config)  # checks layer_types
+    return {"no_rope_freq": (1,) * hf_config["num_hidden_layers"]}
 
 
 COHERE2 = variant(
@@ -67,7 +63,7 @@ COHERE2 = variant(
     rules=(
         ROPE,
         ATTENTION_BIASES,
-        KeyRule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": COUNT}),
+        KeyRule(_windows, WINDOWS_WITH_POSITIONS.write, {**WINDOWS.types, "sliding_window_pattern": COUNT}),
     ),
     layer_tensors={"self_attention.k_layernorm": None},
 )

@@ -29,11 +29,6 @@ DOTS1 = variant(
         "max_window_layers": 62,
     },
     required={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True},
-    rules=(
-        ROPE,
-        dense_first(dense=0),
-        GROUPS_BY_TWO,
-        WINDOWS_OF_LAST_LAYERS,
-    ),
+    rules=(ROPE, dense_first(dense=0), GROUPS_BY_TWO, WINDOWS_OF_LAST_LAYERS),
     layer_tensors={**QK_NORMS, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
 )

@@ -3,7 +3,7 @@ K-EXAONE: norms before attention and MLP, and experts as those of DeepSeek-V3.""
 
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
-from megatron_core.hub.hugging_face.families.deepseek_v32 import EXPERT_LAYERS
+from megatron_core.hub.hugging_face.families.deepseek import EXPERT_LAYERS
 from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.olmo2 import OLMO2
@@ -12,37 +12,11 @@ from megatron_core.hub.hugging_face.rules import (
     GROUPS_BY_TWO,
     ROPE,
     SHARED_MATRICES,
-    WINDOWS,
+    WINDOWS_WITH_POSITIONS,
     KeyRule,
     Settings,
     dense_first,
-    refuse,
 )
-from megatron_core.schema import COUNT_OR_ZERO, KeyType
-
-PATTERN = KeyType("a string or an integer >= 0", lambda value: isinstance(value, str) or COUNT_OR_ZERO.accepts(value))
-
-
-def _windows(hf_config: Settings) -> Settings:
-    """Every n-th layer, ``sliding_window_pattern``, has neither window nor positions; without windows all have them."""
-    if hf_config.get("sliding_window") is None:
-        return {}
-    every = hf_config.get("sliding_window_pattern", 4)
-    layers = hf_config["num_hidden_layers"]
-    if "layer_types" not in hf_config and (isinstance(every, str) or every == 0):
-        refuse("sliding_window_pattern", every, "without layer_types it must be an integer >= 1")
-    kinds = hf_config.get("layer_types") or [
-        "full_attention" if n % every == 0 else "sliding_attention" for n in range(1, layers + 1)
-    ]
-    without = tuple(int(layer_type == "full_attention") for layer_type in kinds)
-    return {**WINDOWS.read({**hf_config, "layer_types": kinds}), "no_rope_freq": without if any(without) else None}
-
-
-def _windows_json(config: ModelConfig) -> Settings:
-    return {"layer_types": ["full_attention"] * config.num_layers, **WINDOWS.write(config)}
-
-
-WINDOWS_WITH_POSITIONS = KeyRule(_windows, _windows_json, {**WINDOWS.types, "sliding_window_pattern": PATTERN})
 
 EXAONE4 = register(
     OLMO2,

@@ -9,14 +9,11 @@ from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
 from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
+from megatron_core.hub.hugging_face.families.deepseek import DEEPSEEK_V3, DENSE, EXPERT_LAYERS, LATENT_MATRICES, SPARSE
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, groups_json, limited_to_groups, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, gate_and_up
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
-
-MLP_KINDS = ("dense", "sparse")
-"""Values of ``mlp_layer_types``."""
 
 
 def _mixers(hf_config: Settings) -> Settings:
@@ -70,11 +67,9 @@ def _experts(hf_config: Settings) -> Settings:
     """Layers with experts, the width of shared ones, and groups."""
     layers = hf_config["num_hidden_layers"]
     first = hf_config.get("first_k_dense_replace", 1)
-    kinds = hf_config.get("mlp_layer_types", [MLP_KINDS[n >= first] for n in range(layers)])
-    if set(kinds) - set(MLP_KINDS) or len(kinds) != layers:
-        refuse("mlp_layer_types", kinds, f"supported are {' and '.join(MLP_KINDS)}, one for each layer")
+    kinds = [SPARSE if n >= first else DENSE for n in range(layers)]
     return {
-        "moe_layer_freq": tuple(MLP_KINDS.index(mlp_type) for mlp_type in kinds),
+        **EXPERT_LAYERS.read({"mlp_layer_types": kinds, **hf_config}),
         "moe_shared_expert_intermediate_size": hf_config["num_shared_experts"] * hf_config["moe_intermediate_size"],
         **limited_to_groups(hf_config["num_expert_group"], hf_config["topk_group"], 2),
     }
@@ -83,7 +78,7 @@ def _experts(hf_config: Settings) -> Settings:
 def _experts_json(config: ModelConfig) -> Settings:
     groups = groups_json(config)
     return {
-        "mlp_layer_types": [MLP_KINDS[config.has_experts(n)] for n in range(config.num_layers)],
+        **EXPERT_LAYERS.write(config),
         "num_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,
         "num_expert_group": groups["n_group"],
         "topk_group": groups["topk_group"],

@@ -124,12 +124,7 @@ QWEN2_MOE = register(
     aliases={},
     defaults={**WINDOW_DEFAULTS, "qkv_bias": True},
     required={"hidden_act": "silu"},
-    rules=(
-        ROPE,
-        KeyRule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES),
-        ROUTER_SOFTMAX,
-        EXPERT_LAYERS,
-    ),
+    rules=(ROPE, KeyRule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES), ROUTER_SOFTMAX, EXPERT_LAYERS),
     layer_tensors={
         **LLAMA.layer_tensors,
         **EXPERT_MATRICES,

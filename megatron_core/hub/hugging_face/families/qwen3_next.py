@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.recurrent.kinds import GatedDeltaNet
+from megatron_core.features.recurrent.kinds import GatedDeltaNetKind
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
@@ -64,7 +64,7 @@ def _rows_by_key_head(config: ModelConfig, _: int) -> list[RowRange]:
 
 def _separate_rows(config: ModelConfig, _: int) -> list[RowRange]:
     """Qwen3.5 stores queries, keys and values in one matrix, and gates, rates and decays in one each."""
-    sizes = GatedDeltaNet(config).pieces
+    sizes = GatedDeltaNetKind(config).pieces
     joined = (sum(sizes[:3]), *sizes[3:])
     return [RowRange(tensor, 0, size) for tensor, size in enumerate(joined)]
 

@@ -1,7 +1,7 @@
 """Youtu-LLM: the latent attention of DeepSeek-V3 with dense MLPs."""
 
 from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES, LATENT_POSITIONS
+from megatron_core.hub.hugging_face.families.deepseek import DEEPSEEK_V3, LATENT_MATRICES, LATENT_POSITIONS
 from megatron_core.hub.hugging_face.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.hub.hugging_face.rules import ROPE
 

@@ -13,7 +13,7 @@ from megatron.core.datasets.utils import Split
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.loader import restarted_positions
 from megatron_core.errors import ConfigError
-from megatron_core.features.megatron_order.build import check_tokens, divide, read_text
+from megatron_core.features.megatron_order.build import check_tokens, divide, read_sample
 from megatron_core.features.megatron_order.cache import IndexCache
 from megatron_core.features.megatron_order.mock import MockSequences
 from megatron_core.features.megatron_order.order import OrderOptions, cached_order
@@ -120,7 +120,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         number = int(self.shuffle_index[0 if idx is None else idx])
         length, extra = config.sequence_length, self._extra_tokens
-        text = read_text(self.dataset, self._order, number, length, extra, self._pad_token_id)
+        text = read_sample(self.dataset, self._order, number, length, extra, self._pad_token_id)
         masked = config.tokenizer.eod if config.eod_mask_loss else None
         sample = divide(text, extra, self._pad_token_id, masked)
         text, sample = self._rearrange(0 if idx is None else idx, text[:length], sample)

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.module import MegatronModule, sharded
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.data_parallel.bucket_layout import InOrder, Rule
+from megatron_core.data_parallel.bucket_layout import FillRule, InOrder
 from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.amax_history import AmaxHistories, update_of
@@ -106,7 +106,7 @@ class DistributedDataParallel(MegatronModule):
             return kind
         return replace(kind, decay=True, matrix=False, embedding=False)
 
-    def _rule_of(self, kind: BucketKind, shards: int) -> Rule:
+    def _rule_of(self, kind: BucketKind, shards: int) -> FillRule:
         if not self.ddp_config.zero_stage:
             return InOrder()
         whole = self._whole_matrices and kind.is_hidden_matrix

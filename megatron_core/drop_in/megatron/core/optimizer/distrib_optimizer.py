@@ -15,7 +15,7 @@ from megatron.core.optimizer.param_layout import (
     lay_out,
 )
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.bucket_layout import Rule
+from megatron_core.data_parallel.bucket_layout import FillRule
 
 
 class Range:
@@ -28,7 +28,7 @@ class Range:
 class DistributedOptimizer(MixedPrecisionOptimizer):
     """``MegatronOptimizer`` of ``DistributedDataParallel`` with ``use_distributed_optimizer``."""
 
-    _rule: Callable[[int, bool], Rule] = staticmethod(in_order)
+    _rule: Callable[[int, bool], FillRule] = staticmethod(in_order)
     """The rule that fills buckets, from the number of shards and ``pad_buckets_for_high_nccl_busbw``."""
 
     @classmethod

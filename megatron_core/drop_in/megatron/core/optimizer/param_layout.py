@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.bucket_layout import InOrder, Packer, Rule, WholeInShards, matrix_work, round_up
+from megatron_core.data_parallel.bucket_layout import FillRule, InOrder, Packer, WholeInShards, matrix_work, round_up
 
 START_MULTIPLE = 64
 """The offset of each parameter is a multiple of this number of elements."""
@@ -31,12 +31,12 @@ def pad_bucket_end(bucket_end_index: int, data_parallel_world_size: int, pad_for
     return round_up(bucket_end_index, bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw))
 
 
-def in_order(shards: int, pad_for_high_nccl_busbw: bool) -> Rule:
+def in_order(shards: int, pad_for_high_nccl_busbw: bool) -> FillRule:
     """Return Megatron's rule for ``DistributedOptimizer``."""
     return InOrder(START_MULTIPLE, bucket_end_divisor(shards, pad_for_high_nccl_busbw))
 
 
-def whole_in_shards(shards: int, pad_for_high_nccl_busbw: bool) -> Rule:
+def whole_in_shards(shards: int, pad_for_high_nccl_busbw: bool) -> FillRule:
     """Return Megatron's rule for ``LayerWiseDistributedOptimizer``."""
     return WholeInShards(shards, START_MULTIPLE, shard_divisor(shards, pad_for_high_nccl_busbw))
 
@@ -78,7 +78,7 @@ class FullParamLayout:
 def lay_out(
     params: Sequence[nn.Parameter],
     bucket_size: int | None,
-    rule: Rule,
+    rule: FillRule,
     shards: int | None = None,
     param_indices: Sequence[int] | None = None,
 ) -> PerBufferParamLayout:

@@ -19,7 +19,7 @@ from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import forward_only as forward_only_plan
 from megatron_core.schedules import interleaved
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.checks import check
+from megatron_core.schedules.checks import check_plan
 from megatron_core.training.driver import PipelineRank, run_plan
 
 ForwardStepFunction = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any]]]
@@ -89,7 +89,7 @@ forward_backward_pipelining_with_interleaving = forward_backward
 @cache
 def _plan(ranks: int, chunks: int, num_microbatches: int, *, forward_only: bool) -> Plan:
     plan = (forward_only_plan if forward_only else interleaved)(ranks, chunks, num_microbatches)
-    return check(plan, num_microbatches, forward_only=forward_only)
+    return check_plan(plan, num_microbatches, forward_only=forward_only)
 
 
 @dataclass

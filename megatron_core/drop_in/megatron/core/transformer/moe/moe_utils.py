@@ -42,7 +42,11 @@ def topk_routing_with_score_function(
         moe_router_score_function=score_function,  # type: ignore[arg-type]
     )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    experts = choice.choose(wide.detach(), expert_bias, config) if precomputed_indices is None else precomputed_indices
+    experts = (
+        choice.choose_experts(wide.detach(), expert_bias, config)
+        if precomputed_indices is None
+        else precomputed_indices
+    )
     if router_replay is not None:
         experts = router_replay.replayed(experts)
     probs = choice.probabilities(wide, experts, config).to(logits.dtype)
@@ -55,14 +59,14 @@ def topk_routing_with_score_function(
 def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return scores and numbers ``[T, k]`` of the best experts in the best groups, see ``choice.choose``."""
+    """Return scores and numbers ``[T, k]`` of the best experts in the best groups, see ``choice.choose_experts``."""
     config = ModelConfig(
         moe_router_topk=topk,
         moe_router_num_groups=num_groups,
         moe_router_group_topk=group_topk,
         moe_router_score_function="softmax",
     )
-    experts = choice.choose(scores, None, config)
+    experts = choice.choose_experts(scores, None, config)
     return scores.gather(1, experts), experts
 
 

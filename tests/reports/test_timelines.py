@@ -6,14 +6,14 @@ import re
 
 import pytest
 
+from megatron_core.reports.timelines import COLOURS, chrome_trace, shade, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.draw import COLOURS, chrome_trace, picture, shade
 from megatron_core.schedules.simulate import Costs, simulate
 
 
 def test_plain_picture() -> None:
-    assert picture(simulate(one_f_one_b(2, 2), Costs()), "1f1b", width=40).splitlines() == [
+    assert timeline_picture(simulate(one_f_one_b(2, 2), Costs()), "1f1b", width=40).splitlines() == [
         "1f1b",
         " " * 34 + " peak",
         "rank 0 F0-F1-......B0----...B1---- 2",
@@ -24,7 +24,7 @@ def test_plain_picture() -> None:
 
 
 def test_odd_chunks_are_in_lower_case() -> None:
-    lines = picture(simulate(zb_v(1, 2), Costs()), "", width=60).splitlines()
+    lines = timeline_picture(simulate(zb_v(1, 2), Costs()), "", width=60).splitlines()
     assert lines[2].split()[2].startswith("F0")
     assert "f0" in lines[2] and "odd chunks in lower case" in lines[3]
 
@@ -35,14 +35,14 @@ def test_odd_chunks_are_in_lower_case() -> None:
 def test_rows_have_the_same_width(name: str, colour: bool, width: int) -> None:
     """For any width of the terminal and any costs."""
     timeline = simulate(make_plan(name, 4, SCHEDULES[name].chunks or 2, 6), Costs(1.3, 1, 0.7, 0.2))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", picture(timeline, name, width=width, colour=colour))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", timeline_picture(timeline, name, width=width, colour=colour))
     rows = [line.rsplit(" ", 1)[0] for line in text.splitlines() if line.startswith("rank")]
     assert len({len(row) for row in rows}) == 1 and len(rows) == 4
     assert width < 80 or max(map(len, text.splitlines()[:-2])) <= width
 
 
 def test_colours() -> None:
-    text = picture(simulate(zb_v(2, 2), Costs()), "", width=100, colour=True)
+    text = timeline_picture(simulate(zb_v(2, 2), Costs()), "", width=100, colour=True)
     shades = [shade(COLOURS[kind], chunk, 2) for kind in "FIW" for chunk in (0, 1)]
     assert len(set(shades)) == 6 and shade(COLOURS["F"], 0, 1) == COLOURS["F"]
     assert len(set(re.findall(r"48;5;(\d+)m", text))) == 6, "six colours in the terminal, too"

@@ -21,7 +21,7 @@ def withdraw() -> None:
     _reason[0] = ""
 
 
-def check() -> None:
+def raise_if_requested() -> None:
     """Raise ``InterruptedWait`` if an end was requested."""
     if _reason[0]:
         raise InterruptedWait(_reason[0])

@@ -32,12 +32,12 @@ def kinds(plan: Plan) -> list[str]:
     return [action_kind for action_kind in COLOURS if action_kind in present]
 
 
-def digits(time: float) -> str:
+def four_digits(time: float) -> str:
     """Format a time with four significant digits, or with all digits before the decimal point."""
     return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
 
 
-class Interval(Protocol):
+class TimeInterval(Protocol):
     """Anything with a start and an end."""
 
     @property
@@ -51,13 +51,14 @@ class Interval(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Interval)
+T = TypeVar("T", bound=TimeInterval)
 
 
 def tracks(intervals: Iterable[T]) -> list[list[T]]:
     """Divide intervals that overlap in time among as few tracks as possible, in the order of their starts."""
     divided: list[list[T]] = []
     for interval in sorted(intervals, key=lambda interval: interval.start):
+        # The first track that is free (first fit), which needs as few tracks as there are intervals at one time.
         track = next((track for track in divided if track[-1].end <= interval.start), None)
         if track is None:
             divided.append([interval])
@@ -66,16 +67,16 @@ def tracks(intervals: Iterable[T]) -> list[list[T]]:
     return divided
 
 
-def summary(timeline: Timeline) -> str:
+def timeline_summary(timeline: Timeline) -> str:
     """Return bubble, makespan and peak memory on one line."""
     peaks = peak_activations(timeline.plan)
     return (
-        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {digits(timeline.makespan)}, "
+        f"bubble {timeline.bubble:.1%}, idle {timeline.idle:.1%}, makespan {four_digits(timeline.makespan)}, "
         f"peak activations {max(peaks):g} micro-batches"
     )
 
 
-def picture(
+def timeline_picture(
     timeline: Timeline, title: str, *, width: int = 100, colour: bool = False, longest: float | None = None
 ) -> str:
     """Draw one line per rank over time, with the micro-batch in each box and the rank's peak memory at the end.
@@ -102,14 +103,14 @@ def picture(
         for label, share in zip(labels, timeline.shares, strict=False)  # only if measured
     )
     legend = _legend(plan, colour) + (", = transfer in flight" if any(timeline.transfers) else "")
-    return "\n".join([*lines, legend, *shares, *_totals(timeline), summary(timeline)])
+    return "\n".join([*lines, legend, *shares, *_totals(timeline), timeline_summary(timeline)])
 
 
 def _totals(timeline: Timeline) -> list[str]:
     """Describe each rank's transfers of the step by name; their order does not depend on times."""
     return [
-        f"rank {rank} {name}: {total['number']:g} transfers, in flight {digits(total['in_flight'])}, waited "
-        f"{digits(total['waited'])}"
+        f"rank {rank} {name}: {total['number']:g} transfers, in flight {four_digits(total['in_flight'])}, waited "
+        f"{four_digits(total['waited'])}"
         for rank, totals in enumerate(timeline.traffic)
         for name, total in sorted(totals.items())
     ]
@@ -124,6 +125,7 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
     if not shortest:
         return room
     units = timeline.makespan / shortest
+    # Equal actions then have equal widths, and a pattern is visible.
     columns_per_unit = min(int(room / units), _MOST_COLUMNS)
     return round(columns_per_unit * units) if columns_per_unit else max(room, 1)
 
@@ -137,6 +139,7 @@ def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
     for action in timeline.plan.ranks[rank]:
         start, stop = timeline.boxes[action]
         begin = max(round((start - first) * scale), column)
+        # Rounded from absolute times, so that rounding errors do not add up along a row.
         end = max(round((stop - first) * scale), begin)
         text += (" " if colour else ".") * (begin - column) + _box(timeline.plan, action, end - begin, colour)
         column = end
@@ -149,7 +152,8 @@ def _transfer_row(timeline: Timeline, rank: int, columns: int) -> str:
     marks = [" "] * columns
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     for transfer in timeline.transfers[rank]:
-        begin, end = (transfer.start - first) * scale, (transfer.end - first) * scale
+        begin = (transfer.start - first) * scale
+        end = (transfer.end - first) * scale
         for column in range(max(int(begin), 0), min(max(round(end), int(begin) + 1), columns)):
             marks[column] = "="
     return "".join(marks)
