@@ -177,6 +177,11 @@ class ModelConfig(
         return 0
 
     @property
+    def distinct_added_layers(self) -> int:
+        """Number of added layers with weights of their own."""
+        return self.added_layers
+
+    @property
     def parts_per_layer(self) -> int:
         """Parts of a layer whose outputs are added to the residual stream."""
         return 2

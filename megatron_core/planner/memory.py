@@ -13,7 +13,6 @@ from dataclasses import replace
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.attention import computed_weights
 from megatron_core.config.mixers import mixer_of
-from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 ADAM = OptimizerConfig()
 
@@ -114,7 +113,7 @@ def _score_bytes(config: RunConfig) -> int:
     because backward computes the weights again."""
     model = config.model
     n = _number_size(config)
-    if model.recomputes("core_attn") or model.section(SparseAttentionConfig).has_sparse_attention:
+    if model.recomputes("core_attn") or model.attention_name == "sparse_latent":
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
     if shared or (model.attention_backend != "unfused" and not model.attention_dropout):

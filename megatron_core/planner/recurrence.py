@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.mixers import recurrence_of
-from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK = 64
@@ -53,7 +52,7 @@ class Recurrence:
     @classmethod
     def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
-        model = config.model.section(RecurrentConfig)
+        model = config.model
         parallel = config.parallel
         sizes: Any = recurrence_of(model, layer_number)
         assert sizes is not None, layer_number
@@ -69,7 +68,7 @@ class Recurrence:
         flops, elements = _work(sizes, chunk, passes_transitions=cp > 1)
         again = tokens * elements / tp * wide
         transitions = 2 * sizes.transition_elements * sizes.heads / tp * batch * wide
-        tails = 2 * (model.linear_conv_kernel_dim - 1) * sizes.convolved / tp * batch * number
+        tails = 2 * (sizes.model.linear_conv_kernel_dim - 1) * sizes.convolved / tp * batch * number
         return cls(
             flops=tokens * flops / tp,
             elements=2 * again + 8 * number * tokens * sizes.convolved / tp,

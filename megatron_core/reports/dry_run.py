@@ -16,7 +16,6 @@ from megatron_core.config.partition import describe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.feature import descriptions
-from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -99,11 +98,7 @@ class RankEstimate:
         model = self.config.model
         matrices = 3 if model.gated_linear_unit else 2
         unused = (model.num_experts or 0) - model.moe_router_topk
-        built = [
-            layer
-            for layer in model.expert_layers
-            if layer < model.num_layers + model.section(MultiTokenConfig).mtp_built_layers
-        ]
+        built = [layer for layer in model.expert_layers if layer < model.num_layers + model.distinct_added_layers]
         idle = unused * matrices * model.expert_hidden_size * model.expert_ffn_size * len(built)
         return self.model_parameters - idle
 

@@ -38,6 +38,8 @@ PACKAGE = Path(megatron_core.__file__).parent
 NAMES = [path.parent.name for path in sorted((PACKAGE / "features").glob("*/__init__.py"))]
 SATELLITES = ("cpu_ranks", "hub", "reports", "resilience", "storage")
 """Packages outside of ``features`` that register features."""
+IMPORTED = "cpu_ranks"
+"""The satellite that another one, ``resilience``, imports: its registration is removed, and its folder stays."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,9 +222,13 @@ for steps in (2, 3):
 def test_a_package_without_a_feature_or_satellite_trains_saves_and_resumes(name: str, tmp_path: Path) -> None:
     package = tmp_path / "without" / "megatron_core"
     (package / "features").mkdir(parents=True)
+    removed_folder = "" if name == IMPORTED else name
     for folder, target in ((PACKAGE, package), (PACKAGE / "features", package / "features")):
         for entry in folder.iterdir():
-            if entry.name not in (name, "features", "__pycache__") and entry != PACKAGE / "features" / "__init__.py":
+            if (
+                entry.name not in (removed_folder, "features", "__pycache__")
+                and entry != PACKAGE / "features" / "__init__.py"
+            ):
                 (target / entry.name).symlink_to(entry)
     listed = (PACKAGE / "features" / "__init__.py").read_text()
     if name in SATELLITES:

@@ -17,7 +17,7 @@ def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
     fp8 = config.section(FP8Config)
     if not uses_fp8(config):
         return
-    if not fp8.fp8_layers(config.model.num_layers):
+    if not fp8.eight_bit_layers(config.model.num_layers):
         yield (
             f"num_layers_at_start_in_bf16={fp8.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
@@ -107,7 +107,7 @@ def describe_fp8(config: RunConfig) -> str:
     """One line about the layers that run in FP8."""
     fp8 = config.section(FP8Config)
     total = config.model.num_layers
-    layers = fp8.fp8_layers(total)
+    layers = fp8.eight_bit_layers(total)
     unquantised = [i for i in range(total) if i not in layers]
     named_layers = f"layers {', '.join(map(str, unquantised))}, " if unquantised else ""
     gradients = "" if fp8.fp8_wgrad else ", without weight gradients"

@@ -79,7 +79,7 @@ class MultiTokenPredictionBlock(nn.Module):
         self.arithmetic = context.parallel.arithmetic
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_built_layers)
+            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.distinct_added_layers)
         )
         self.repeats = config.mtp_use_repeated_layer
         self.word_embeddings: nn.Parameter | None = None

@@ -35,7 +35,7 @@ class MultiTokenConfig(ModelConfig):
         return super().applications(layer_number)
 
     @property
-    def mtp_built_layers(self) -> int:
+    def distinct_added_layers(self) -> int:
         """Number of multi-token prediction layers with weights of their own."""
         count = self.mtp_num_layers or 0
         return min(count, 1) if self.mtp_use_repeated_layer else count
