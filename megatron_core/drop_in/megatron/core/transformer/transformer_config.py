@@ -17,7 +17,7 @@ from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, Trainin
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.errors import ConfigError
-from megatron_core.feature import setting_names
+from megatron_core.feature import extended, setting_names
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.fp8.arithmetic import fp8_arithmetic
 from megatron_core.features.fp8.rules import fp8_problems
@@ -146,7 +146,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         Unless ``without_pattern``, those of a hybrid model include its pattern. Raises ConfigError that lists all
         unsupported fields that differ from their defaults.
         """
-        known = {f.name for f in fields(ModelConfig)}
+        known = {f.name for f in fields(extended(ModelConfig))}
         known |= {"is_hybrid_model"} if without_pattern or given.get("hybrid_layer_pattern") else set()
         known |= {"heterogeneous_block_specs"} if given.get(LAYERS_JSON) else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:
