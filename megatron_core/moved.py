@@ -13,6 +13,11 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.heterogeneous": "features.layer_sizes.settings",
+    "config.sparse_attention": "features.sparse_attention.settings",
+    "config.multi_token": "features.multi_token.settings",
+    "config.recurrent": "features.recurrent.settings",
+    "config.hybrid": "features.recurrent.settings",
     "ops.paged_attention": "inference.paged_kernel",
     "parallel.interrupt": "cpu_ranks.interrupt",
     "parallel.filled_work": "cpu_ranks.filled_work",
