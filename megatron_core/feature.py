@@ -56,11 +56,12 @@ class Feature:
     """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or in ``recurrences``; constructed as ``transformer.attention.SelfAttention``. The
+    ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. The
     name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
-    recurrences: Mapping[str, str] = field(default_factory=dict)
+    attention_kinds: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
-    ``ModelConfig.recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both."""
+    ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.
+    """
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()
@@ -106,6 +107,8 @@ class Feature:
     sink: str | None = None
     """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
     each step and each evaluation on the first rank."""
+    shown_losses: tuple[str, ...] = ()
+    """Auxiliary losses that the line of a step shows directly after the loss."""
     callbacks: tuple[str, ...] = ()
     """Classes derived from ``training.callbacks.Callback``, constructed with the ``Run``: code that runs between the
     steps of a training."""

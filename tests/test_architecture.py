@@ -164,8 +164,7 @@ def forbidden_import(importer: str, imported: str) -> str | None:
             named = FEATURES_THAT_IMPORT_FEATURES.get("".join(feature), set())
             is_allowed = importer == "features" or feature == other_feature or "".join(other_feature) in named
         else:
-            # The planner has no torch, and is outside of the core: it reads the settings of features.
-            is_allowed = LEVELS[ours] > FEATURE_LEVEL or (family == "planner" and LEVELS[theirs] == 0)
+            is_allowed = LEVELS[ours] > FEATURE_LEVEL
         return None if is_allowed else f"{importer} may not import {imported}, which belongs to a feature"
     if family == other and family in SATELLITES_WITH_SETTINGS and LEVELS[theirs] <= LEVELS[ours]:
         return None

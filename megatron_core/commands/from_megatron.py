@@ -163,7 +163,7 @@ class TranslatedLaunch:
         program = self.launch.program
         words = () if Path(program).name in PRETRAINING else OTHERS
         word = next((word for word in words if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", program)), None)
-        if word is None and program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
+        if word is None and program.endswith(HYBRID) and self.config.optional("hybrid_layer_pattern") is None:
             return (
                 f"{readable(program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
                 "if the model has only Mamba layers"

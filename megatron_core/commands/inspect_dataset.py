@@ -76,7 +76,7 @@ class InspectDatasetFlags:
 
 def inspect_dataset(settings: InspectDatasetFlags) -> None:
     """Check the settings and files, and print."""
-    check_flags(settings)
+    check_inspection(settings)
     dataset = IndexedDataset(settings.prefix)
     tokenizer = settings.tokenizer()
     if tokenizer is not None:
@@ -102,7 +102,7 @@ def inspect_dataset(settings: InspectDatasetFlags) -> None:
         print("\n" + document_line(dataset, number, lengths.unit, tokenizer, settings.max_tokens))
 
 
-def check_flags(settings: InspectDatasetFlags) -> None:
+def check_inspection(settings: InspectDatasetFlags) -> None:
     """ConfigError for flags with illegal values."""
     for name, least in (("samples", 0), ("max_tokens", 1)):
         if getattr(settings, name) < least:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal
 
 from megatron_core.config.model import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.feature import features, load_hook
 
 
 @dataclass(frozen=True)
@@ -270,53 +272,7 @@ class MultiLatent(AttentionKind):
         return latents, self.core_elements()
 
 
-class SparseLatent(MultiLatent):
-    """Latent attention to the keys that an indexer selects (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1)."""
-
-    name = "sparse_latent"
-    flag = "has_sparse_attention"
-
-    def cached_elements(self, tp: int) -> int:
-        """The latent, the shared key channels, and the indexer's key."""
-        return super().cached_elements(tp) + self.model.dsa_indexer_head_dim
-
-    def projections(self, tp: int) -> list[Projection]:
-        """The projections of latent attention, and of the indexer, which every rank has."""
-        model = self.model
-        heads, channels, frozen = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, not model.trains_indexers
-        sizes = {
-            "linear_wq_b": (model.q_lora_rank or model.hidden_size, heads * channels),
-            "linear_wk": (model.hidden_size, channels),
-            "linear_weights_proj": (model.hidden_size, heads),
-        }
-        indexer = [
-            Projection(*size, module=f"core_attention.indexer.{name}", frozen=frozen) for name, size in sizes.items()
-        ]
-        return [*indexer, *super().projections(tp)]
-
-    def vectors(self, tp: int) -> int:
-        """Weight and bias of the LayerNorm of the indexer's keys."""
-        return super().vectors(tp) + 2 * self.model.dsa_indexer_head_dim * self.model.trains_indexers
-
-    def frozen_vectors(self) -> int:
-        """Weight and bias of the LayerNorm if the indexers are not trained."""
-        return 2 * self.model.dsa_indexer_head_dim * (not self.model.trains_indexers)
-
-    def score_flops(self, keys: int) -> tuple[int, int]:
-        """Products of the selected keys, and scores of the indexer."""
-        model = self.model
-        scores, values = super().score_flops(min(keys, model.dsa_indexer_topk))
-        return scores + 2 * keys * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1), values
-
-    def saved(self) -> tuple[int, int]:
-        """Elements of latent attention, and with the loss the indexer's queries, keys and weights."""
-        replicated, of_heads = super().saved()
-        model = self.model
-        own = (model.dsa_indexer_n_heads + 2) * model.dsa_indexer_head_dim + model.dsa_indexer_n_heads
-        return replicated + own * model.trains_indexers, of_heads
-
-
-_KINDS: tuple[type[AttentionKind], ...] = (GroupedQuery, SparseLatent, MultiLatent)
+_KINDS: tuple[type[AttentionKind], ...] = (GroupedQuery, MultiLatent)
 ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in _KINDS}
 """All kinds of attention by name."""
 
@@ -330,8 +286,22 @@ def add_attention(kind: type[AttentionKind]) -> None:
 
 def attention_of(model: ModelConfig) -> AttentionKind:
     """The attention of the layers of ``model``; while rules are checked, an unknown kind counts as grouped-query."""
-    flagged = (kind.name for kind in ATTENTION_KINDS.values() if kind.flag is not None and getattr(model, kind.flag))
-    return ATTENTION_KINDS.get(next(flagged, model.attention_kind), GroupedQuery)(model)
+    name = model.attention_name
+    hooks = kinds_of_features()
+    kind = loaded_kind(hooks[name]) if name in hooks else ATTENTION_KINDS.get(name, GroupedQuery)
+    return kind(model)
+
+
+def kinds_of_features() -> dict[str, str]:
+    """The hooks of all kinds of attention and recurrence that features add, by name."""
+    return {name: hook for feature in features() for name, hook in feature.attention_kinds.items()}
+
+
+@cache
+def loaded_kind(hook: str) -> type[AttentionKind]:
+    """The class that a feature's hook names."""
+    kind: type[AttentionKind] = load_hook(hook)
+    return kind
 
 
 QUERY_BLOCK = 256
@@ -352,12 +322,14 @@ def computed_weights(model: ModelConfig, length: int) -> int:
 def attention_problems(model: ModelConfig) -> Iterator[str]:
     """Check the choice of the kind, and the settings that it refuses."""
     legal = [kind.name for kind in ATTENTION_KINDS.values() if kind.flag is None]
-    flags = [kind.flag for kind in ATTENTION_KINDS.values() if kind.flag is not None and getattr(model, kind.flag)]
     if model.attention_kind not in legal:
         yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
         return
-    if flags and model.attention_kind != GroupedQuery.name:
-        yield f"attention_kind={model.attention_kind} and {flags[-1]}=True exclude one another; keep one of them"
+    if model.multi_latent_attention and model.attention_kind != GroupedQuery.name:
+        yield (
+            f"attention_kind={model.attention_kind} and multi_latent_attention=True exclude one another; keep one of "
+            "them"
+        )
         return
     kind = attention_of(model)
     chosen = kind.flag or f"attention_kind={kind.name}"

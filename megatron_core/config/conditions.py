@@ -1,7 +1,5 @@
 """Conditions that several settings share: the flags or properties of a run without which it does not read them."""
 
-from dataclasses import replace
-
 from megatron_core.config.setting import Condition, given, unless
 
 # Training, ranks and devices.
@@ -16,21 +14,6 @@ GPU = Condition("a GPU", lambda run: run.device != "cpu")
 
 # The model.
 LATENT_ATTENTION = given("multi_latent_attention")
-RECURRENT = replace(
-    given("experimental_attention_variant", "gated_delta_net"),
-    holds=lambda run: (
-        run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
-    ),
-)
-PATTERN = given("hybrid_layer_pattern", "LETTERS")
-MAMBA = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be("M", "H"))
-BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be("H"))
-ANY_RECURRENCE = Condition(
-    "--experimental-attention-variant gated_delta_net, or M, H, G or C in --hybrid-layer-pattern",
-    lambda run: MAMBA.holds(run) or RECURRENT.holds(run) or run.model.may_be("C"),
-)
-SPARSE_ATTENTION = Condition("--experimental-attention-variant dsa", lambda run: run.model.has_sparse_attention)
-INDEXER_LOSS = given("dsa_indexer_loss_coeff", "X")
 NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)
@@ -83,7 +66,7 @@ NO_EXPERTS = unless("--num-experts", lambda run: run.model.num_experts is not No
 DENSE_LAYER = unless(
     "experts of --moe-ffn-hidden-size in every layer",
     lambda run: (
-        (run.model.moe_ffn_hidden_size or not run.model.may_have("E"))
+        (run.model.moe_ffn_hidden_size or not run.model.may_have_experts)
         and not any(map(run.model.has_dense_mlp, range(run.model.num_layers)))
     ),
 )

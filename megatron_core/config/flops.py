@@ -44,9 +44,9 @@ def _forward_flops(model: ModelConfig, seq_length: int, vocab_size: int) -> dict
         for name, flops in layer_flops(model, layer, seq_length).items():
             terms[name] = terms.get(name, 0) + flops
     terms["logits"] = 2 * hidden * vocab_size
-    if model.mtp_num_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
+    if model.added_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
         each = sum(layer_flops(model, len(layers), seq_length).values())
-        terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden + terms["logits"])
+        terms["mtp"] = model.added_layers * (each + 4 * hidden * hidden + terms["logits"])
     return terms
 
 

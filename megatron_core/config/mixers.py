@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from megatron_core.config.attention import AttentionKind, Projection, attention_of
+from megatron_core.config.attention import AttentionKind, Projection, attention_of, kinds_of_features, loaded_kind
 from megatron_core.config.model import ModelConfig
-from megatron_core.feature import features, load_hook
 
 
 class LinearMixer(AttentionKind):
@@ -55,11 +52,8 @@ class NoMixer(LinearMixer):
         return []
 
 
-@cache
 def _recurrence(name: str) -> type[AttentionKind]:
-    hooks = {kind: hook for feature in features() for kind, hook in feature.recurrences.items()}
-    kind: type[AttentionKind] = load_hook(hooks[name])
-    return kind
+    return loaded_kind(kinds_of_features()[name])
 
 
 def recurrence_of(model: ModelConfig, layer_number: int) -> AttentionKind | None:

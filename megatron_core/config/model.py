@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.activation import ActivationConfig
-from megatron_core.config.heterogeneous import WHOLE_BLOCK, HeterogeneousConfig, LayerBlock, read_blocks
-from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.latent_attention import LatentAttentionConfig
+from megatron_core.config.layer_block import WHOLE_BLOCK, LayerBlock
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.multi_token import MultiTokenConfig
 from megatron_core.config.mup import MuPConfig
 from megatron_core.config.norms import NormConfig
+from megatron_core.config.recompute import RecomputeConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
-from megatron_core.config.sparse_attention import SparseAttentionConfig
-
-RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+from megatron_core.feature import Extensible
 
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
     LatentAttentionConfig,
-    MultiTokenConfig,
-    SparseAttentionConfig,
-    HybridConfig,
-    HeterogeneousConfig,
     NormConfig,
     RotaryConfig,
     ActivationConfig,
     MoEConfig,
     MuPConfig,
+    RecomputeConfig,
+    Extensible,
 ):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
@@ -53,6 +47,13 @@ class ModelConfig(
     attention_kind: str = setting("grouped_query", when=ALWAYS)
     """Kind of attention in all layers: grouped_query, or a kind that a program registers
     (transformer.register_attention); --multi-latent-attention selects latent attention."""
+    experimental_attention_variant: Literal["gated_delta_net", "kimi_delta_attention", "dsa"] | None = setting(
+        None, when=ALWAYS, resume=Resume.TENSORS
+    )
+    """Kind of the layers of --linear-attention-freq. gated_delta_net: a short convolution and the gated delta rule
+    (Yang et al. 2025, arXiv 2412.06464; Qwen3-Next). kimi_delta_attention: the same with a decay for each channel of a
+    key (Kimi Team 2025, arXiv 2510.26692). Or dsa: in all layers, attention to the keys that an indexer selects
+    (DeepSeek-V3.2). Default: attention in all layers."""
     kv_channels: int | None = setting(None, r.SIZE, when=c.NO_LATENT_ATTENTION, resume=Resume.SHAPE)
     """Width of one attention head; default: --hidden-size / --num-attention-heads."""
     group_query_attention: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
@@ -153,32 +154,6 @@ class ModelConfig(
     """Standard deviation of initial embeddings and of a tied output layer; default: --init-method-std."""
     make_vocab_size_divisible_by: int = setting(128, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Pad the vocabulary to a multiple of this times the TP size; padding rows are never used."""
-    recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING, resume=Resume.FREE)
-    """Activations that backward recomputes. full: of whole layers. selective: of --recompute-modules."""
-    recompute_modules: tuple[RecomputeModule, ...] = setting(
-        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, resume=Resume.FREE, is_refinement=True
-    )
-    """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
-    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these
-    modules as a whole. moe_act: the activation function of experts."""
-    recompute_method: Literal["uniform", "block"] | None = setting(
-        None, needs=c.FULL_RECOMPUTE, resume=Resume.FREE, aliases="activations_checkpoint_method", is_refinement=True
-    )
-    """With full recompute. uniform: keep the input of every --recompute-num-layers layers. block: recompute the first
-    --recompute-num-layers layers of each stage."""
-    recompute_num_layers: int | None = setting(
-        None,
-        r.COUNT,
-        needs=c.FULL_RECOMPUTE,
-        resume=Resume.FREE,
-        aliases="activations_checkpoint_num_layers checkpoint_num_layers",
-        is_refinement=True,
-    )
-    """uniform: number of layers between stored inputs. block: number of recomputed layers of each stage."""
-    cpu_offloading: bool = setting(False, when=c.GPU, resume=Resume.FREE)
-    """Move activations to the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
-    cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"), resume=Resume.FREE)
-    """Number of first layers of each stage with offloaded activations (with full recompute: stored inputs)."""
 
     @property
     def norms_have_biases(self) -> bool:
@@ -194,26 +169,60 @@ class ModelConfig(
             return max(int(self.hidden_size * 8 / 3 / 64) * 64, 64)
         return 4 * self.hidden_size
 
-    @property
-    def blocks(self) -> tuple[LayerBlock, ...]:
-        """The layers of a model whose layers differ in their sizes, else ()."""
-        text = self.heterogeneous_layers_config_encoded_json
-        return () if text is None else read_blocks(text, self.hidden_size, self.num_attention_heads)[0]
+    # Which parts each layer has. A feature overrides these methods, and calls ``super()`` for the other layers.
 
     @property
-    def sized_blocks(self) -> tuple[LayerBlock, ...]:
-        """``blocks`` with all sizes, also those of the model."""
-        return tuple(block.sized(self.query_groups, self.ffn_size) for block in self.blocks)
+    def added_layers(self) -> int:
+        """Number of layers after the last one, which are as the last one: those of multi-token prediction."""
+        return 0
+
+    @property
+    def distinct_added_layers(self) -> int:
+        """Number of added layers with weights of their own."""
+        return self.added_layers
+
+    @property
+    def parts_per_layer(self) -> int:
+        """Parts of a layer whose outputs are added to the residual stream."""
+        return 2
+
+    @property
+    def attention_name(self) -> str:
+        """The name of the kind of attention in all layers."""
+        return "latent" if self.multi_latent_attention else self.attention_kind
+
+    @property
+    def layers_differ_in_size(self) -> bool:
+        """Whether some layers have sizes of their own."""
+        return False
+
+    @property
+    def may_have_attention(self) -> bool:
+        """Whether a layer may have attention."""
+        return True
+
+    @property
+    def may_have_mlp(self) -> bool:
+        """Whether a layer may have an MLP or experts."""
+        return True
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether a layer may have experts."""
+        return True
+
+    @property
+    def sizes_over_ranks(self) -> tuple[str, ...]:
+        """Further settings with sizes that tensor parallelism must split evenly."""
+        return ()
 
     def block_of(self, layer_number: int) -> LayerBlock:
-        """The parts of a layer (numbered from 0) with sizes of their own."""
-        blocks = self.blocks
-        return blocks[layer_number] if layer_number < len(blocks) else WHOLE_BLOCK
+        """The sizes of the parts of a layer (numbered from 0)."""
+        return WHOLE_BLOCK
 
     def of_layer(self, layer_number: int) -> ModelConfig:
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
-        block = self.block_of(layer_number)
-        return self if block.has_sizes_of_model else _with_sizes(self, block)
+        return self
 
     @property
     def expert_ffn_size(self) -> int:
@@ -227,23 +236,20 @@ class ModelConfig(
 
     def applications(self, layer_number: int) -> range:
         """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""
-        is_repeated = self.mtp_use_repeated_layer and layer_number >= self.num_layers
-        return range(layer_number, layer_number + (self.mtp_num_layers or 1 if is_repeated else 1))
+        return range(layer_number, layer_number + 1)
 
     @property
     def expert_layers(self) -> list[int]:
-        """Ascending numbers of the layers with experts, including multi-token prediction layers, which are last."""
-        return [layer for layer in range(self.num_layers + (self.mtp_num_layers or 0)) if self.has_experts(layer)]
+        """Ascending numbers of the layers with experts, including the added ones, which are last."""
+        return [layer for layer in range(self.num_layers + self.added_layers) if self.has_experts(layer)]
 
     def has_experts(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has experts; multi-token prediction layers are as the last layer."""
-        if (letter := self.letter_of(layer_number)) is not None:
-            return EXPERTS in letter and self.num_experts is not None
+        """Whether a layer (numbered from 0) has experts."""
         return super().has_experts(min(layer_number, self.num_layers - 1))
 
     def has_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP, the linear layer that replaces it, or experts."""
-        return super().has_mlp(layer_number) and not self.block_of(layer_number).mlp.no_op
+        return not self.block_of(layer_number).mlp.no_op
 
     def has_dense_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP without experts."""
@@ -302,10 +308,6 @@ class ModelConfig(
         """Whether linear layers have biases."""
         return not self.disable_bias_linear
 
-    def recomputes(self, module: str) -> bool:
-        """Whether backward recomputes ``module``, one of ``--recompute-modules``."""
-        return self.recompute_granularity == "selective" and module in self.recompute_modules
-
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer (numbered from 0); None: full attention."""
         skip, layer_number = self.window_attn_skip_freq, min(layer_number, self.num_layers - 1)
@@ -316,13 +318,7 @@ class ModelConfig(
 
     def recurrence_of(self, layer_number: int) -> str | None:
         """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
-        if (letter := self.letter_of(layer_number)) is not None:
-            return RECURRENCES.get(letter)
-        pattern, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
-        if pattern is None:
-            return None
-        is_so = (layer_number + 1) % pattern[0] != 0 if len(pattern) == 1 else pattern[layer_number] == 1
-        return self.experimental_attention_variant if is_so else None
+        return None
 
     def is_recurrent(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has a recurrence, with or without attention."""
@@ -330,15 +326,12 @@ class ModelConfig(
 
     def has_mixer(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention, the linear layer that replaces it, or a recurrence."""
-        return super().has_mixer(layer_number) and not self.block_of(layer_number).attention.no_op
+        return not self.block_of(layer_number).attention.no_op
 
     def has_attention(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention."""
-        if (own := self.block_of(layer_number).attention).no_op or own.linear:
-            return False
-        if (letter := self.letter_of(layer_number)) is not None:
-            return any(part in ATTENTION for part in letter)
-        return not self.is_recurrent(layer_number)
+        attention = self.block_of(layer_number).attention
+        return not (attention.no_op or attention.linear or self.is_recurrent(layer_number))
 
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
@@ -389,12 +382,4 @@ class ModelConfig(
     @property
     def last_stage_embeds(self) -> bool:
         """Whether the last stage uses the word embedding's weight, to score or to embed tokens."""
-        return self.share_embeddings_and_output_weights or bool(self.mtp_num_layers)
-
-
-@lru_cache(maxsize=1024)  # replace takes 0.3 ms, and a search over layouts asks for each layer often
-def _with_sizes(model: ModelConfig, block: LayerBlock) -> ModelConfig:
-    sizes: dict[str, Any] = {} if block.mlp.size is None else {"ffn_hidden_size": block.mlp.size}
-    if block.attention.size is not None:
-        sizes |= {"group_query_attention": True, "num_query_groups": block.attention.size}
-    return replace(model, **sizes)
+        return self.share_embeddings_and_output_weights or self.added_layers > 0

@@ -62,7 +62,7 @@ def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list
     if (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None):
         return _runs(_sizes_by_count(parallel, num_layers, num_stages))
     ends = Ends.of(config, vocab_size)
-    if config.model.blocks and not ends.as_layers:
+    if config.model.layers_differ_in_size and not ends.as_layers:
         each = [sum(layer_flops(config.model, n, config.data.seq_length).values()) for n in range(num_layers)]
         return partition_by_cost(each, num_stages, round(ends.output * sum(each) / num_layers))
     return partition(num_layers, num_stages, ends)

@@ -30,16 +30,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _window_problems(config)
     yield from _chunk_problems(config)
     yield from _flex_problems(config)
-    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
-        yield (
-            f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
-            "whose table is on the first stage alone; use --position-embedding-type rope"
-        )
-    if model.mtp_num_layers and model.embedding_layernorm:
-        yield (
-            f"mtp_num_layers={model.mtp_num_layers} cannot be used with embedding_layernorm=True: layers of "
-            "multi-token prediction have their own norm of embeddings; remove one of them"
-        )
     chosen = [
         n
         for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu")

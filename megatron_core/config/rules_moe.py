@@ -40,12 +40,7 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"moe_layer_freq={pattern} must be one number n (layers 0, n, 2n, ... have experts), or 1 (experts) or 0 "
             f"(dense) for each of num_layers={model.num_layers}"
         )
-    elif not model.may_have("E"):
-        yield (
-            f"num_experts={model.num_experts} has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, "
-            "which has no layer E; write E for each layer with experts, or remove --num-experts"
-        )
-    elif not model.expert_layers:
+    elif model.may_have_experts and not model.expert_layers:
         yield (
             f"num_experts={model.num_experts} has no effect with moe_layer_freq={pattern}, which gives no layer "
             "experts; write a 1 for each layer with experts, or remove --num-experts"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from math import isqrt, lcm, prod
 from typing import get_args
 
-from megatron_core.config.model import RecomputeModule
 from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.recompute import RecomputeModule
 from megatron_core.config.rules_single import exclusive, unused
 from megatron_core.config.run import RunConfig
 
@@ -121,7 +121,7 @@ def _split_sizes(config: RunConfig) -> dict[str, int]:
     model = config.model
     sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have_attention else {}
     sizes |= {name: getattr(model, name) for name in model.sizes_over_ranks}
-    return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have("-", "E") else {})
+    return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have_mlp else {})
 
 
 def nearest_multiples(number: int, unit: int) -> str:

@@ -44,11 +44,11 @@ def _layout_problems(config: RunConfig) -> Iterator[str]:
         yield str(error)
         return
     head, letters = f"pipeline_model_parallel_layout={text}", "".join(stages)
-    predicting = config.model.mtp_num_layers or 0
+    predicting = config.model.added_layers
     if letters.count("m") != predicting or stages[-1].count("m") != predicting or "mt" in stages[-1]:
         yield (
             f"{head} has {letters.count('m')} layers of multi-token prediction (m), but mtp_num_layers="
-            f"{config.model.mtp_num_layers}; write {predicting} m just before L"
+            f"{predicting or None}; write {predicting} m just before L"
         )
     for letter, what, first in (("E", "embedding", True), ("L", "output layer", False)):
         at_end = stages[0].startswith(letter) if first else stages[-1].endswith(letter)

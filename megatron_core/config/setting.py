@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megatron_core.config.ranges import Range
+from megatron_core.feature import extended, extends
 
 T = TypeVar("T")
 
@@ -150,8 +151,9 @@ def section(
 
 
 def declarations(kind: Any) -> Iterator[tuple[str, Setting]]:
-    """The name and declaration of each setting of a section."""
-    return ((each.name, each.metadata["setting"]) for each in fields(kind))
+    """The name and declaration of each setting of a section, with those that features add to it."""
+    declared = fields(extended(kind) if extends(kind) else kind)
+    return ((setting.name, setting.metadata["setting"]) for setting in declared)
 
 
 def names_by_resume(kind: Any, *rules: Resume) -> tuple[str, ...]:

@@ -67,6 +67,10 @@ class TrainingConfig(Extensible):
         chosen = {"bfloat16": self.bf16, "float16": self.fp16, "float64": self.fp64}
         return next((name for name, is_chosen in chosen.items() if is_chosen), "float32")
 
+    def eight_bit_layers(self, num_layers: int) -> range:
+        """The layers (numbered from 0) whose products are in 8 bits."""
+        return range(0)
+
     def final_batch_size(self, data_parallel_size: int) -> int:
         """Number of sequences per optimizer step, after defaults and at the end of a ramp."""
         steps = parse_steps(self.step_batch_size_schedule or (), 1)

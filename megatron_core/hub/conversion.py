@@ -24,6 +24,8 @@ from megatron_core.config.optimizers import AVERAGE
 from megatron_core.config.token_ids import read_token_ids
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
+from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.hub.adapter_export import AveragedReader, MergedReader
 from megatron_core.hub.hugging_face import (
     MTP_PREFIX,
@@ -276,8 +278,9 @@ def _note_mtp_layers(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -
     left_out = {name: shape for name, shape in shapes.items() if name.startswith(MTP_PREFIX)}
     if left_out:
         parameters = sum(map(prod, left_out.values()))
+        predicting = config.model.section(MultiTokenConfig).mtp_num_layers
         note(
-            f"mtp_num_layers={config.model.mtp_num_layers}: the export has no layers for multi-token prediction "
+            f"mtp_num_layers={predicting}: the export has no layers for multi-token prediction "
             f"({len(left_out):,} tensors, {parameters:,} parameters), because transformers does not read them; keep "
             "the checkpoint to continue their training"
         )
@@ -299,7 +302,9 @@ def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder:
     scale = max(logits.abs().max().item() for logits in theirs)
     difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
     if not difference <= TOLERANCE:
-        selects = config.model.has_sparse_attention and config.model.dsa_indexer_topk < max(PROMPT_LENGTHS)
+        selects = config.model.section(SparseAttentionConfig).has_sparse_attention and config.model.section(
+            SparseAttentionConfig
+        ).dsa_indexer_topk < max(PROMPT_LENGTHS)
         ties = ", or transformers selects other keys of equal index scores (then convert with --no-verify)"
         raise CheckpointError(
             f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "

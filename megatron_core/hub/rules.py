@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.hybrid import BOTH, CONVOLUTION
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.run import RunConfig
 from megatron_core.locations import path_of
+
+# This module is loaded with the configuration, also by a package without one of the features. It reads their settings
+# by name, not by class.
 
 ABSENT = (
     *("parallel_residual", "norm_placement", "qk_layernorm_over_heads", "qk_layernorm_weight_per_head"),
@@ -19,6 +21,8 @@ ABSENT = (
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 
+LETTERS_IT_LACKS, LETTERS_OF_MAMBA = "HC", "MH"
+"""Letters of --hybrid-layer-pattern for layers that Megatron Core does not have, and with a Mamba-2 mixer."""
 FIXED_OF_MAMBA = {"mamba_dt_min": 0.0, "mamba_dt_max": None, "linear_conv_kernel_dim": 4, "norm_epsilon": 1e-5}
 """Settings that Megatron-LM's Mamba-2 mixers do not read, and the values that they have there: steps are not bounded,
 and the norm after the gate has an epsilon of its own."""
@@ -45,34 +49,43 @@ def unlike_megatron(model: ModelConfig) -> Iterator[str]:
     """The settings of a model whose training cannot continue in Megatron-LM."""
     if model.experimental_attention_variant == "kimi_delta_attention":
         yield f"experimental_attention_variant={model.experimental_attention_variant}"
-    for letter in (BOTH, CONVOLUTION):
-        if letter in (model.hybrid_layer_pattern or ""):
-            yield f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks"
+    pattern = _pattern_of(model)
+    for letter in LETTERS_IT_LACKS:
+        if letter in pattern:
+            yield f"hybrid_layer_pattern={pattern}, whose layers {letter} Megatron Core lacks"
     if settings := without_arguments(model):
         yield f"{', '.join(settings)}, which Megatron-LM has no settings for"
 
 
+def _pattern_of(model: ModelConfig) -> str:
+    """The kind of each layer as a letter; "" if all layers have attention and an MLP."""
+    return vars(model).get("hybrid_layer_pattern") or ""
+
+
 def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
-    plain = ModelConfig()
-    differing = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
-    if model.dsa_indexer_warmup:
+    settings = vars(model)
+    plain = vars(ModelConfig())
+    differing = [f"{name}={settings[name]}" for name in ABSENT if settings.get(name) != plain.get(name)]
+    has_sparse_attention = model.experimental_attention_variant == "dsa"
+    if settings.get("dsa_indexer_warmup"):
         differing.append("dsa_indexer_warmup=True")
-    if model.has_sparse_attention and not model.trains_indexers:  # Adam decays indexers without a loss there
-        differing.append(f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}")
-    if model.has_sparse_attention and model.hybrid_layer_pattern is not None:
-        differing.append(f"hybrid_layer_pattern={model.hybrid_layer_pattern} with experimental_attention_variant=dsa")
+    if has_sparse_attention and not settings["dsa_indexer_loss_coeff"]:  # Adam decays indexers without a loss there
+        differing.append(f"dsa_indexer_loss_coeff={settings['dsa_indexer_loss_coeff']}")
+    letters = _pattern_of(model)
+    if has_sparse_attention and letters:
+        differing.append(f"hybrid_layer_pattern={letters} with experimental_attention_variant=dsa")
     if model.position_embedding_type == "alibi":
         differing.append("position_embedding_type=alibi")
     if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
         differing.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
         differing.append("moe_router_score_function=sparsemixer")
-    pattern = model.linear_attention_freq or (1,)
+    pattern = settings.get("linear_attention_freq") or (1,)
     recurs_last = model.num_layers % max(pattern[0], 1) > 0 if len(pattern) == 1 else pattern[-1] == 1
-    if model.mtp_num_layers and recurs_last:
-        differing.append(f"mtp_num_layers={model.mtp_num_layers} with a recurrence in the last layer")
-    fixed = FIXED_OF_MAMBA if model.has_mamba else {}
+    if model.added_layers and recurs_last:
+        differing.append(f"mtp_num_layers={model.added_layers} with a recurrence in the last layer")
+    fixed = FIXED_OF_MAMBA if set(LETTERS_OF_MAMBA) & set(letters) else {}
     differing += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
     return differing + unlike_delta_net(model)
 
@@ -82,7 +95,7 @@ def unlike_delta_net(model: ModelConfig) -> list[str]:
 
     It takes activation and norm of the model for the gates and outputs of heads.
     """
-    has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in (model.hybrid_layer_pattern or "")
+    has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in _pattern_of(model)
     differing = [
         f"{name}={value}" for name, only in FIXED_OF_DELTA_NETS.items() if (value := getattr(model, name)) != only
     ]

@@ -13,7 +13,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.sparse_attention import INDEXER_LOSS
+from megatron_core.feature import features
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.terminal import colours, exact
 
@@ -27,16 +27,17 @@ _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Return a line of at most ``WIDTH`` columns for the steps since the last line.
 
-    The loss of indexers comes second, since it alone shows the progress of their warm-up. Means and counts are those
-    of ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
+    ``Feature.shown_losses`` come second: theirs may be the only losses that a run trains. Means and counts are those of
+    ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
     """
     last = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
     losses = {name: f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()}
+    shown = [name for feature in features() for name in feature.shown_losses]
     fields = [
         f" {now:%H:%M} iteration {last.iteration}/{last.total_iterations}",
         f"lm loss: {_scientific(_mean_loss(events))}",
-        *([losses.pop(INDEXER_LOSS)] if INDEXER_LOSS in losses else []),
+        *(losses.pop(name) for name in shown if name in losses),
         *([f"skipped: {skipped}"] if skipped else []),
         *([f"nan: {nan}"] if nan else []),
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from megatron_core.config import ParallelConfig
 from megatron_core.parallel.current import set_current
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.time_limit import group_limit
 from megatron_core.parallel.world import World
 
 
@@ -17,7 +20,8 @@ def make_groups(
 
     ``ends`` are the pipeline ranks of the first and the last stage; ``outer_groups``: see ``ParallelGroups``.
     """
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    backend = dist.get_backend() if dist.is_initialized() else ""
+    timeout = timedelta(seconds=group_limit(backend, 60.0 * config.distributed_timeout_minutes))
     groups = ParallelGroups(
         grid_of(config, world.size, world.rank, outer_groups),
         world.rank,

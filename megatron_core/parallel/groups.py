@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import WORLD, Grid
-from megatron_core.parallel.time_limit import group_limit
 
 # All combinations of axes over which this framework runs collectives or Megatron Core has a getter.
 COMBINATIONS = (
@@ -104,8 +103,7 @@ class ParallelGroups:
             [replace(grid, rank_offset=number * size) for number in range(outer_groups)] if outer_groups > 1 else [grid]
         )
         self._instances = instances
-        backend = dist.get_backend() if dist.is_initialized() else ""
-        self._timeout = timedelta(seconds=group_limit(backend, timeout.total_seconds()))
+        self._timeout = timeout
         # Combinations of axes with the same ranks share one communicator.
         # NCCL allocates buffers for each communicator.
         self._made: dict[tuple[int, ...], Group] = {}
@@ -127,7 +125,7 @@ class ParallelGroups:
         # From here on groups have communicators of their own even if others have the same ranks.
         self._made.clear()
         self.links: dict[tuple[int, int], Group | None] = {}
-        """Groups of the messages from one pipeline rank to another, if links have their own, see ``create_link_groups``."""
+        """Groups of the messages from one pipeline rank to another, see ``create_link_groups``."""
         # Messages up and down the pipeline use different communicators, so that they cannot block each other.
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
         # Small messages of every step have a communicator of their own: they must not wait for exchanged weights.
@@ -334,3 +332,17 @@ def _neighbours(ranks: Ranks, size: int) -> list[Ranks]:
 def _members(pipeline: Ranks, indices: tuple[int, ...]) -> list[Ranks]:
     """Return one group, of the ranks at ``indices`` of a pipeline."""
     return [tuple(pipeline[index] for index in indices)]
+
+
+def group_names(groups: ParallelGroups) -> dict[Group, str]:
+    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
+    names: dict[Group, str] = {}
+    for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
+        if groups.group(axes).size() > 1:
+            names.setdefault(groups.group(axes), axes)
+    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
+    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
+    for name, group in special.items():
+        if group is not None and group.size() > 1:
+            names.setdefault(group, name)
+    return names

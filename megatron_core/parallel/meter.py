@@ -3,15 +3,13 @@
 Time is charged to exactly one phase, so the phases of a step sum to its duration. A collective is charged only while
 this rank waits for it; while it overlaps with computation, time is charged to the computation, and the collective's
 time in flight is reported separately. The same holds for transfers to host memory and files (``transfer.Lane``).
-
-On a GPU, times are CUDA events on the compute stream. Reading the last event would wait for the device a second time in
-each step; therefore an interval ends at the step's only wait for the device (``settle``), and the update counts for the
-next interval. Collectives have events in one of ten intervals only (``Sampling``): 32 layers and 16 micro-batches would
-record 25,000 events in a step. In the other intervals they get the share of each phase that the last sampled one had.
 """
 
 # Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
 # for other collectives. Divided by time, they compare with a link's bandwidth (NVIDIA's nccl-tests, "bus bandwidth").
+# On a GPU, times are CUDA events. Reading the last one would wait for the device a second time in each step; therefore
+# an interval ends at the step's only wait (``settle``), and the update counts for the next interval. Collectives have
+# events in one of ten intervals (``monitor.sampling``): 32 layers and 16 micro-batches record 25,000 events in a step.
 
 from __future__ import annotations
 
@@ -19,17 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
+from megatron_core.parallel.groups import ParallelGroups, group_names
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
-from megatron_core.parallel.times import OTHER, Sampling, StepTimes, Traffic
 
 PROCESS_BEGAN = time.time()
 _BEGAN = time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
+OTHER = "other"
 COMPRESSED = "compressed gradients"
 """Label of messages with gradients that are rounded or approximated."""
 
@@ -37,6 +35,41 @@ COMPRESSED = "compressed gradients"
 def unix_time() -> float:
     """Seconds since 1970; after the start of the process, changes of the system's clock have no effect."""
     return PROCESS_BEGAN + time.monotonic() - _BEGAN
+
+
+@dataclass
+class Traffic:
+    """Totals of one kind of collective over one group."""
+
+    calls: int = 0
+    bytes: float = 0.0
+    exposed: float = 0.0
+    """Seconds in which this rank only waited."""
+    in_flight: float = 0.0
+    """Seconds between the calls and the ends of their waits."""
+
+
+@dataclass
+class StepTimes:
+    """Times of one rank over an interval, in seconds."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    """By phase, without collectives; the sum of these and of all ``exposed`` is ``seconds``."""
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    """By group and kind, such as ``tp all_reduce``; ``host`` and ``disk`` are transfers of offloading."""
+    seconds: float = 0.0
+
+    def add(self, other: StepTimes) -> None:
+        """Add the times of another interval."""
+        self.seconds += other.seconds
+        for name, seconds in other.phases.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        for name, traffic in other.traffic.items():
+            total = self.traffic.setdefault(name, Traffic())
+            total.calls += traffic.calls
+            total.bytes += traffic.bytes
+            total.exposed += traffic.exposed
+            total.in_flight += traffic.in_flight
 
 
 @dataclass
@@ -102,6 +135,16 @@ class Waited:
         self._transfer.waits.append((began, self._transfer.ended))
 
 
+class Sampler(Protocol):
+    """See ``monitor.sampling.Sampling``."""
+
+    def end_interval(self) -> bool:
+        """An interval ends; return whether to time the transfers of the next one."""
+
+    def complete(self, times: StepTimes, exposed: Mapping[tuple[str, str], float]) -> None:
+        """Complete the ``times`` of the interval; ``exposed``: seconds of waiting by phase and transfer."""
+
+
 class Meter:
     """Charges time to phases between ``start`` and ``stop``; otherwise its cost is one check of a flag."""
 
@@ -109,8 +152,7 @@ class Meter:
         self.on = False
         self.charged: tuple[str, Any] = (OTHER, None)
         """The phase to which time is charged now, and its detail."""
-        # One list of times for all phases, so that intervals have neither gaps nor overlaps, and on a GPU each change
-        # of phase costs one event and no synchronization.
+        # One list for all phases: intervals have neither gaps nor overlaps, and on a GPU a change costs one event.
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
@@ -124,19 +166,20 @@ class Meter:
         self.spans: list[PhaseSpan] = []
         self.flights: list[PhaseSpan] = []
         """The collectives of ``spans``, each from its call to the end of its wait."""
-        self._settled: int | None = None
-        """Index of a recorded time up to which the device has completed all work."""
-        self._sampling = Sampling()
+        self._settled: int | None = None  # index of a time at which the device had completed all earlier work
+        self._sampling: Sampler | None = None
+        self._times_transfers = True
 
-    def start(self, groups: ParallelGroups, device: torch.device) -> None:
-        """Start charging; collectives are named after the axes of ``groups``."""
-        self._names = _names_of(groups)
+    def start(self, groups: ParallelGroups, device: torch.device, sampling: Sampler | None = None) -> None:
+        """Start charging; collectives are named after ``groups``, and timed in intervals that ``sampling`` chooses."""
+        self._names = group_names(groups)
         self._device = device
         self.on = True
         self.charged = (OTHER, None)
         self._transfers.clear()
         self._settled = None
-        self._sampling = Sampling()
+        self._sampling = sampling
+        self._times_transfers = True
         self._marks = [(OTHER, self._now(), None)]
 
     def stop(self) -> None:
@@ -167,17 +210,18 @@ class Meter:
         if not self._marks or self._device.type != "cuda":
             return
         self._settled = self.last_mark
-        self._sampling.end_interval(times_next=self.keep_spans)
+        if self._sampling is not None:
+            self._times_transfers = self._sampling.end_interval() or self.keep_spans
 
     @contextmanager
     def times_all(self) -> Iterator[None]:
         """Time every transfer of the enclosed code, for a trace."""
-        before = self._sampling.is_on
-        self._sampling.is_on = True
+        before = self._times_transfers
+        self._times_transfers = True
         try:
             yield
         finally:
-            self._sampling.is_on = before
+            self._times_transfers = before
 
     @contextmanager
     def phase(self, name: str, *, inclusive: bool = False) -> Iterator[None]:
@@ -228,7 +272,7 @@ class Meter:
             self._captured.append((name, sent))
         if not self.on:
             return call()
-        if not self._sampling.is_on:
+        if not self._times_transfers:
             self._transfers.append(_Transfer(name, sent, 0, 0))
             return call()
         # ``began`` is the index of the time that the next switch records.
@@ -292,7 +336,7 @@ class Meter:
             else:
                 outer = phase
                 times.phases[phase] = times.phases.get(phase, 0.0) + stop - start
-        if self._device.type == "cuda":
+        if self._sampling is not None:
             self._sampling.complete(times, exposed)
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
@@ -335,8 +379,7 @@ class Meter:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        # The host runs ahead of the GPU, so its clock would measure launches; events are read only when the times are
-        # needed.
+        # The host runs ahead of the GPU, so its clock would measure launches; events are read later.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -351,20 +394,6 @@ class Meter:
             # Events of one stream complete in order, so waiting for the last is enough.
             marks[-1][1].synchronize()
         return [first.elapsed_time(mark) / 1000.0 for _, mark, _ in marks]
-
-
-def _names_of(groups: ParallelGroups) -> dict[Any, str]:
-    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
-    names: dict[Any, str] = {}
-    for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
-        if groups.group(axes).size() > 1:
-            names.setdefault(groups.group(axes), axes)
-    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
-    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
-    for name, group in special.items():
-        if group is not None and group.size() > 1:
-            names.setdefault(group, name)
-    return names
 
 
 METER: Meter = cast(Meter, Forwarding(RankLocal(Meter)))

@@ -47,9 +47,11 @@ class PipelineP2P:
 
     Messages to higher ranks and messages to lower ranks use two groups, so that each communicator carries only one
     direction. Sends and receives are then matched in the order of sending and never across directions, also with two
-    ranks, where all chunks and both directions use the same pair of ranks. If all messages of a group share a stream,
-    each link has its own group (``ParallelGroups.create_link_groups``): a receive posted ahead would block later sends.
+    ranks, where all chunks and both directions use the same pair of ranks.
     """
+
+    # If all messages of a group share a stream, each link has its own group (``ParallelGroups.create_link_groups``): a
+    # receive posted ahead would block later sends.
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups

@@ -356,7 +356,7 @@ class LayerTimes:
             passes.append(self.end(first=True))
         if number == stages - 1:
             passes.append(self.end(first=False))
-            if model.mtp_num_layers:
+            if model.added_layers:
                 passes.append(self.clock.ahead())
         return Passes.sum(passes)
 

@@ -234,7 +234,7 @@ class Footprint:
         gated = 2 if model.gated_linear_unit else 1
         dense = any(map(model.has_dense_mlp, range(model.num_layers)))
         width = (1 + gated) * model.ffn_size / tp if dense else 0.0
-        if model.blocks:
+        if model.layers_differ_in_size:
             width = self._widest(rank, (1 + gated) / tp, n * tokens)
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.expert_hidden_size + (1 + gated) * model.expert_ffn_size) / tp

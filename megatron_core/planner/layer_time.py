@@ -11,7 +11,6 @@ from __future__ import annotations
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.mixers import mixer_of
-from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
@@ -93,7 +92,7 @@ class LayerClock:
         """
         # The scale of a whole matrix or row needs an additional pass; backward reuses the scales of forward.
         n = self.bytes
-        scale = n * (self.config.training.section(FP8Config).fp8_recipe in ("tensorwise", "rowwise"))
+        scale = n * (self.config.optional("fp8_recipe") in ("tensorwise", "rowwise"))
         first, again = self.elements(scale + n + 1), self.elements(n + 1)
         both = self.elements(scale + n + 2)
         weight = inputs * outputs
@@ -197,7 +196,7 @@ class LayerClock:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
         model = self.config.model
         passes = []
-        if model.has_attention(layer) and model.has_sparse_attention:
+        if model.has_attention(layer) and model.attention_name == "sparse_latent":
             passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
         elif model.has_attention(layer):
             passes.append(self.core_attention(layer))
@@ -321,7 +320,7 @@ class LayerClock:
     def layer(self, number: int) -> Passes:
         """A layer without recomputation or with selective recomputation."""
         model = self.config.model
-        self.eight_bit = number in self.config.training.section(FP8Config).fp8_layers(model.num_layers)
+        self.eight_bit = number in self.config.training.eight_bit_layers(model.num_layers)
         forward, backward = self.mixing(number)
         before, behind = self.between(number)
         attention = self.attention(number)
@@ -355,7 +354,7 @@ class LayerClock:
         )
         full = model.recompute_granularity == "full"
         layer = self.recomputed(model.num_layers) if full else self.layer(model.num_layers)
-        return Passes.sum([projection, layer, self.embedding(), self.head()] * (model.mtp_num_layers or 0))
+        return Passes.sum([projection, layer, self.embedding(), self.head()] * model.added_layers)
 
     def recomputed(self, number: int) -> Passes:
         """A layer with full recomputation: backward repeats its forward."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.linear_layers import linear_layers
-from megatron_core.planner.parameters import added_tensors
+from megatron_core.planner.parameters import added_tensors, trains_whole_model
 
 QKV = "linear_qkv"
 
@@ -34,7 +34,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
         return 0
     model = config.model
     owned = [owner for layer in layers for owner in _matrices(config, layer)]
-    for _ in range(model.mtp_built_layers * has_mtp):
+    for _ in range(model.distinct_added_layers * has_mtp):
         if added_tensors(config) is None:
             owned += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(
@@ -51,13 +51,14 @@ def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
             if len(shape) == 2:
                 yield Matrices(shape[:1], shape[1], experts or 1)
         return
+    is_warmup = not trains_whole_model(config)  # of indexers, while all other weights are frozen
     for path, inputs, pieces, experts, frozen in linear_layers(model, ParallelConfig(), layer_number):
         name = path.rpartition(".")[2]
-        if not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
+        if not frozen and not (is_warmup and "indexer" not in path):
             if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
                 pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
             yield Matrices(pieces, inputs, experts or 1, name == QKV)
-    if model.has_experts(layer_number) and not model.dsa_indexer_warmup:
+    if model.has_experts(layer_number) and not is_warmup:
         yield Matrices((model.num_experts or 0,), model.hidden_size)
         if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:
             yield Matrices((1,), model.hidden_size)

@@ -113,7 +113,7 @@ def _score_bytes(config: RunConfig) -> int:
     because backward computes the weights again."""
     model = config.model
     n = _number_size(config)
-    if model.recomputes("core_attn") or model.has_sparse_attention:
+    if model.recomputes("core_attn") or model.attention_name == "sparse_latent":
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
     if shared or (model.attention_backend != "unfused" and not model.attention_dropout):
@@ -157,7 +157,7 @@ def stage_activations(
         size += (of_stream + n) * row
         if not model.fuses_output_layer_with_loss:
             size += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
-        size += (model.mtp_num_layers or 0) * _mtp_bytes(config, padded_vocab_size)
+        size += (model.added_layers) * _mtp_bytes(config, padded_vocab_size)
     return size
 
 

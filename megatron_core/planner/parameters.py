@@ -14,8 +14,6 @@ from megatron_core.config.linear_layers import AddedTensor
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
-from megatron_core.features.compilation.settings import CompilationConfig
-from megatron_core.features.fp8.settings import FP8Config
 
 Computed = TypeVar("Computed")
 
@@ -175,7 +173,7 @@ def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """The elements of a layer's indexer, of which a frozen layer counts as many as frozen."""
     attention = mixer_of(config.model, layer_number)
     tp = config.parallel.tensor_model_parallel_size
-    vectors = 2 * config.model.dsa_indexer_head_dim
+    vectors = 2 * config.value("dsa_indexer_head_dim")
     matrices = sum(projection.elements for projection in attention.projections(tp) if "indexer" in projection.module)
     return Parameters(matrices + vectors, outside=vectors, frozen=-matrices - vectors)
 
@@ -184,7 +182,7 @@ def layer_kinds(config: RunConfig) -> list[int]:
     """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
     model = config.model
     comm = config.parallel.cp_comm_type
-    in_eight_bits = config.training.section(FP8Config).fp8_layers(model.num_layers)
+    in_eight_bits = config.training.eight_bit_layers(model.num_layers)
     seen: dict[object, int] = {}
     numbers = []
     for layer in range(model.num_layers):
@@ -215,7 +213,7 @@ def joins_parts(config: RunConfig, layer_number: int) -> bool:
         return False
     separate = (
         *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
-        *(config.training.section(CompilationConfig).compile, config.optional("lora_rank") is not None),
+        *(config.optional("compile"), config.optional("lora_rank") is not None),
     )
     return attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
 
@@ -228,7 +226,7 @@ def added_tensors(config: RunConfig) -> Callable[..., Iterable[AddedTensor]] | N
 
 def trains_whole_model(config: RunConfig) -> bool:
     """Whether no weights are frozen."""
-    return not config.model.dsa_indexer_warmup and added_tensors(config) is None
+    return not config.optional("dsa_indexer_warmup") and added_tensors(config) is None
 
 
 def added_parameters(config: RunConfig, layer_number: int) -> Parameters:
@@ -261,10 +259,12 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
     of 2 h^2 / t; a rank without the embedding has a copy of it."""
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
-    if not model.mtp_num_layers:
+    if not model.added_layers:
         return Parameters()
     outside_of_layer = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    layers = Parameters.sum([outside_of_layer + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
+    layers = Parameters.sum(
+        [outside_of_layer + layer_parameters(config, model.num_layers)] * model.distinct_added_layers
+    )
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return layers + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 

@@ -68,7 +68,7 @@ class RecurrenceCost:
         flops, elements = _work(sizes, chunk, passes_transitions=cp > 1)
         again = tokens * elements / tp * wide
         transitions = 2 * sizes.transition_elements * sizes.heads / tp * batch * wide
-        tails = 2 * (model.linear_conv_kernel_dim - 1) * sizes.convolved / tp * batch * number
+        tails = 2 * (sizes.model.linear_conv_kernel_dim - 1) * sizes.convolved / tp * batch * number
         return cls(
             flops=tokens * flops / tp,
             elements=2 * again + 8 * number * tokens * sizes.convolved / tp,

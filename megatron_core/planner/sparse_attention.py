@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import QUERY_BLOCK, attention_of
@@ -54,7 +55,7 @@ class Work:
 
 def sparse_work(config: RunConfig) -> tuple[Work, Work]:
     """Forward and backward of sparse attention, without the indexer's projections."""
-    model = config.model
+    model: Any = config.model  # with the settings of the feature, which the run uses
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     length = config.data.seq_length
@@ -96,14 +97,13 @@ def sparse_work(config: RunConfig) -> tuple[Work, Work]:
 def sparse_seconds(config: RunConfig, layer: int, hardware: Hardware, rings: Rings) -> tuple[Seconds, Seconds]:
     """Seconds of forward and backward by kind."""
     dtype = config.training.compute_dtype
-    model = config.model
     parallel = config.parallel
     sent = layer_traffic(config, layer)
     tp = rings.ring("tp")
     cp = rings.ring("cp")
     number = {"float64": 8, "float32": 4}.get(dtype, 2)
     tokens = config.data.seq_length * config.training.micro_batch_size / parallel.context_parallel_size
-    index_keys = (cp.size - 1) * tokens * model.dsa_indexer_head_dim * number
+    index_keys = (cp.size - 1) * tokens * config.value("dsa_indexer_head_dim") * number
     rates = hardware.flops(dtype), hardware.flops("float64" if dtype == "float64" else "float32")
     passes: list[Seconds] = []
     for work, bytes_sent in zip(sparse_work(config), (sent.forward, sent.backward), strict=True):

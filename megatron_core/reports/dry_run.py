@@ -98,7 +98,7 @@ class RankEstimate:
         model = self.config.model
         matrices = 3 if model.gated_linear_unit else 2
         unused = (model.num_experts or 0) - model.moe_router_topk
-        built = [layer for layer in model.expert_layers if layer < model.num_layers + model.mtp_built_layers]
+        built = [layer for layer in model.expert_layers if layer < model.num_layers + model.distinct_added_layers]
         idle = unused * matrices * model.expert_hidden_size * model.expert_ffn_size * len(built)
         return self.model_parameters - idle
 

@@ -12,10 +12,10 @@ from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
+from megatron_core.monitor.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
-from megatron_core.parallel.times import StepTimes
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
@@ -23,7 +23,6 @@ from megatron_core.reports.timers import slowest_ranks, timer_lines
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
-from megatron_core.transformer.attention_backend import chosen_kernel
 
 
 class Measurements(Callback):
@@ -57,7 +56,8 @@ class Measurements(Callback):
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
-        METER.start(run.groups, run.world.device)
+        # On a GPU each time of a transfer needs two events, so that transfers are timed in some steps only.
+        METER.start(run.groups, run.world.device, Sampling() if run.world.device.type == "cuda" else None)
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -174,7 +174,7 @@ def _work(run: Run) -> float:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Versions of Python, torch and system, device, threads, size of the vocabulary, kernel of attention."""
+    """Versions of Python, torch and system, device, threads, size of the vocabulary, descriptions by features."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -182,7 +182,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
-        "attention": chosen_kernel(run.config, run.world.device),
+        "descriptions": [line for part in run.parts for line in part.descriptions()],
     }
 
 

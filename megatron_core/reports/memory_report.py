@@ -90,8 +90,19 @@ class MemoryPrediction(RunPart):
         self.run = run
 
     def descriptions(self) -> Iterator[str]:
-        """Yield the prediction."""
+        """Yield the prediction, and on a GPU the kernel of attention."""
         yield describe_memory(self.run)
+        if self.run.world.device.type == "cuda":
+            from megatron_core.reports.gpu_notes import chosen_kernel
+
+            yield f"attention without mask: {chosen_kernel(self.run.config, self.run.world.device)} (torch)"
+
+    def notes(self) -> Iterator[str]:
+        """See ``gpu_notes``."""
+        if self.run.world.device.type == "cuda":
+            from megatron_core.reports.gpu_notes import gpu_notes
+
+            yield from gpu_notes(self.run.config, self.run.groups, self.run.world.device)
 
 
 class MemoryReport(Callback):
@@ -108,6 +119,10 @@ class MemoryReport(Callback):
         iteration = self.run.state.iteration
         if iteration == self._first + 2 and self.run.world.rank == 0:
             print(describe_memory(self.run, after_step=iteration), flush=True)
+            if self.run.world.device.type == "cuda":
+                from megatron_core.reports.gpu_notes import describe_allocator
+
+                print(describe_allocator(self.run.world.device), flush=True)
 
 
 class KeptForBackward:

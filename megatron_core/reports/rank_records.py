@@ -24,7 +24,7 @@ from typing import Any
 from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile
 from megatron_core.output_file import refuse_url
-from megatron_core.parallel.times import StepTimes
+from megatron_core.parallel.meter import StepTimes
 from megatron_core.reports.metrics import read_metrics
 from megatron_core.reports.record_schema import checked_line
 

@@ -77,7 +77,7 @@ def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
     settings = config.section(RecoveryConfig)
     world.store = (connect_to_running_job if settings.recover_join else connect)(world, timeout)
     model = config.model
-    if model.recompute_granularity is not None or model.has_recurrence or model.trains_indexers:
+    if model.recompute_granularity is not None or model.has_recurrence or config.optional("trains_indexers"):
         importlib.import_module("torch._dynamo")  # recomputation loads it, in 1.5 s; loaded here, new processes have it
     memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
     if settings.recover_join:

@@ -56,7 +56,7 @@ def _expression(text: str) -> str | None:
 
 def formatted(pattern: str, values: list[str]) -> str | None:
     """The output of printf; None if it is not known."""
-    places = [place for place in _FORMAT.finditer(pattern) if not place[1]]
+    places = [conversion for conversion in _FORMAT.finditer(pattern) if not conversion[1]]
     if "%" in _FORMAT.sub("", pattern):
         return None
     remaining = iter(values)

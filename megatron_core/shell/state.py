@@ -84,8 +84,8 @@ class ShellState:
     def _isolated(self) -> Iterator[None]:
         """A subshell: what commands set in it does not persist."""
         copies = {"_functions": dict(self._functions), "_locals": [dict(variables) for variables in self._locals]}
-        kept = {name: getattr(self, name) for name in ("_folder", "_may_exit", "_launcher")}
-        with temporarily(self, **copies, **kept), self.variables.isolated():
+        unchanged = {name: getattr(self, name) for name in ("_folder", "_may_exit", "_launcher")}
+        with temporarily(self, **copies, **unchanged), self.variables.isolated():
             yield
 
     def _read_directives(self, text: str) -> None:

@@ -35,12 +35,15 @@ COUNTERS = (
     *("optimizer_steps", "vocab_size", "rollbacks"),
 )
 """Integers in the state of a checkpoint."""
-MODEL = names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE}))
-"""Model settings that ``--use-checkpoint-args`` takes from the checkpoint."""
 TOKENS = names_by_resume(DataConfig, Resume.TOKENS)
 """Data settings that ``--use-checkpoint-args`` takes from the checkpoint."""
 SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
 """Settings that define the schedules of learning rate and weight decay."""
+
+
+def model_settings() -> tuple[str, ...]:
+    """Model settings that ``--use-checkpoint-args`` takes from the checkpoint."""
+    return names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE}))
 
 
 def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weights: bool = False) -> None:
@@ -259,7 +262,7 @@ def open_model(
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
     """Return ``config`` with all settings reset to their defaults, except model, sequence length and tokenizer."""
-    model = ModelConfig(**{name: getattr(config.model, name) for name in MODEL})
+    model = ModelConfig(**{name: getattr(config.model, name) for name in model_settings()})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)
     return RunConfig(model=model, data=DataConfig(**{name: getattr(config.data, name) for name in TOKENS}))
@@ -316,7 +319,7 @@ def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if settings.use_checkpoint_args:
         again = model_and_tokenizer(stored)
-        found |= {name: getattr(again.model, name) for name in MODEL}
+        found |= {name: getattr(again.model, name) for name in model_settings()}
         found |= {name: getattr(again.data, name) for name in TOKENS}
     return found | (_schedule(stored) if settings.use_checkpoint_opt_param_scheduler else {})
 

@@ -34,7 +34,6 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
-from megatron_core.transformer.attention_backend import chosen_kernel, dropout_notes
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -156,8 +155,6 @@ def introduce(run: Run) -> None:
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
     print(describe(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
-    if (attention := chosen_kernel(run.config, run.world.device)) is not None:
-        print(f"attention without mask: {attention} (torch)")
     for line in descriptions(run.config):
         print(line)
     for part in run.parts:
@@ -205,7 +202,6 @@ def notes(run: Run) -> Iterator[str]:
         yield f"without effect here: {unread}"
     for part in run.parts:
         yield from part.notes()
-    yield from dropout_notes(run.config, run.world.device)
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"

@@ -1,12 +1,14 @@
 """Writing checkpoints of a run, before the next step or in the background."""
 
+from __future__ import annotations
+
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,7 +16,6 @@ from megatron_core.checkpoint import (
     BackgroundSave,
     FolderLock,
     Save,
-    Snapshot,
     TensorBox,
     save_checkpoint,
 )
@@ -53,6 +54,9 @@ from megatron_core.training.state import TrainState, other_pieces, updated_piece
 LEAVE_SECONDS = 60.0
 """Time limit for completing a background save when the process ends with an error."""
 
+if TYPE_CHECKING:
+    from megatron_core.checkpoint.snapshot import Snapshot
+
 
 @dataclass(eq=False)
 class CheckpointSaver:
@@ -85,8 +89,14 @@ class CheckpointSaver:
         self._keeps_config = False
         self._deletion = ""
         self._replaced: tuple[Path, ...] = ()
-        self._snapshot = Snapshot()
         self._running: BackgroundSave | None = None
+
+    @cached_property
+    def _snapshot(self) -> Snapshot:
+        """Copies of background saves; runs without --async-save do not load the class."""
+        from megatron_core.checkpoint.snapshot import Snapshot
+
+        return Snapshot()
 
     @property
     def folder(self) -> Path:

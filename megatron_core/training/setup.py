@@ -163,7 +163,7 @@ class Run(Trainable):
 
     def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
         """This rank's part of its loader's batches, on its device."""
-        depth = self.config.model.mtp_num_layers or 0
+        depth = self.config.model.added_layers
         return [MicroBatch.of(batch, self.split, self.world.device, later=depth) for batch in batches]
 
     @property

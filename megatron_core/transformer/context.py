@@ -85,7 +85,7 @@ class LayerContext:
         stream independent of depth (Radford et al. 2019, section 2.3).
         """
         # Attention and MLP of each layer add to the residual stream.
-        added = self.config.num_layers * (2 if self.config.hybrid_layer_pattern is None else 1)
+        added = self.config.num_layers * self.config.parts_per_layer
         return Normal(self.config.hidden_init_std / math.sqrt(added))
 
     def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -9,13 +10,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.errors import ConfigError
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.attention_backend import kernels_for
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
 from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
@@ -224,6 +225,18 @@ def _positions(context: SequenceContext, start: int, stop: int, device: torch.de
     if context.positions is not None:
         return context.positions[start:stop]
     return torch.arange(start, stop, device=device) if start else None
+
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of torch other than cuDNN's, which makes a plan for each new shape."""
+
+
+def kernels_for(query: Tensor) -> AbstractContextManager[object]:
+    """Exclude cuDNN for a single query on a GPU: in generation the keys get longer with every token."""
+    if not query.is_cuda or query.shape[2] > 1 or torch.compiler.is_compiling():
+        return nullcontext()
+    exclusion: AbstractContextManager[object] = sdpa_kernel(WITHOUT_PLANS)
+    return exclusion
 
 
 def fused_attention(

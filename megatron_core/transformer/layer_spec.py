@@ -171,7 +171,7 @@ OUTPUT_Z_LOSS = "output_z_loss"
 
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
-    count = config.num_layers + (config.mtp_num_layers or 0)
+    count = config.num_layers + config.added_layers
     # Of all layers and not of a stage's: the values are summed over the pipeline in one tensor, with one order of
     # names.
     of_layers = {name for i in range(count) for name in layer_specs(config, i).auxiliary_losses}
@@ -181,4 +181,4 @@ def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_sp
 
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the multi-token prediction losses, numbered by the distance from the next token."""
-    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_num_layers or 0))
+    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.added_layers))

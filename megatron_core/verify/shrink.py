@@ -1,18 +1,22 @@
 """Reduce the sizes of a model and keep all its features."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.bad_steps import BadStepConfig
-from megatron_core.config.heterogeneous import LayerBlock, write_blocks
+from megatron_core.config.layer_block import LayerBlock
 from megatron_core.config.layout import Layout
+from megatron_core.config.setting import declarations
 from megatron_core.config.validate import problems
+from megatron_core.features.layer_sizes.settings import HeterogeneousConfig, write_blocks
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
 from megatron_core.verify.together import shared_micro_batches
 
@@ -126,7 +130,7 @@ def _word(value: object) -> str:
 
 def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
     # Heads, layers, hidden size and sequence length.
-    model = config.model
+    model = config.model.section(RecurrentConfig)
     large = max(layout.world_size for layout in layouts) >= LARGE_WORLD
     head_size, sequence = (LARGE_WORLD_HEAD_SIZE, LARGE_WORLD_SEQUENCE) if large else (HEAD_SIZE, SEQUENCE)
     head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # a2a exchanges heads
@@ -158,9 +162,9 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.multi_latent_attention:
         rank = None if model.q_lora_rank is None else 12
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
-    if model.has_sparse_attention:
+    if model.section(SparseAttentionConfig).has_sparse_attention:
         sizes |= {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 10}
-        sizes["dsa_indexer_topk"] = min(model.dsa_indexer_topk, sequence // 4)
+        sizes["dsa_indexer_topk"] = min(model.section(SparseAttentionConfig).dsa_indexer_topk, sequence // 4)
     if attention_of(model).rotary_channels:
         sizes["rotary_percent"] = max(round(head_size * model.rotary_percent / 2), 1) * 2 / head_size
     # Windows, lists by layer, and recomputation.
@@ -174,7 +178,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
     if model.hybrid_layer_pattern is not None:
         sizes |= _pattern(model, tp, layers)
-    if model.blocks:
+    if model.layers_differ_in_size:
         sizes["heterogeneous_layers_config_encoded_json"] = write_blocks(_blocks(model, tp, layers, heads, hidden))
     if model.has_recurrence:
         sizes |= _recurrence(model, tp, layers) if model.may_have("G") else {}
@@ -189,6 +193,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
 
 def _recurrence(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     """Sizes of few small heads, and the kinds of the last layers, among them both kinds if the model has both."""
+    model = model.section(RecurrentConfig)
     heads = tp * max(MOST_HEADS // tp, 1)
     shared = model.linear_num_value_heads // model.linear_num_key_heads
     kinds: dict[str, Any] = {}
@@ -206,6 +211,7 @@ def _recurrence(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
 
 def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     """A pattern of ``layers`` letters with all letters of the model, and sizes of few small Mamba heads."""
+    model = model.section(RecurrentConfig)
     pattern = model.hybrid_layer_pattern or ""
     letters = "".join(dict.fromkeys(pattern))
     remainder = (pattern * layers)[: max(layers - len(letters), 0)]
@@ -220,6 +226,7 @@ def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
 
 def _blocks(model: ModelConfig, tp: int, layers: int, heads: int, hidden: int) -> list[LayerBlock]:
     """``layers`` layers, among them as many as possible of the kinds of layers of the model, with small sizes."""
+    model = model.section(HeterogeneousConfig)
     kinds = [*dict.fromkeys(model.blocks)]
     unit = 8 * tp
     blocks = list[LayerBlock]()
@@ -352,7 +359,7 @@ def small_run() -> dict[str, Any]:
     """Settings of a run of a few steps without data files, evaluation and checkpoints."""
     defaults = RunConfig().flat()
     sections = (CheckpointConfig, BadStepConfig, ElasticConfig, RecoveryConfig, RerunConfig, FaultConfig)
-    unused = [field.name for section in sections for field in fields(section)]
+    unused = [name for section in sections for name, _ in declarations(section)]
     return {name: defaults[name] for name in (*OFF.split(), *unused)} | {
         "train_iters": STEPS,
         "lr_warmup_iters": 0,  # the first step must change the weights

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON, write_blocks
 from megatron_core.errors import CheckpointError
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON, write_blocks
 from megatron_core.training.compatibility import check_same_model
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.checkpoint import Save, Snapshot, find_checkpoint, open_newest, save_checkpoint
+from megatron_core.checkpoint import Save, find_checkpoint, open_newest, save_checkpoint
 from megatron_core.checkpoint.folder import TRACKER, complete_iterations
 from megatron_core.checkpoint.hashes import StoredFile, damaged_files
+from megatron_core.checkpoint.snapshot import Snapshot
 from megatron_core.errors import CheckpointError
 from tests.checkpoint.operations import file_operations
 from tests.checkpoint.test_damage import piece, read, write

@@ -341,8 +341,8 @@ IN_RECURRENCES = (
     Defect(
         "output projections have the scale of layers with two parts",
         "transformer.context:LayerContext.output_layer_init_method",
-        "is None else 1)",
-        "is None else 2)",
+        "self.config.parts_per_layer",
+        "2",
         "mamba, tp2",
         culprit="initial weight *",
     ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,6 +36,10 @@ from tests.runs import TINY, tiny_config, tiny_run
 
 PACKAGE = Path(megatron_core.__file__).parent
 NAMES = [path.parent.name for path in sorted((PACKAGE / "features").glob("*/__init__.py"))]
+SATELLITES = ("cpu_ranks", "hub", "reports", "resilience", "storage")
+"""Packages outside of ``features`` that register features."""
+IMPORTED = "cpu_ranks"
+"""The satellite that another one, ``resilience``, imports: its registration is removed, and its folder stays."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,11 +205,12 @@ def test_only_one_feature_starts_the_training(monkeypatch: pytest.MonkeyPatch) -
 WITHOUT = """
 from pathlib import Path
 import megatron_core.features
-from megatron_core.config import RunConfig, TrainingConfig
-from megatron_core.parallel import World, start_world
+from megatron_core.config import RunConfig
+from megatron_core.parallel import World
 from megatron_core.training.pretrain import pretrain
 import torch
-assert NAME not in [feature.name for feature in megatron_core.features.FEATURES]
+names = {feature.name for feature in megatron_core.features.FEATURES}
+assert len(names) > 20 and not names & set(REMOVED)
 assert "/without/" in megatron_core.features.__file__
 for steps in (2, 3):
     settings = SETTINGS | {"save": FOLDER, "load": FOLDER, "train_iters": steps, "exit_interval": steps}
@@ -211,21 +218,29 @@ for steps in (2, 3):
 """
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_package_without_a_feature_trains_saves_and_resumes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*NAMES, *SATELLITES])
+def test_a_package_without_a_feature_or_satellite_trains_saves_and_resumes(name: str, tmp_path: Path) -> None:
     package = tmp_path / "without" / "megatron_core"
     (package / "features").mkdir(parents=True)
-    for entry in PACKAGE.iterdir():
-        if entry.name not in ("features", "__pycache__"):
-            (package / entry.name).symlink_to(entry)
-    for entry in (PACKAGE / "features").iterdir():
-        if entry.name not in (name, "__init__.py", "__pycache__"):
-            (package / "features" / entry.name).symlink_to(entry)
+    removed_folder = "" if name == IMPORTED else name
+    for folder, target in ((PACKAGE, package), (PACKAGE / "features", package / "features")):
+        for entry in folder.iterdir():
+            if (
+                entry.name not in (removed_folder, "features", "__pycache__")
+                and entry != PACKAGE / "features" / "__init__.py"
+            ):
+                (target / entry.name).symlink_to(entry)
     listed = (PACKAGE / "features" / "__init__.py").read_text()
-    lines = listed.replace(f" {name.upper()},", "").replace(f"({name.upper()},)", "()").splitlines()
-    kept = [line for line in lines if f".{name} " not in line and line.strip() != f"{name.upper()},"]
-    (package / "features" / "__init__.py").write_text("\n".join(kept))
-    values = {"NAME": name, "SETTINGS": TINY, "FOLDER": str(tmp_path / "saved")}
+    if name in SATELLITES:
+        removed = {feature.name for feature in import_module(f"megatron_core.{name}").FEATURES}
+        entries = rf"    \*{name}\.FEATURES,\n|(?<=import ){name}, |, {name}(?=\n|, )"
+    else:
+        removed = {name}
+        added = re.search(rf"^from megatron_core\.features\.{name} import (\w+)\n", listed, re.MULTILINE)
+        assert added is not None
+        entries = rf"{re.escape(added[0])}|    {added[1]},\n"
+    (package / "features" / "__init__.py").write_text(re.sub(entries, "", listed))
+    values = {"REMOVED": removed, "SETTINGS": TINY, "FOLDER": str(tmp_path / "saved")}
     program = "\n".join([*(f"{key} = {value!r}" for key, value in values.items()), WITHOUT])
     variables = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, cwd=tmp_path)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.config.heterogeneous import write_blocks
 from megatron_core.errors import ConfigError
+from megatron_core.features.layer_sizes.settings import write_blocks
 from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.sampling import candidate_logits, draw, sample_tokens
 from megatron_core.inference.settings import InferenceConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_core.config.heterogeneous import LayerBlock, LayerPart, write_blocks
+from megatron_core.config.layer_block import LayerBlock, LayerPart
+from megatron_core.features.layer_sizes.settings import write_blocks
 
 NO_OP, LINEAR = LayerPart(no_op=True), LayerPart(linear=True)
 BLOCKS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_core.config.hybrid import read_pattern
+from megatron_core.features.recurrent.settings import read_pattern
 from tests.parity.moe_rows import CP2, EP2, ETP1, OVERLAP, PP2, RECOMPUTE, SMALL, SP, TP2, ZB_H1, ZB_V
 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -37,13 +37,16 @@ DEFECTS: dict[str, CommonDefect] = {
         f"{BALANCE}:z_loss", "logsumexp(-1).square()", "logsumexp(-1)", "three balancing losses"
     ),
     "experts not limited to groups": CommonDefect(
-        "transformer.moe.choice:choose",
+        "transformer.moe.choice:choose_experts",
         "ranking = grouped.masked_fill(~eligible[..., None], -inf).flatten(-2)",
         "pass",
         "groups of experts",
     ),
     "groups scored by their best expert alone": CommonDefect(
-        "transformer.moe.choice:choose", "grouped.topk(counted)", "grouped.topk(1)", "groups by two scores, biases"
+        "transformer.moe.choice:choose_experts",
+        "grouped.topk(counted)",
+        "grouped.topk(1)",
+        "groups by two scores, biases",
     ),
     "biases of experts updated in the wrong direction": CommonDefect(
         "transformer.moe.router:update_expert_biases",

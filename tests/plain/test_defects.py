@@ -33,3 +33,10 @@ def test_finds_in_large_layouts(name: str) -> None:
     with planted(target, old, new), pytest.raises(AssertionError):
         compare_groups(row)
     compare_groups(row)
+
+
+def test_every_defect_can_be_planted() -> None:
+    """``make test`` runs a sample of the defects, so that a changed source would otherwise not be noticed."""
+    for target, old, new, _ in (DEFECTS | OF_LOSS_SCALE | OF_GROUPS).values():
+        with planted(target, old, new):
+            pass

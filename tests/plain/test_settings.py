@@ -48,7 +48,7 @@ def test_every_row_names_a_test_that_exists_and_sets_it() -> None:
 
 
 def fault_of(name: str, entry: Any) -> str:
-    """What is wrong with the row of a setting; "" if nothing is."""
+    """The fault of the row of a setting; "" if it is right."""
     if entry == NOT_YET:
         return ""
     kinds = KINDS & entry.keys()

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config import RunConfig
-from megatron_core.config.heterogeneous import LayerBlock, LayerPart, write_blocks
+from megatron_core.config.layer_block import LayerBlock, LayerPart
 from megatron_core.config.layout import Layout
+from megatron_core.features.layer_sizes.settings import write_blocks
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.parallel import World
 from megatron_core.reports.dry_run import RankEstimate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_core.config.sparse_attention import INDEXER_LOSS
+from megatron_core.features.sparse_attention.settings import INDEXER_LOSS
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layer_time import LayerClock

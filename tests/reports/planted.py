@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.parallel.times import StepTimes, Traffic
+from megatron_core.parallel.meter import StepTimes, Traffic
 from megatron_core.reports.rank_records import RankWriter
 from tests.monitor.examples import step
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from megatron_core.commands import diagnose, plot_metrics, report
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.parallel.times import StepTimes, Traffic
+from megatron_core.parallel.meter import StepTimes, Traffic
 from megatron_core.reports.rank_records import RankWriter, rank_file, read_run
 from tests.monitor.examples import step, validation
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_core.commands.diagnose import main
 from megatron_core.errors import DataError
-from megatron_core.parallel.times import Traffic
+from megatron_core.parallel.meter import Traffic
 from megatron_core.reports.diagnosis import Change, Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.rank_records import rank_file, read_run

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.parallel.times import Traffic
+from megatron_core.parallel.meter import Traffic
 from megatron_core.reports.page import bars, chart, html_table, three_digits
 from megatron_core.reports.report import report, write_report
 from megatron_core.training.loop import train

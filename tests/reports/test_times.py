@@ -15,8 +15,7 @@ from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.meter import METER, Meter
-from megatron_core.parallel.times import StepTimes
+from megatron_core.parallel.meter import METER, Meter, StepTimes
 from megatron_core.reports import measurements, rank_records
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.rank_records import RankWriter, rank_file, read_run

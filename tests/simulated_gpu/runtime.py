@@ -111,6 +111,10 @@ PROPERTIES = SimpleNamespace(
 )
 
 
+ALLOCATOR = {"reserved_bytes.all.peak": 2**31, "allocated_bytes.all.peak": 3 * 2**29, "num_alloc_retries": 0}
+"""Statistics of the allocator."""
+
+
 def _set_device(device: Any) -> None:
     LOG.index = FRAME.device = index(device)
 
@@ -136,6 +140,7 @@ def _doubles() -> dict[str, Callable]:
         "get_rng_state": lambda device="cuda": seed.clone(),
         "set_rng_state": lambda new_state, device="cuda": None,
         **{name: lambda device=None: 2**20 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
+        "memory_stats": lambda device=None: ALLOCATOR,
         "mem_get_info": lambda device=None: (2**30, PROPERTIES.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": wait_for_posted,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from megatron_core.transformer import attention_backend
-from megatron_core.transformer.attention_backend import chosen_kernel, dropout_notes
+from megatron_core.reports.gpu_notes import chosen_kernel, dropout_notes
+from megatron_core.transformer import core_attention
 from megatron_core.transformer.core_attention import fused_attention
 from tests.runs import tiny_config
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -81,4 +81,4 @@ def test_a_single_query_excludes_the_kernel_with_plans(monkeypatch: pytest.Monke
         fused_attention(keys, keys, keys, causal=True)
     assert [excluded for _, excluded in seen] == [True, True, not before]
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    assert SDPBackend.CUDNN_ATTENTION not in attention_backend.WITHOUT_PLANS
+    assert SDPBackend.CUDNN_ATTENTION not in core_attention.WITHOUT_PLANS

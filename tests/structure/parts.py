@@ -20,10 +20,6 @@ SATELLITES = (
 even the command line, which may not import ``parallel``."""
 
 WAITING = {
-    "recurrent": ("config.recurrent config.hybrid"),
-    "sparse_attention": "config.sparse_attention",
-    "layer_sizes": "config.heterogeneous",
-    "multi_token": "config.multi_token",
     "resilience": "checkpoint.copies",
 }
 """Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.

@@ -119,10 +119,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
-    assert ATTENTION_KINDS.keys() == {*ATTENTION_LAYERS, "sparse_latent"}
-    recurrences = RECURRENT.recurrences.keys() - {"attention_and_mamba2"}
+    assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys()
+    recurrences = RECURRENT.attention_kinds.keys() - {"attention_and_mamba2"}
     assert recurrences == {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
-    for name in (*ATTENTION_KINDS, *recurrences):
+    for name in (*ATTENTION_KINDS, "sparse_latent", *recurrences):
         assert issubclass(mixer_layer(name), nn.Module)
 
 

@@ -15,10 +15,12 @@ from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.locations import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
-from megatron_core.training.compatibility import MODEL, open_model
+from megatron_core.training.compatibility import model_settings, open_model
 from megatron_core.training.setup import Run
 from megatron_core.transformer.layer_spec import layer_spec
 
+OF_TRAINING = ("mtp_num_layers", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_warmup")
+"""Settings of losses of other features, which the teacher does not have."""
 OF_STAGES = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -104,19 +106,16 @@ def _tokenizer_of(folder: str, data: DataConfig) -> tuple[Tokenizer | None, str]
 
 def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> RunConfig:
     """Return ``config`` with the model of ``stored``, split by time over as many stages as the student's."""
-    model = ModelConfig(**{name: getattr(stored.model, name) for name in MODEL})
+    model = ModelConfig(**{name: getattr(stored.model, name) for name in model_settings()})
     model = replace(
         model,
         max_position_embeddings=stored.max_positions,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         kernel_backend=config.model.kernel_backend,
         moe_token_dispatcher_type=config.model.moe_token_dispatcher_type,
-        mtp_num_layers=None,
-        dsa_indexer_loss_coeff=0.0,
-        dsa_indexer_use_sparse_loss=False,
-        dsa_indexer_warmup=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **{name: value for name, value in vars(ModelConfig()).items() if name in OF_TRAINING},
     )
     chunks = num_stages // config.parallel.pipeline_model_parallel_size
     reset = OF_STAGES if model.num_experts is not None else OF_STAGES + OF_EXPERTS

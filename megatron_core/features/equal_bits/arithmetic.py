@@ -59,7 +59,7 @@ def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> Exac
         feature_parts=config.invariant_parts,
         chunks=chunks,
         # Layers of multi-token prediction add further addends to the weights that they share.
-        sequences=batch * (1 + (config.model.mtp_num_layers or 0)),
+        sequences=batch * (1 + config.model.added_layers),
         sequence_length=config.data.seq_length,
         context_ranks=context.size(),
     )

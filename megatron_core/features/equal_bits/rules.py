@@ -68,7 +68,7 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
     sizes = {"num_attention_heads": model.num_attention_heads}
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         sizes["ffn_hidden_size"] = model.ffn_size
-    if model.mtp_num_layers:
+    if model.added_layers:
         sizes["hidden_size"] = model.hidden_size
     if model.num_experts is not None:
         sizes["moe_ffn_hidden_size"] = model.expert_ffn_size

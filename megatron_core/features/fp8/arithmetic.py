@@ -21,7 +21,7 @@ from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic, Pro
 def fp8_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> LayerArithmetic:
     """See ``Feature.arithmetic``."""
     settings = config.section(FP8Config)
-    layers = settings.fp8_layers(config.model.num_layers)
+    layers = settings.eight_bit_layers(config.model.num_layers)
     unquantised = frozenset(range(config.model.num_layers)) - frozenset(layers)
     return FP8Arithmetic(settings, unquantised, context, config.model.kernel_backend)
 

@@ -17,7 +17,7 @@ def fp8_problems(config: RunConfig, world_size: int = 1) -> Iterator[str]:
     fp8 = config.section(FP8Config)
     if not uses_fp8(config):
         return
-    if not fp8.fp8_layers(config.model.num_layers):
+    if not fp8.eight_bit_layers(config.model.num_layers):
         yield (
             f"num_layers_at_start_in_bf16={fp8.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
             f"{fp8.num_layers_at_end_in_bf16} leave none of num_layers={config.model.num_layers} in FP8; lower them, "
@@ -70,9 +70,8 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     ]
     if any(map(model.has_dense_mlp, range(model.num_layers))):
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
-    if model.mtp_num_layers or any(
-        sublayer.linear for block in model.blocks for sublayer in (block.attention, block.mlp)
-    ):
+    blocks = map(model.block_of, range(model.num_layers))
+    if model.added_layers or any(sublayer.linear for block in blocks for sublayer in (block.attention, block.mlp)):
         widths.append(("hidden_size", model.hidden_size, tp))
     if model.num_experts is not None:
         widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))
@@ -109,7 +108,7 @@ def describe_fp8(config: RunConfig) -> str:
     """One line about the layers that run in FP8."""
     fp8 = config.section(FP8Config)
     total = config.model.num_layers
-    layers = fp8.fp8_layers(total)
+    layers = fp8.eight_bit_layers(total)
     unquantised = [i for i in range(total) if i not in layers]
     named_layers = f"layers {', '.join(map(str, unquantised))}, " if unquantised else ""
     gradients = "" if fp8.fp8_wgrad else ", without weight gradients"

@@ -54,8 +54,8 @@ class FP8Config(TrainingConfig):
     fp8_statistics_interval: int | None = setting(None, r.COUNT, resume=Resume.FREE)
     """Steps between tables of the shares of elements that FP8 clamps or rounds to 0 in each layer."""
 
-    def fp8_layers(self, num_layers: int) -> range:
-        """The layers (numbered from 0) whose products are in FP8."""
+    def eight_bit_layers(self, num_layers: int) -> range:
+        """The layers (numbered from 0) whose products are in 8 bits."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_core.config.heterogeneous import LAYERS_JSON as NAME
-from megatron_core.config.heterogeneous import MODEL_KEYS, read_blocks
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, uneven
 from megatron_core.config.run import RunConfig
 from megatron_core.feature import used_features
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON as NAME
+from megatron_core.features.layer_sizes.settings import MODEL_KEYS, HeterogeneousConfig, read_blocks
 
 
 def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Faults of the JSON, other settings that it excludes, and sizes of a layer that the layout cannot split."""
     model = config.model
-    text = config.model.heterogeneous_layers_config_encoded_json
+    text = config.model.section(HeterogeneousConfig).heterogeneous_layers_config_encoded_json
     if text is None or min(model.hidden_size, model.num_attention_heads) < 1:
         return
     blocks, faults = read_blocks(text, model.hidden_size, model.num_attention_heads)
@@ -44,7 +44,7 @@ def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 def _models_of_one_size(model: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
     """The first layer of each pair of sizes, and a model that has them in all its layers."""
     first: dict[ModelConfig, int] = {}
-    for number in range(min(len(model.blocks), model.num_layers)):
+    for number in range(min(len(model.section(HeterogeneousConfig).blocks), model.num_layers)):
         first.setdefault(model.of_layer(number), number)
     none = {NAME: None}
     return tuple((number, replace(layer_model, **none)) for layer_model, number in first.items())  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         "num_experts": model.num_experts,
         "multi_latent_attention": model.multi_latent_attention,
         "experimental_attention_variant": model.experimental_attention_variant,
-        "hybrid_layer_pattern": model.hybrid_layer_pattern,
-        "mtp_num_layers": model.mtp_num_layers,
+        "hybrid_layer_pattern": config.optional("hybrid_layer_pattern"),
+        "mtp_num_layers": model.added_layers,
         "parallel_residual": model.parallel_residual,
         "layout_invariant": config.parallel.layout_invariant,
     }

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_core.config.flags import Group, Spellings, Translation, only, plain, to_flag
-from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, compact_json, read_layers_file
 from megatron_core.errors import ConfigError, shortened
+from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON, compact_json, read_layers_file
 
 
 class LayerSizesSpellings(Spellings):

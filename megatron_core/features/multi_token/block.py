@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import (
     gather_channels,
@@ -72,13 +73,13 @@ class MultiTokenPredictionBlock(nn.Module):
 
     def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
         super().__init__()
-        config = self.model_config = context.config
+        config = self.model_config = context.config.section(MultiTokenConfig)
         self.tp_group = context.tp_group
         self.sequence_parallel = context.sequence_parallel
         self.arithmetic = context.parallel.arithmetic
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_built_layers)
+            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.distinct_added_layers)
         )
         self.repeats = config.mtp_use_repeated_layer
         self.word_embeddings: nn.Parameter | None = None

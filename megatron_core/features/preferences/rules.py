@@ -34,11 +34,9 @@ def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
             "have; remove it"
         )
-    if config.model.trains_indexers:
-        yield (
-            f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff:g} adds a mean over tokens, which dpo=True "
-            "does not have; use 0"
-        )
+    coefficient = config.optional("dsa_indexer_loss_coeff")
+    if config.optional("trains_indexers"):
+        yield (f"dsa_indexer_loss_coeff={coefficient:g} adds a mean over tokens, which dpo=True does not have; use 0")
     if (interval := config.optional("replay_interval")) is not None:
         yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
     if (mode := config.optional("rerun_mode")) not in (None, "disabled"):

@@ -36,10 +36,10 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
     if not model.may_have_attention:
         yield (
-            f"qk_clip=True has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, which has no layer * "
-            "or H with attention; remove --qk-clip"
+            f"qk_clip=True has no effect with hybrid_layer_pattern={config.value('hybrid_layer_pattern')}, which has "
+            "no layer * or H with attention; remove --qk-clip"
         )
-    pattern = model.linear_attention_freq or (1,)
+    pattern = config.optional("linear_attention_freq") or (1,)
     layers = model.num_layers
     only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)
     if model.experimental_attention_variant is not None and only_recurrent:

@@ -2,13 +2,15 @@
 
 from megatron_core.feature import Feature
 from megatron_core.features.recurrent.rules import has_recurrence, recurrent_problems
+from megatron_core.features.recurrent.settings import RecurrentConfig
 
 RECURRENT = Feature(
     name="recurrent",
+    settings=RecurrentConfig,
     is_used=has_recurrence,
     problems=recurrent_problems,
     spellings="megatron_core.features.recurrent.spellings:PatternSpellings",
-    recurrences={
+    attention_kinds={
         "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNetKind",
         "kimi_delta_attention": "megatron_core.features.recurrent.kinds:KimiDelta",
         "mamba2": "megatron_core.features.recurrent.kinds:Mamba2",

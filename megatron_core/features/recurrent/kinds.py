@@ -1,7 +1,7 @@
 """The kinds of recurrences.
 
-To add a recurrence, add a subclass of ``RecurrenceKind``, its name and its layer to the feature, and its name to
-``config.recurrent`` or its letter to ``config.hybrid``.
+To add a recurrence, add a subclass of ``RecurrenceKind``, its name and its layer to the feature, and its name or
+its letter to ``settings``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from typing import ClassVar
 
 from megatron_core.config.attention import AttentionKind, Projection, attention_of
 from megatron_core.config.model import ModelConfig
+from megatron_core.features.recurrent.settings import RecurrentConfig
 
 
 class RecurrenceKind(AttentionKind):
     """A recurrence instead of attention, after a convolution. Its heads have their own numbers and sizes."""
 
     has_own_head_sizes = True
+    model: RecurrentConfig
     convolution_has_bias: ClassVar[bool] = False
     convolution_has_silu: ClassVar[bool] = True
     widths: ClassVar[tuple[str, str]]
     """Formulas of the outputs of the input projection, and of the inputs of the output projection, for messages."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model.section(RecurrentConfig))
 
     @property
     def heads(self) -> int:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from math import inf
 
-from megatron_core.config.hybrid import AHEAD, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
+from megatron_core.features.recurrent.settings import AHEAD, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
 
 REFUSED = {
     "use_mup": "multipliers of muP are those of attention; remove --use-mup",
@@ -105,6 +105,11 @@ def _pattern_problems(config: RunConfig) -> Iterator[str]:
         yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
     if "E" in pattern + (model.mtp_layer_pattern or "") and model.num_experts is None:
         yield f"{named} has layers E with experts, and num_experts=None; add --num-experts N"
+    if model.num_experts is not None and not model.may_have_experts:
+        yield (
+            f"num_experts={model.num_experts} has no effect with {named}, which has no layer E; write E for each layer "
+            "with experts, or remove --num-experts"
+        )
     if AHEAD not in pattern and (model.mtp_num_layers is None) != (model.mtp_layer_pattern is None):
         yield (
             f"mtp_num_layers={model.mtp_num_layers} and mtp_layer_pattern={model.mtp_layer_pattern} with {named}: give "

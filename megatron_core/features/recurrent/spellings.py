@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_core.config.flags import Group, Spellings, Translation, plain, to_flag
-from megatron_core.config.hybrid import STAGE, read_pattern
 from megatron_core.config.run import aliases
+from megatron_core.features.recurrent.settings import STAGE, read_pattern
 
 PATTERN = "hybrid_layer_pattern"
 LAYOUT = "pipeline_model_parallel_layout"

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import QUERY_BLOCK
-from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.features.sparse_attention.index_scores import (
     index_divergence,
     index_scores,
     not_selected,
     select_keys,
 )
+from megatron_core.features.sparse_attention.settings import INDEXER_LOSS, SparseAttentionConfig
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.rotary import rope
 from megatron_core.ops.rows import wide
@@ -53,7 +53,7 @@ class Indexer(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(SparseAttentionConfig)
         self.heads = config.dsa_indexer_n_heads
         self.channels = config.dsa_indexer_head_dim
         self.linear_wq_b = DownProjection(
@@ -103,7 +103,7 @@ class SparseAttention(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(SparseAttentionConfig)
         self.layer_number = layer_number
         self.split = context.split
         self.indexer = Indexer(context, layer_number)
@@ -237,7 +237,7 @@ class SparseLatentAttention(LatentAttention):
     @staticmethod
     def auxiliary_loss_names(config: ModelConfig) -> tuple[str, ...]:
         """The names of the layer's auxiliary losses."""
-        return (INDEXER_LOSS,) * config.trains_indexers
+        return (INDEXER_LOSS,) * config.section(SparseAttentionConfig).trains_indexers
 
     def _core_inputs(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, ...]:
         return hidden, query_latent

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import CheckpointError
+from megatron_core.features.sparse_attention.settings import INDEXER, SparseAttentionConfig
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.training.parts import AddedWeights
@@ -38,9 +38,10 @@ class NewIndexers(AddedWeights):
                 f"{VARIANT}=dsa, but the checkpoint has no indexers; to start with its weights and new indexers, add "
                 "--finetune; to resume its training, remove --experimental-attention-variant"
             )
-        if not self.config.model.trains_indexers:
+        model = self.config.model.section(SparseAttentionConfig)
+        if not model.trains_indexers:
             raise CheckpointError(
-                f"dsa_indexer_loss_coeff={self.config.model.dsa_indexer_loss_coeff}, but the checkpoint has no "
+                f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}, but the checkpoint has no "
                 "indexers, so new ones would choose keys at random; train them with --dsa-indexer-loss-coeff, first "
                 "with --dsa-indexer-warmup"
             )
@@ -49,6 +50,6 @@ class NewIndexers(AddedWeights):
 
 def freeze_but_indexers(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
     """With ``dsa_indexer_warmup``, freeze a stage but its indexers; see ``Feature.change_stage``."""
-    if config.model.dsa_indexer_warmup:
+    if config.model.section(SparseAttentionConfig).dsa_indexer_warmup:
         for name, parameter in model.named_global_parameters():
             parameter.requires_grad_(INDEXER in name)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config.run import RunConfig
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 REFUSED = {
     "attention_dropout": "attention to selected keys has no dropout; use 0",
@@ -24,12 +25,12 @@ REFUSED_IN_WARMUP = {
 
 def has_sparse_attention(config: RunConfig) -> bool:
     """Whether indexers select the keys of queries."""
-    return config.model.has_sparse_attention
+    return config.model.section(SparseAttentionConfig).has_sparse_attention
 
 
 def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that contradict sparse attention."""
-    model = config.model
+    model = config.model.section(SparseAttentionConfig)
     parallel = config.parallel
     flat = config.flat()
     if not model.has_sparse_attention:
@@ -66,7 +67,7 @@ def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[st
 
 def other_stage_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """Stored settings of a stage that trained other weights, whose optimizer state is not that of this run."""
-    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
+    if not config.model.section(SparseAttentionConfig).has_sparse_attention or config.checkpoint.no_load_optim:
         return
     names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
     now = {name: getattr(config.model, name) for name in names}

@@ -8,10 +8,11 @@ from pkgutil import iter_modules
 from typing import Any, get_args
 
 from megatron_core.config import ModelConfig, token_ids
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.run import field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.feature import extended
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON, HeterogeneousConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.hub.hugging_face import families
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
@@ -278,8 +279,8 @@ def function_settings(config: ModelConfig) -> Settings:
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
     unused: tuple[str, ...] = () if config.may_have_attention else of_attention
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
-    unused += () if config.may_have("-", "E") else of_mlps
-    unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.blocks else ()
+    unused += () if config.may_have_mlp else of_mlps
+    unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.layers_differ_in_size else ()
     scale = None if config.multi_latent_attention or config.use_mup else config.head_size**-0.5
     return settings | {
         "softmax_scale": config.softmax_scale or scale,
@@ -298,7 +299,7 @@ def function_settings(config: ModelConfig) -> Settings:
         "moe_router_group_topk": None if config.group_score_topk is None else config.moe_router_group_topk,
         "moe_router_group_score_topk": config.group_score_topk,
         "mamba_num_heads": Mamba2(config).heads,
-        LAYERS_JSON: config.sized_blocks,
+        LAYERS_JSON: config.section(HeterogeneousConfig).sized_blocks,
         **dict.fromkeys(unused),
     }
 
@@ -315,7 +316,7 @@ def register(architecture: Architecture, **changes: Any) -> Architecture:
     architecture = replace(architecture, **changes)
     if architecture.model_type in ARCHITECTURES:
         raise ValueError(f"model_type {architecture.model_type!r} is registered already")
-    unknown = {*architecture.keys.values(), *architecture.fixed} - {f.name for f in fields(ModelConfig)}
+    unknown = {*architecture.keys.values(), *architecture.fixed} - {f.name for f in fields(extended(ModelConfig))}
     if unknown:
         raise ValueError(f"{architecture.model_type}: ModelConfig has no settings {', '.join(sorted(unknown))}")
     ARCHITECTURES[architecture.model_type] = architecture

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, write_blocks
-from megatron_core.config.hybrid import AHEAD, read_pattern
 from megatron_core.config.run import aliases, field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.values import convert
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON, HeterogeneousConfig, write_blocks
+from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, read_pattern
 
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
@@ -247,17 +248,20 @@ def common_state(state: Mapping[str, Any], *, has_adam: bool) -> dict[str, Any]:
 
 def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the training under Megatron-LM's names, as plain values."""
-    model = config.model
+    model = config.model.section(RecurrentConfig)
     flat = {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
     gelu = model.openai_gelu and model.add_bias_linear
     if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
-        ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
+        ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.section(MultiTokenConfig).mtp_num_layers or 0)
         flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
     for name in ("moe_layer_freq", "linear_attention_freq"):  # there, a list has an item for each layer
         if flat[name] is not None and len(flat[name]) == 1:
             flat[name] = flat[name][0]
-    if model.blocks:  # with all keys, which Megatron Core needs
-        flat |= {LAYERS_JSON: write_blocks(model.sized_blocks), LAYERS_FILE: f"{LAYERS_JSON}.json"}
+    if model.layers_differ_in_size:  # with all keys, which Megatron Core needs
+        flat |= {
+            LAYERS_JSON: write_blocks(model.section(HeterogeneousConfig).sized_blocks),
+            LAYERS_FILE: f"{LAYERS_JSON}.json",
+        }
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,

@@ -268,7 +268,7 @@ class FlatState:
     def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
         """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
         kinds = ("", ".weight", ".bias")
-        depths = self.model.mtp_built_layers
+        depths = self.model.distinct_added_layers
         inner = [f"{module}{suffix}" for module in order for suffix in kinds]
         of_mixers = {
             name: [f"{module}{suffix}" for module in modules for suffix in kinds] for name, modules in mixers.items()
@@ -312,7 +312,7 @@ class FlatState:
 
     def _expert_keys(self, layers: range, per_rank: int, stage: int, *, grouped: bool) -> Iterator[ParameterKey]:
         """The experts' matrices of a stage in order of registration: by matrix if ``grouped``, else by expert."""
-        depths = self.model.mtp_built_layers if stage == self.stages - 1 else 0
+        depths = self.model.distinct_added_layers if stage == self.stages - 1 else 0
         roots = [f"decoder.layers.{layer}." for layer in layers]
         roots += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(depths)]
         for root in roots:

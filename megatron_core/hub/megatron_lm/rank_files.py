@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.hub.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
 from megatron_core.hub.megatron_lm.pickles import load_tensors
 from megatron_core.hub.megatron_lm.tensor_map import (
@@ -101,6 +102,7 @@ class RankFiles:
 
     def _parts(self, model: ModelConfig, read: Callable[[Mapping[str, Any]], Named]) -> TensorParts:
         """The parts of the tensors that ``read`` returns from the content of a file."""
+        model = model.section(HeterogeneousConfig)
         size = self._sizes
         if groups := [groups for groups in model.all_query_groups if groups % size.tp]:
             raise CheckpointError(

@@ -15,8 +15,9 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig
-from megatron_core.config.run import field_types
+from megatron_core.config.run import core_sections, field_types
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.hub.megatron_lm.arguments import REMEDY, MegatronProgress, settings_of_arguments
 from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
 from megatron_core.hub.megatron_lm.rank_files import RankFiles
@@ -59,7 +60,7 @@ class MegatronReader(StateReader):
             )
         self.arguments = files.arguments
         self.settings = settings_of_arguments(files.arguments)
-        names = ModelConfig.__dataclass_fields__.keys() & field_types()
+        names = core_sections()["model"].__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         check_delta_nets(self.model, self.folder)
         self._parts = with_offsets(files.parts(self.model), self.model)
@@ -156,7 +157,12 @@ class MegatronReader(StateReader):
             state_kind, weight = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
             by_kind.setdefault(state_kind, {})[weight] = shape
         self._check(by_kind.pop("model", {}), self._parts)
-        if by_kind and self.kinds and self.model.has_sparse_attention and not self.model.trains_indexers:
+        if (
+            by_kind
+            and self.kinds
+            and self.model.section(SparseAttentionConfig).has_sparse_attention
+            and not self.model.section(SparseAttentionConfig).trains_indexers
+        ):
             raise CheckpointError(
                 f"{self.folder} was trained without a loss of its indexers, whose weights Adam only decayed and which "
                 f"are frozen here; {REMEDY}, or train them with --dsa-indexer-loss-coeff"

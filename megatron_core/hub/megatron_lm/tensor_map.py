@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.recurrent.kinds import GatedDeltaNetKind, Mamba2, RecurrenceKind
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.rules import unlike_delta_net
 from megatron_core.parallel.boxes import Box
 
@@ -233,7 +234,7 @@ NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.v
 
 def has_other_names(model: ModelConfig) -> bool:
     """Whether names of the model's tensors are not those of a model with attention in each layer."""
-    return model.hybrid_layer_pattern is not None or bool(rows_of_ranks(model))
+    return model.section(RecurrentConfig).hybrid_layer_pattern is not None or bool(rows_of_ranks(model))
 
 
 def our_name(name: str) -> str:
@@ -312,7 +313,7 @@ def pieces_of_mixer(
     number = match[2]
     local_name = match[3]
     if number is None:
-        final = "final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"
+        final = "final_layernorm" if model.section(RecurrentConfig).hybrid_layer_pattern is None else "final_norm"
         yield f"{prefix}decoder.{final}.{name.rpartition('.')[2]}", shape, box, box
         return
     mixer = stored_mixer(model, int(number))

@@ -29,8 +29,10 @@ from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
-from megatron_core.config.heterogeneous import LayerBlock
+from megatron_core.config.layer_block import LayerBlock
 from megatron_core.errors import CheckpointError
+from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.megatron_lm.arguments import common_state
 from megatron_core.hub.megatron_lm.reader import TRACKER
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN, LAYER, norm_offset, pieces_of_mixer, rows_of_ranks
@@ -70,6 +72,7 @@ def layer_names(local_name: str, model: ModelConfig, *, of_experts: bool) -> tup
 
 def megatron_names(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     """The names of our weight ``name`` in Megatron Core, and the layer if layers are stacked under the name."""
+    model = model.section(RecurrentConfig)
     layer = LAYER.fullmatch(name)
     if layer is None:
         yield name, None
@@ -84,13 +87,13 @@ def megatron_names(name: str, model: ModelConfig) -> Iterator[tuple[str, int | N
     of_experts = (number if layer[1] == "decoder" else model.num_layers) in model.expert_layers
     stacked = (
         model.hybrid_layer_pattern is None
-        and not model.blocks
+        and not model.section(HeterogeneousConfig).blocks
         and layer[1] == "decoder"
         and not rows_of_ranks(model)
         and (model.num_experts is None or model.moe_layer_freq == (1,))
     )
     every = layer_names(local_name, model, of_experts=of_experts)
-    if model.blocks and "layernorm." in local_name:
+    if model.layers_differ_in_size and "layernorm." in local_name:
         every = _norm_names(local_name, model.block_of(number)) or every
     for theirs in every if model.hybrid_layer_pattern is None else every[:1]:  # hybrid models have one form
         if stacked:

@@ -100,7 +100,7 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
         self.output_layer = self._make_output_layer(context) if post_process else None
         self.mtp: Any = None
-        if config.mtp_num_layers and post_process:
+        if config.added_layers and post_process:
             # Without a weight on this rank, multi-token prediction has a copy of the embedding, whose gradients are
             # summed with the original's.
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)

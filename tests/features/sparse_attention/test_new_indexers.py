@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.sparse_attention import INDEXER as MARK
 from megatron_core.errors import CheckpointError
+from megatron_core.features.sparse_attention.settings import INDEXER as MARK
 from megatron_core.hub.hugging_face.reader import HuggingFaceReader, config_of_folder
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.step import train_step

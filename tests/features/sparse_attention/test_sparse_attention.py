@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.config.rules_single import unread_settings
-from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.features.sparse_attention.attention import SparseLatentAttention
+from megatron_core.features.sparse_attention.settings import INDEXER_LOSS
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig

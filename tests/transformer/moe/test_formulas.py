@@ -443,23 +443,28 @@ CHOICE, BALANCE = "transformer.moe.choice", "transformer.moe.balance"
 DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     "groups are masked with zeros": (
         check_groups,
-        f"{CHOICE}:choose",
+        f"{CHOICE}:choose_experts",
         "~eligible[..., None], -inf",
         "~eligible[..., None], 0.0",
     ),
     "a group's score is that of k / group_topk experts, also if it is given": (
         check_groups_by_their_best,
-        f"{CHOICE}:choose",
+        f"{CHOICE}:choose_experts",
         "grouped.topk(counted)",
         "grouped.topk(max(1, k // group_topk) + 1)",
     ),
     "the bias of a softmax is added to the logits": (
         check_softmax_and_bias,
-        f"{CHOICE}:choose",
+        f"{CHOICE}:choose_experts",
         "if config.moe_router_pre_softmax or bias is not None else",
         "if config.moe_router_pre_softmax else",
     ),
-    "the bias does not count in the choice": (check_sigmoid_and_bias, f"{CHOICE}:choose", "ranking + bias", "ranking"),
+    "the bias does not count in the choice": (
+        check_sigmoid_and_bias,
+        f"{CHOICE}:choose_experts",
+        "ranking + bias",
+        "ranking",
+    ),
     "scores are divided by their sum over all experts": (
         check_sigmoid_and_bias,
         f"{CHOICE}:probabilities",

@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
 from megatron.training.config import PretrainConfigContainer
-from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON
 from megatron_core.errors import ConfigError
+from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON
 
 Kind = TypeVar("Kind")
 

@@ -21,9 +21,9 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
 from megatron_core.config.flags import Translation, grouped, plain
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.run import aliases, field_types
 from megatron_core.config.validate import check, without_data
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.features.megatron_flags.tables import FLAGS, OVERRIDDEN_BY_FLAG, SAME_AS
 from megatron_core.launcher import read_integer
 from megatron_core.text_file import read_table

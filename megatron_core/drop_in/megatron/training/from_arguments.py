@@ -14,6 +14,7 @@ from megatron.training.utils.common_utils import print_rank_0, print_rank_last, 
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.feature import extended
 from megatron_core.parallel.collectives import all_reduce_
 
 
@@ -29,7 +30,7 @@ def num_floating_point_operations(
     ``total_real_tokens_in_batch`` is the number of counted tokens and ``seqlen_squared_sum_in_batch`` the sum of the
     squared lengths of separate documents; by default whole sequences of ``args.seq_length``.
     """
-    names = [each.name for each in fields(ModelConfig) if getattr(args, each.name, None) is not None]
+    names = [each.name for each in fields(extended(ModelConfig)) if getattr(args, each.name, None) is not None]
     values = {name: getattr(args, name) for name in names if not name.startswith("window_")}
     frequency = values.get("moe_layer_freq", 1)
     values["moe_layer_freq"] = (frequency,) if isinstance(frequency, int) else tuple(frequency)

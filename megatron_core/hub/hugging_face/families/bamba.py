@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors
@@ -38,7 +39,7 @@ def mixer_sizes_json(config: ModelConfig) -> Settings:
     return {
         "mamba_expand": sizes.heads * sizes.value_head_size // config.hidden_size,
         "mamba_n_heads": sizes.heads,
-        "mamba_d_head": config.mamba_head_dim,
+        "mamba_d_head": config.section(RecurrentConfig).mamba_head_dim,
     }
 
 
@@ -56,7 +57,7 @@ def _layers(hf_config: Settings) -> Settings:
 
 
 def _layers_json(config: ModelConfig) -> Settings:
-    pattern = config.hybrid_layer_pattern or ""
+    pattern = config.section(RecurrentConfig).hybrid_layer_pattern or ""
     return {
         "num_hidden_layers": config.num_layers // 2,
         "attn_layer_indices": [n // 2 for n, letter in enumerate(pattern) if letter == "*"],

@@ -6,6 +6,7 @@ import math
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.bamba import BAMBA, HEAD_SIZE
 from megatron_core.hub.hugging_face.families.llama import LLAMA
@@ -46,12 +47,17 @@ def _layers(hf_config: Settings) -> Settings:
 
 
 def _layers_json(config: ModelConfig) -> Settings:
+    config = config.section(RecurrentConfig)
     sizes = Mamba2(config)
     normed, first = next(keys for keys, norm in reversed(NORMS.items()) if norm == config.mamba_output_norm)
     return {
         "num_hidden_layers": config.num_layers // 2,
         **{"mamba_d_ssm": sizes.heads * sizes.value_head_size, "mamba_n_heads": sizes.heads},
-        **{"mamba_d_head": config.mamba_head_dim, "mamba_rms_norm": normed, "mamba_norm_before_gate": first},
+        **{
+            "mamba_d_head": config.mamba_head_dim,
+            "mamba_rms_norm": normed,
+            "mamba_norm_before_gate": first,
+        },
     }
 
 
@@ -70,6 +76,7 @@ def _multipliers(hf_config: Settings) -> Settings:
 
 
 def _multipliers_json(config: ModelConfig) -> Settings:
+    config = config.section(RecurrentConfig)
     key = 1.0
     if (scale := config.softmax_scale) is not None:
         root = math.sqrt(config.head_size)

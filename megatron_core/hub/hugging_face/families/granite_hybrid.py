@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.bamba import BAMBA, MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
 from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
@@ -33,6 +34,7 @@ def _layers(hf_config: Settings) -> Settings:
 
 
 def _layers_json(config: ModelConfig) -> Settings:
+    config = config.section(RecurrentConfig)
     kinds = ["attention" if letter == "*" else "mamba" for letter in (config.hybrid_layer_pattern or "")[::2]]
     keys = {"num_hidden_layers": config.num_layers // 2, "layer_types": kinds}
     if not config.has_mamba:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
 from megatron_core.features.recurrent.kinds import KimiDelta
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.deepseek import DEEPSEEK_V3, DENSE, EXPERT_LAYERS, LATENT_MATRICES, SPARSE
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
@@ -40,6 +41,7 @@ def _mixers(hf_config: Settings) -> Settings:
 
 
 def _mixers_json(config: ModelConfig) -> Settings:
+    config = config.section(RecurrentConfig)
     return {
         "layer_types": [KINDS[config.is_recurrent(n)] for n in range(config.num_layers)],
         "linear_num_heads": config.linear_num_value_heads,

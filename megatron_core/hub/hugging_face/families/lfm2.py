@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.hybrid import CONVOLUTION
+from megatron_core.features.recurrent.settings import CONVOLUTION, RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
@@ -29,6 +29,7 @@ def _layers(hf_config: Settings) -> Settings:
 
 
 def _layers_json(config: ModelConfig) -> Settings:
+    config = config.section(RecurrentConfig)
     mixers = (config.hybrid_layer_pattern or "")[::2]
     return {
         "num_hidden_layers": config.num_layers // 2,
@@ -118,7 +119,7 @@ LFM2 = register(
 
 
 def _experts_json(config: ModelConfig) -> Settings:
-    mlps = (config.hybrid_layer_pattern or "")[1::2]
+    mlps = (config.section(RecurrentConfig).hybrid_layer_pattern or "")[1::2]
     return {"num_dense_layers": mlps.index("E") if "E" in mlps else len(mlps)}
 
 

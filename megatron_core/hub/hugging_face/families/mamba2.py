@@ -6,6 +6,7 @@ import math
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import Architecture, register
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
@@ -46,7 +47,13 @@ def limits(hf_config: Settings) -> Settings:
 
 
 def _limits_json(config: ModelConfig) -> Settings:
-    return {"time_step_limit": [config.mamba_dt_min, math.inf if config.mamba_dt_max is None else config.mamba_dt_max]}
+    config = config.section(RecurrentConfig)
+    return {
+        "time_step_limit": [
+            config.mamba_dt_min,
+            math.inf if config.mamba_dt_max is None else config.mamba_dt_max,
+        ]
+    }
 
 
 LIMITS_OF_STEPS = KeyRule(limits, _limits_json, {"time_step_limit": LIMITS})

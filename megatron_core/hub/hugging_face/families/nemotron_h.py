@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
 from megatron_core.hub.hugging_face.rules import (
@@ -43,7 +44,7 @@ def _layers(hf_config: Settings) -> Settings:
 
 def _layers_json(config: ModelConfig) -> Settings:
     names = {letter: layer_type for layer_type, letter in KINDS.items()}
-    pattern = config.hybrid_layer_pattern or ""
+    pattern = config.section(RecurrentConfig).hybrid_layer_pattern or ""
     return {
         "layers_block_type": [names.get(letter, letter) for letter in pattern],
         "num_hidden_layers": config.num_layers,
@@ -89,16 +90,20 @@ def _steps(hf_config: Settings) -> Settings:
 
 
 def _steps_json(config: ModelConfig) -> Settings:
-    return {"time_step_min": config.mamba_dt_min or NO_LEAST_STEP}
+    return {"time_step_min": config.section(RecurrentConfig).mamba_dt_min or NO_LEAST_STEP}
 
 
 def _notes(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
     """Say that the code published with these models bounds steps by another key."""
+    config = config.section(RecurrentConfig)
     limit = hf_config.get("time_step_limit")
     if limit is None or "M" not in (config.hybrid_layer_pattern or ""):
         return
     settings = limits(hf_config)
-    if settings != {"mamba_dt_min": config.mamba_dt_min, "mamba_dt_max": config.mamba_dt_max}:
+    if settings != {
+        "mamba_dt_min": config.mamba_dt_min,
+        "mamba_dt_max": config.mamba_dt_max,
+    }:
         flags = " ".join(
             f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value is not None
         )

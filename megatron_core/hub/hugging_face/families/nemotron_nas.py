@@ -6,7 +6,13 @@ import json
 from typing import Any
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON, MULTIPLE, read_blocks, write_blocks
+from megatron_core.features.layer_sizes.settings import (
+    LAYERS_JSON,
+    MULTIPLE,
+    HeterogeneousConfig,
+    read_blocks,
+    write_blocks,
+)
 from megatron_core.hub.hugging_face.architecture import variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
@@ -31,7 +37,7 @@ def _blocks(hf_config: Settings) -> Settings:
 
 def _blocks_json(config: ModelConfig) -> Settings:
     entries: list[dict[str, Any]] = []
-    for block in config.sized_blocks:
+    for block in config.section(HeterogeneousConfig).sized_blocks:
         groups = block.attention.size
         width = block.mlp.size
         if width is not None and width % MULTIPLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import GatedDeltaNetKind
+from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
@@ -48,6 +49,7 @@ def _gated_qkv_rows(config: ModelConfig, _: int) -> list[RowRange]:
 
 def _rows_by_key_head(config: ModelConfig, _: int) -> list[RowRange]:
     """Qwen3-Next stores queries, keys, values and gates of each key head together, and rates and decays of each."""
+    config = config.section(RecurrentConfig)
     groups = config.linear_num_key_heads
     values = config.linear_num_value_heads // groups
     key = config.linear_key_head_dim

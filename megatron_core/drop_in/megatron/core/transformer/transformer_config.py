@@ -14,15 +14,15 @@ from megatron.core.transformer.config_changes import ChangingConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_parallel import RECOMPUTABLE
 from megatron_core.errors import ConfigError
-from megatron_core.feature import setting_names
+from megatron_core.feature import extended, setting_names
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.fp8.arithmetic import fp8_arithmetic
 from megatron_core.features.fp8.rules import fp8_problems
 from megatron_core.features.fp8.settings import FP8Config, Recipe
+from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import Normal
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
@@ -146,7 +146,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         Unless ``without_pattern``, those of a hybrid model include its pattern. Raises ConfigError that lists all
         unsupported fields that differ from their defaults.
         """
-        known = {f.name for f in fields(ModelConfig)}
+        known = {f.name for f in fields(extended(ModelConfig))}
         known |= {"is_hybrid_model"} if without_pattern or given.get("hybrid_layer_pattern") else set()
         known |= {"heterogeneous_block_specs"} if given.get(LAYERS_JSON) else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:

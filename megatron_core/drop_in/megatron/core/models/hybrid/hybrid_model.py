@@ -13,12 +13,13 @@ from megatron.core.transformer.layer_context import LayerPattern
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core.config import RunConfig, TrainingConfig
-from megatron_core.config.hybrid import read_pattern
-from megatron_core.config.sparse_attention import SparseAttentionConfig
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.features.recurrent.rules import recurrent_problems
+from megatron_core.features.recurrent.settings import read_pattern
 from megatron_core.features.sparse_attention.rules import sparse_attention_problems
+from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 
 class HybridModel(GPTModel):
@@ -66,7 +67,7 @@ class HybridModel(GPTModel):
         own = config.model_config(
             hybrid_layer_pattern=layers.letters, mtp_layer_pattern=layers.ahead, **layers.settings
         )
-        run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
+        run = RunConfig(model=own, training=FP8Config(fp8_format=config.fp8))
         if problems := [*recurrent_problems(run, 1), *sparse_attention_problems(run, 1)]:
             raise ConfigError("; ".join(problems))
         super().__init__(

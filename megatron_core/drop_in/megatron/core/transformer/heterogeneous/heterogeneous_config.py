@@ -5,8 +5,14 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.config import ModelConfig
-from megatron_core.config.heterogeneous import LAYERS_JSON, LayerBlock, compact_json, read_blocks, read_layers_file
 from megatron_core.errors import ConfigError
+from megatron_core.features.layer_sizes.settings import (
+    LAYERS_JSON,
+    LayerBlock,
+    compact_json,
+    read_blocks,
+    read_layers_file,
+)
 
 
 @dataclass

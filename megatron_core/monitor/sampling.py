@@ -1,57 +1,21 @@
-"""Times of an interval by phase and transfer, and their estimate where transfers are not timed one by one."""
+"""Estimates times of transfers on a GPU in intervals in which they are not timed one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-OTHER = "other"
-"""Phase of time outside of all others."""
+from megatron_core.parallel.meter import StepTimes
+
 SAMPLED_EVERY = 10
 """Transfers are timed in one interval of this number, and in the first ``SAMPLED_FIRST`` ones."""
 SAMPLED_FIRST = 3
-
-
-@dataclass
-class Traffic:
-    """Totals of one kind of collective over one group."""
-
-    calls: int = 0
-    bytes: float = 0.0
-    exposed: float = 0.0
-    """Seconds in which this rank only waited."""
-    in_flight: float = 0.0
-    """Seconds between the calls and the ends of their waits."""
-
-
-@dataclass
-class StepTimes:
-    """Times of one rank over an interval, in seconds."""
-
-    phases: dict[str, float] = field(default_factory=dict)
-    """By phase, without collectives; the sum of these and of all ``exposed`` is ``seconds``."""
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    """By group and kind, such as ``tp all_reduce``; ``host`` and ``disk`` are transfers of offloading."""
-    seconds: float = 0.0
-
-    def add(self, other: StepTimes) -> None:
-        """Add the times of another interval."""
-        self.seconds += other.seconds
-        for name, seconds in other.phases.items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-        for name, traffic in other.traffic.items():
-            total = self.traffic.setdefault(name, Traffic())
-            total.calls += traffic.calls
-            total.bytes += traffic.bytes
-            total.exposed += traffic.exposed
-            total.in_flight += traffic.in_flight
 
 
 class Sampling:
     """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
 
     def __init__(self) -> None:
-        self.is_on = True
+        self._is_on = True
         """Whether transfers are timed now."""
         self._was_on = True
         """Whether they were in the interval that has ended."""
@@ -61,11 +25,12 @@ class Sampling:
         self._flight: dict[str, float] = {}
         """Seconds in flight per call of each kind of transfer, in the last sampled interval."""
 
-    def end_interval(self, *, times_next: bool) -> None:
-        """An interval ends; ``times_next``: transfers of the next one are timed in any case."""
+    def end_interval(self) -> bool:
+        """An interval ends; return whether to time the transfers of the next one."""
         self._intervals += 1
-        self._was_on = self.is_on
-        self.is_on = times_next or self._intervals < SAMPLED_FIRST or self._intervals % SAMPLED_EVERY == 0
+        self._was_on = self._is_on
+        self._is_on = self._intervals < SAMPLED_FIRST or self._intervals % SAMPLED_EVERY == 0
+        return self._is_on
 
     def complete(self, times: StepTimes, exposed: Mapping[tuple[str, str], float]) -> None:
         """Store the shares of a sampled interval, or divide the phases of another one by the stored shares.

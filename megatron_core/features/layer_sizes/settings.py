@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
+from megatron_core.config.layer_block import LayerBlock, LayerPart
+from megatron_core.config.model import ModelConfig
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 from megatron_core.errors import ConfigError, quoted, shortened
 from megatron_core.text_file import parse_json, read_text
@@ -28,50 +30,6 @@ KEPT = ("block_configs", *MODEL_KEYS, "hidden_act", "tie_word_embeddings")
 """The keys of the JSON that are read."""
 
 
-@dataclass(frozen=True)
-class LayerPart:
-    """The attention or the MLP of a layer."""
-
-    no_op: bool = False
-    """Whether the layer does not have it."""
-    linear: bool = False
-    """Whether a matrix ``[h, h]`` replaces it."""
-    size: int | None = None
-    """Number of key-value groups, or width of the MLP; None: that of the model."""
-
-    def sized(self, size: int) -> LayerPart:
-        """The part with ``size``, if it has a size and none of its own."""
-        return self if self.no_op or self.linear or self.size is not None else replace(self, size=size)
-
-
-@dataclass(frozen=True)
-class LayerBlock:
-    """The parts of a layer."""
-
-    attention: LayerPart = LayerPart()
-    """Its attention; the size is the number of key-value groups."""
-    mlp: LayerPart = LayerPart()
-    """Its MLP; the size is the width."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the layer returns its input."""
-        return self.attention.no_op and self.mlp.no_op
-
-    @property
-    def has_sizes_of_model(self) -> bool:
-        """Whether no part has a size of its own."""
-        return self.attention.size is None and self.mlp.size is None
-
-    def sized(self, groups: int, width: int) -> LayerBlock:
-        """The layer with the sizes of the model where it has none of its own."""
-        return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))
-
-
-WHOLE_BLOCK = LayerBlock()
-"""A layer with attention and an MLP of the sizes of the model."""
-
-
 def _other_sizes(run: Any, stored: Any) -> tuple[str, Sequence[object]] | None:
     """The layers whose sizes differ: the text may have other keys, or sizes that it leaves to the model."""
     pairs = zip_longest(run.model.sized_blocks, stored.model.sized_blocks)
@@ -84,7 +42,7 @@ def _other_sizes(run: Any, stored: Any) -> tuple[str, Sequence[object]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.TENSORS)
-class HeterogeneousConfig:
+class HeterogeneousConfig(ModelConfig):
     """Layers whose sizes differ, from a search for the best architecture (Bercovich et al. 2024, arXiv 2411.19146)."""
 
     heterogeneous_layers_config_encoded_json: str | None = setting(
@@ -95,6 +53,40 @@ class HeterogeneousConfig:
     "replace_with_linear": true replaces it by one linear layer; without a size the layer has the model's. The keys of
     Nemotron's config.json, n_heads_in_group and ffn_mult, are also supported. --heterogeneous-layers-config-path FILE,
     also in a --config file, reads the JSON from a file."""
+
+    @property
+    def blocks(self) -> tuple[LayerBlock, ...]:
+        """The layers of a model whose layers differ in their sizes, else ()."""
+        text = self.heterogeneous_layers_config_encoded_json
+        return () if text is None else read_blocks(text, self.hidden_size, self.num_attention_heads)[0]
+
+    @property
+    def sized_blocks(self) -> tuple[LayerBlock, ...]:
+        """``blocks`` with all sizes, also those of the model."""
+        return tuple(block.sized(self.query_groups, self.ffn_size) for block in self.blocks)
+
+    @property
+    def layers_differ_in_size(self) -> bool:
+        """Whether some layers have sizes of their own."""
+        return bool(self.blocks)
+
+    def block_of(self, layer_number: int) -> LayerBlock:
+        """The sizes of the parts of a layer (numbered from 0)."""
+        blocks = self.blocks
+        return blocks[layer_number] if layer_number < len(blocks) else super().block_of(layer_number)
+
+    def of_layer(self, layer_number: int) -> ModelConfig:
+        """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
+        block = self.block_of(layer_number)
+        return self if block.has_sizes_of_model else _with_sizes(self, block)
+
+
+@lru_cache(maxsize=1024)  # replace takes 0.3 ms, and a search over layouts asks for each layer often
+def _with_sizes(model: ModelConfig, block: LayerBlock) -> ModelConfig:
+    sizes: dict[str, Any] = {} if block.mlp.size is None else {"ffn_hidden_size": block.mlp.size}
+    if block.attention.size is not None:
+        sizes |= {"group_query_attention": True, "num_query_groups": block.attention.size}
+    return replace(model, **sizes)
 
 
 def compact_json(text: str) -> str:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
+from megatron_core.config.model import ModelConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.REPORTED)
-class MultiTokenConfig:
+class MultiTokenConfig(ModelConfig):
     """Layers after the last one that predict tokens after the next one, in training (DeepSeek-AI 2024, arXiv
     2412.19437, section 2.2)."""
 
@@ -23,7 +24,18 @@ class MultiTokenConfig:
     layers with weights of their own (Nemotron 3)."""
 
     @property
-    def mtp_built_layers(self) -> int:
+    def added_layers(self) -> int:
+        """The layers of multi-token prediction, counted as often as they are applied."""
+        return self.mtp_num_layers or 0
+
+    def applications(self, layer_number: int) -> range:
+        """The numbers under which a layer (numbered from 0) is applied."""
+        if self.mtp_use_repeated_layer and layer_number >= self.num_layers:
+            return range(layer_number, layer_number + max(self.added_layers, 1))
+        return super().applications(layer_number)
+
+    @property
+    def distinct_added_layers(self) -> int:
         """Number of multi-token prediction layers with weights of their own."""
         count = self.mtp_num_layers or 0
         return min(count, 1) if self.mtp_use_repeated_layer else count

@@ -1,15 +1,15 @@
-"""Layers with one part each, a mixer or an MLP, in the order of a pattern; settings of Mamba-2 mixers."""
+"""Settings of layers with a recurrence, and of layers with one part each, a mixer or an MLP, in a pattern."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, Resume, section, setting
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
 
 RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short_convolution"}
-"""Letter of a layer with a recurrence -> its kind in ``Feature.recurrences``."""
+"""Letter of a layer with a recurrence -> its kind in ``Feature.attention_kinds``."""
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
@@ -53,9 +53,24 @@ def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
     return AHEAD.join(["".join(stages), *ahead]), implied
 
 
+RECURRENT = replace(
+    given("experimental_attention_variant", "gated_delta_net"),
+    holds=lambda run: (
+        run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
+    ),
+)
+PATTERN = given("hybrid_layer_pattern", "LETTERS")
+A_MAMBA_LAYER = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be(*MAMBA))
+A_LAYER_WITH_BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be(BOTH))
+ANY_RECURRENCE = Condition(
+    "--experimental-attention-variant gated_delta_net, or M, H, G or C in --hybrid-layer-pattern",
+    lambda run: A_MAMBA_LAYER.holds(run) or RECURRENT.holds(run) or run.model.may_be(CONVOLUTION),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.TENSORS)
-class HybridConfig:
+class HybridConfig(ModelConfig):
     """Layers with one norm, one part and one residual addition, of which some are Mamba-2 mixers (Dao and Gu 2024,
     arXiv 2405.21060; hybrid models: Waleffe et al. 2024, arXiv 2406.07887)."""
 
@@ -66,30 +81,32 @@ class HybridConfig:
     --multi-latent-attention, D one that also has --experimental-attention-variant dsa, and /*- or /*E, once for each
     layer, adds layers of multi-token prediction (--mtp-num-layers, --mtp-layer-pattern). Default: every layer has
     attention (or a recurrence) and an MLP (or experts)."""
-    mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=c.PATTERN)
+    mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=PATTERN)
     """Parts of each layer of multi-token prediction in a model with --hybrid-layer-pattern: attention and an MLP (*-),
     or attention and experts (*E)."""
-    mamba_state_dim: int = setting(128, r.SIZE, needs=c.MAMBA)
+    mamba_state_dim: int = setting(128, r.SIZE, needs=A_MAMBA_LAYER)
     """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
-    mamba_head_dim: int = setting(64, r.SIZE, needs=c.MAMBA)
+    mamba_head_dim: int = setting(64, r.SIZE, needs=A_MAMBA_LAYER)
     """Channels of a Mamba head."""
-    mamba_num_groups: int = setting(8, r.SIZE, needs=c.MAMBA)
+    mamba_num_groups: int = setting(8, r.SIZE, needs=A_MAMBA_LAYER)
     """Number of groups of Mamba heads; those of a group share B, C and a norm."""
-    mamba_num_heads: int | None = setting(None, r.SIZE, needs=c.MAMBA)
+    mamba_num_heads: int | None = setting(None, r.SIZE, needs=A_MAMBA_LAYER)
     """Number of Mamba heads; default: 2 x --hidden-size / --mamba-head-dim."""
-    mamba_dt_min: float = setting(0.0, r.NON_NEGATIVE, needs=c.MAMBA, resume=Resume.FUNCTION)
+    mamba_dt_min: float = setting(0.0, r.NON_NEGATIVE, needs=A_MAMBA_LAYER, resume=Resume.FUNCTION)
     """Smallest step dt of a Mamba head."""
-    mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=c.MAMBA, resume=Resume.FUNCTION)
+    mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=A_MAMBA_LAYER, resume=Resume.FUNCTION)
     """Largest step dt of a Mamba head; default: none."""
-    mamba_output_norm: Literal["after_gate", "before_gate", "none"] = setting("after_gate", needs=c.MAMBA)
+    mamba_output_norm: Literal["after_gate", "before_gate", "none"] = setting("after_gate", needs=A_MAMBA_LAYER)
     """Norm of the outputs of Mamba heads: of their product with the gates, before this product, or none (Falcon-H1)."""
     mamba_multipliers: tuple[float, float, float, float, float] = setting(
-        (1.0, 1.0, 1.0, 1.0, 1.0), needs=c.MAMBA, resume=Resume.FUNCTION
+        (1.0, 1.0, 1.0, 1.0, 1.0), needs=A_MAMBA_LAYER, resume=Resume.FUNCTION
     )
     """Factors on the projections of a Mamba mixer to inputs, B, C, gates and steps (Falcon-H1)."""
-    parallel_mixer_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.BOTH, resume=Resume.FUNCTION)
+    parallel_mixer_multipliers: tuple[float, float] = setting(
+        (1.0, 1.0), needs=A_LAYER_WITH_BOTH, resume=Resume.FUNCTION
+    )
     """Factors on the outputs of attention and of the Mamba mixer in layers H (Falcon-H1)."""
-    linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT, needs=c.ANY_RECURRENCE)
+    linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT, needs=ANY_RECURRENCE)
     """Tokens of the causal convolution before a recurrence, and of the one of a layer C."""
 
     def letter_of(self, layer_number: int) -> str | None:
@@ -115,6 +132,16 @@ class HybridConfig:
         return self.may_have(*ATTENTION)
 
     @property
+    def may_have_mlp(self) -> bool:
+        """Whether a layer may have an MLP or experts."""
+        return self.may_have(DENSE, EXPERTS)
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether a layer may have experts."""
+        return self.may_have(EXPERTS)
+
+    @property
     def has_mamba(self) -> bool:
         """Whether a layer has a Mamba-2 mixer."""
         return any(letter in (self.hybrid_layer_pattern or "") for letter in MAMBA)
@@ -130,10 +157,58 @@ class HybridConfig:
         pattern = self.hybrid_layer_pattern
         return pattern is not None and (not pattern or not set(pattern) <= {*LETTERS} - {*letters})
 
+    @property
+    def parts_per_layer(self) -> int:
+        """1 with a pattern."""
+        return super().parts_per_layer if self.hybrid_layer_pattern is None else 1
+
     def has_mixer(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention or a recurrence."""
-        return self.has_part(layer_number, (*ATTENTION, *RECURRENCES))
+        return super().has_mixer(layer_number) and self.has_part(layer_number, (*ATTENTION, *RECURRENCES))
+
+    def has_attention(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has attention."""
+        letter = self.letter_of(layer_number)
+        return super().has_attention(layer_number) if letter is None else any(part in ATTENTION for part in letter)
 
     def has_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP or experts."""
-        return self.has_part(layer_number, (DENSE, EXPERTS))
+        return super().has_mlp(layer_number) and self.has_part(layer_number, (DENSE, EXPERTS))
+
+    def has_experts(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has experts."""
+        letter = self.letter_of(layer_number)
+        if letter is None:
+            return super().has_experts(layer_number)
+        return EXPERTS in letter and self.num_experts is not None
+
+    def recurrence_of(self, layer_number: int) -> str | None:
+        """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
+        letter = self.letter_of(layer_number)
+        return super().recurrence_of(layer_number) if letter is None else RECURRENCES.get(letter)
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(needs=RECURRENT, resume=Resume.TENSORS)
+class RecurrentConfig(HybridConfig):
+    """Layers with a state of fixed size that each token updates, in place of attention over all earlier tokens."""
+
+    linear_attention_freq: tuple[int, ...] | None = setting(None)
+    """Layers with the recurrence. One number n: all but every n-th layer, which has attention. One number per layer: 1
+    recurrence, 0 attention; also an expression such as ([1]*3+[0])*12."""
+    linear_key_head_dim: int = setting(128, r.SIZE)
+    """Channels of a query or key head of the recurrence."""
+    linear_value_head_dim: int = setting(128, r.SIZE)
+    """Channels of a value head of the recurrence."""
+    linear_num_key_heads: int = setting(16, r.SIZE)
+    """Number of query and key heads of the recurrence."""
+    linear_num_value_heads: int = setting(32, r.SIZE)
+    """Number of value heads of the recurrence, each with a state; several may share a query and key head."""
+
+    def recurrence_of(self, layer_number: int) -> str | None:
+        """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
+        frequency, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
+        if self.hybrid_layer_pattern is not None or frequency is None:
+            return super().recurrence_of(layer_number)
+        is_chosen = (layer_number + 1) % frequency[0] != 0 if len(frequency) == 1 else frequency[layer_number] == 1
+        return self.experimental_attention_variant if is_chosen else None

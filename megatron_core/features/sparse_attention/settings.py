@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.recurrent import RecurrentConfig
-from megatron_core.config.setting import Resume, section, setting
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.setting import Condition, Resume, given, section, setting
 
 INDEXER_LOSS = "indexer_loss"
 """Name of the indexers' auxiliary loss."""
@@ -13,9 +13,13 @@ INDEXER = ".indexer."
 """Occurs in the names of all parameters of indexers, and in no other name."""
 
 
+SPARSE_ATTENTION = Condition("--experimental-attention-variant dsa", lambda run: run.model.has_sparse_attention)
+HAS_INDEXER_LOSS = given("dsa_indexer_loss_coeff", "X")
+
+
 @dataclass(frozen=True, kw_only=True)
-@section(needs=c.SPARSE_ATTENTION, resume=Resume.FUNCTION)
-class SparseAttentionConfig(RecurrentConfig):
+@section(needs=SPARSE_ATTENTION, resume=Resume.FUNCTION)
+class SparseAttentionConfig(ModelConfig):
     """DeepSeek sparse attention: an indexer with few channels selects the keys of each query (DeepSeek-AI 2025,
     DeepSeek-V3.2, section 2.1)."""
 
@@ -32,9 +36,9 @@ class SparseAttentionConfig(RecurrentConfig):
     dsa_indexer_loss_coeff: float = setting(0.0, r.from_0(1e6), when=c.TRAINING, resume=Resume.REPORTED)
     """Train the indexers with this times the mean divergence of their softmax from the mean attention weights of all
     heads; 0: the indexers are not trained."""
-    dsa_indexer_use_sparse_loss: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
+    dsa_indexer_use_sparse_loss: bool = setting(False, needs=HAS_INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
     """Compute this loss over the selected keys; default: over all keys."""
-    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, resume=Resume.REPORTED)
+    dsa_indexer_warmup: bool = setting(False, needs=HAS_INDEXER_LOSS, resume=Resume.REPORTED)
     """Attend to all keys and train only the indexers, with all other weights frozen, before the indexers select keys
     (dense warm-up of DeepSeek-V3.2)."""
 
@@ -42,6 +46,11 @@ class SparseAttentionConfig(RecurrentConfig):
     def has_sparse_attention(self) -> bool:
         """Whether queries attend to the keys that an indexer selects."""
         return self.experimental_attention_variant == "dsa"
+
+    @property
+    def attention_name(self) -> str:
+        """The name of the kind of attention in all layers."""
+        return "sparse_latent" if self.has_sparse_attention else super().attention_name
 
     @property
     def trains_indexers(self) -> bool:
