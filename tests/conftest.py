@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_core import parallel_state
 from tests.sample import WHOLE_MATRIX, left_out
+
+# Every run loads it with its callbacks, in 40 ms of processor time on each rank; forked ranks inherit the import.
+import_module("megatron_core.reports.memory_report")
 
 # ``fast``: tests in modules that start no process, except these modules and folders, whose tests are numerous or long;
 # and tests marked explicitly.

@@ -77,13 +77,13 @@ class EngineBackward:
         self._begin_backward(weighted=num_terms is not None)
         self._factor = self.loss_scale / (self._micro_batches if num_terms is None else 1)
         self._direct.is_running = True
-        around = _RUNNING()
+        enclosing = _RUNNING()
         _RUNNING.set(self)
         try:
             (loss * self._factor).backward(retain_graph=retain_graph)
         finally:
             self._direct.is_running = False
-            _RUNNING.set(around)
+            _RUNNING.set(enclosing)
         self._end_backward(loss.detach(), 1.0 if num_terms is None else num_terms)
         return loss.detach()
 

@@ -141,12 +141,12 @@ class ModelCut:
         """First stage of each module, by name."""
         for path, module in self.model.named_modules(remove_duplicate=False):
             after = after or module is self.container
-            around = module is self.model or module is self.container or self.path.startswith(f"{path}.")
+            contains_layers = module is self.model or module is self.container or self.path.startswith(f"{path}.")
             key = path.removeprefix(prefix).partition(".")[0] if path.startswith(prefix) and path else ""
             if key in self.keys:  # inside of a layer
                 number = self.keys.index(key)
                 using = {next(s for s, layers in enumerate(self.bounds) if number in layers)}
-            elif around:
+            elif contains_layers:
                 using = set(range(final + 1))
             else:
                 is_head = after or any(path == name or path.startswith(f"{name}.") for name in self.head_modules)

@@ -161,7 +161,7 @@ def _check_names(stored: DeepSpeedCheckpoint, module: nn.Module, buffers: set[st
         "unexpected": [name for name in shapes if stored.shared.get(name, name) not in read],
         "of another shape": [name for name, shape in needed.items() if shapes.get(name, shape) != shape],
     }
-    text = "; ".join(f"{len(names)} {what} ({listed(names)})" for what, names in faults.items() if names)
+    text = "; ".join(f"{len(names)} {fault} ({listed(names)})" for fault, names in faults.items() if names)
     if text:
         raise CheckpointError(f"{stored.folder} does not have the parameters of this model: {text}")
 

@@ -184,10 +184,10 @@ def _refuse_graphs(model: nn.Module) -> None:
     for name, module in model.named_modules():
         is_wrapper = hasattr(module, "_orig_mod")
         if is_compiled(module) and not (name and is_wrapper):
-            how = "is the result of torch.compile" if is_wrapper else "is compiled by its method compile()"
+            state = "is the result of torch.compile" if is_wrapper else "is compiled by its method compile()"
             raise ConfigError(
-                f"{name or 'model'} {how}, whose graphs cannot gather weights at zero_stage=3; give the model itself, "
-                "and set compile=True, which compiles its units"
+                f"{name or 'model'} {state}, whose graphs cannot gather weights at zero_stage=3; give the model "
+                "itself, and set compile=True, which compiles its units"
             )
 
 

@@ -122,7 +122,7 @@ class StepMonitor:
             memory_bytes=peak,
             breakdown={"samples per second": samples / seconds},
             skipped=skipped,
-            phases=times.phases | {name: one.exposed for name, one in times.traffic.items() if one.exposed},
+            phases=times.phases | {name: traffic.exposed for name, traffic in times.traffic.items() if traffic.exposed},
             memory=memory,
             goodput=self._goodput.share if self._writer is not None else None,
             layout=self._layout,

@@ -96,15 +96,17 @@ class PipelineEngine(Engine):
         if isinstance(module, PipelineModule) and config.model.recompute_granularity:
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
         self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))
-        where = self.plans.stage_to_rank
-        self.groups = groups = parallel_state.make_groups(config.parallel, self.world, ends=(where[0], where[-1]))
+        stage_to_rank = self.plans.stage_to_rank
+        self.groups = groups = parallel_state.make_groups(
+            config.parallel, self.world, ends=(stage_to_rank[0], stage_to_rank[-1])
+        )
         self.staged: Staged
         if isinstance(module, PipelineModule):
             self.staged = module
             param_groups, local = self._place_layers(module, groups, choices)
         else:
             self.staged, param_groups, local = self._cut_model(module, groups, choices)
-        mark_tied(self.staged.places, where, groups)
+        mark_tied(self.staged.places, stage_to_rank, groups)
         self.stages, units = self.staged.make_stages()
         if choices.unit_classes is not None:
             units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
@@ -121,8 +123,8 @@ class PipelineEngine(Engine):
     ) -> tuple[Groups, LocalInitialisation]:
         """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
         config = self.config
-        where = self.plans.stage_to_rank
-        bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
+        stage_to_rank = self.plans.stage_to_rank
+        bounds = module.bounds or module.divide(len(stage_to_rank))  # DeepSpeed's constructor places the layers itself
         by_rank = gather_from_all_ranks(
             json.dumps([module.class_names, [list(run) for run in bounds]]), self.world.device
         )
@@ -134,14 +136,14 @@ class PipelineEngine(Engine):
             )
         plan = module.plan_of_names(groups.size("tp"))
         if not module.bounds:
-            module.place(bounds, [stage for stage, rank in enumerate(where) if rank == groups.index("pp")])
-        groups.tie(tied_sets(module.uses, where))
+            module.place(bounds, [stage for stage, rank in enumerate(stage_to_rank) if rank == groups.index("pp")])
+        groups.tie(tied_sets(module.uses, stage_to_rank))
         with raising_on_all_ranks(self.world.device):
             if not self._has_dtype and config.training.compute_dtype == "float32":
                 refuse_other_dtypes(module)
         cast_module(module, config, self.world.device)
         local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
-        equalize(module.places, module.buffers(), where, groups)
+        equalize(module.places, module.buffers(), stage_to_rank, groups)
         if plan is not None:
             built = dict(module.named_modules())
             own_plan = {name: style for name, style in plan.items() if name in built}
@@ -164,7 +166,7 @@ class PipelineEngine(Engine):
         """Cut a whole model into stages, and keep those of this rank."""
         config = self.config
         device = self.world.device
-        where = self.plans.stage_to_rank
+        stage_to_rank = self.plans.stage_to_rank
         check_same_module(module, device)
         with raising_on_all_ranks(device):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
@@ -173,12 +175,12 @@ class PipelineEngine(Engine):
             cast_module(module, config, device)
             equalize_and_split(module, groups, config.training.seed)
         multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
-        cut = ModelCut(module, where, self._partition_method, self._head_modules)
-        groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, where))
+        cut = ModelCut(module, stage_to_rank, self._partition_method, self._head_modules)
+        groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, stage_to_rank))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
         if groups.size("tp") == 1:
             cast_module(module, config, device)
-            equalize(cut.places, module.buffers(), where, groups)
+            equalize(cut.places, module.buffers(), stage_to_rank, groups)
         return cut, param_groups, local
 
     # Whole steps.
@@ -196,7 +198,7 @@ class PipelineEngine(Engine):
         count = self.gradient_accumulation_steps
         micros, pipeline = self._load(batches, count)
         rate = self._set_rates()
-        around = self._failing_together if pipeline.message.posts_late else nullcontext
+        context = self._failing_together if pipeline.message.posts_late else nullcontext
         work = StepWork(
             self.plans.training(count),
             self._forward_step(micros, loss_function, pipeline.message),
@@ -206,7 +208,7 @@ class PipelineEngine(Engine):
             pipeline,
             work,
             StepRates(rate),
-            hooks=StepHooks(around_plan=around, before_update=self.before_update, is_bad=self._is_bad),
+            hooks=StepHooks(around_plan=context, before_update=self.before_update, is_bad=self._is_bad),
         )
         return self._advance(outcome.loss, outcome.grad_norm, rate, skipped=outcome.skipped)
 
@@ -248,8 +250,8 @@ class PipelineEngine(Engine):
             )
         ranks = self.groups.ranks("pp")
         read = {rank: by_rank[rank] for rank in ranks if by_rank[rank] is not None}
-        where = self.plans.stage_to_rank
-        needed = ranks if isinstance(self.staged, ModelCut) else [ranks[where[0]], ranks[where[-1]]]
+        stage_to_rank = self.plans.stage_to_rank
+        needed = ranks if isinstance(self.staged, ModelCut) else [ranks[stage_to_rank[0]], ranks[stage_to_rank[-1]]]
         if any(rank not in read for rank in needed):
             raise DataError(
                 f"rank {next(rank for rank in needed if rank not in read)} has no batches, but its stage reads them; "

@@ -44,7 +44,7 @@ from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 class ParallelLinear(nn.Module):
     """A linear layer whose output (``colwise``) or input features (``rowwise``) are split over ``group``.
 
-    ``transposed``: the weight is ``[in, out]``, as in the Conv1D of GPT-2. With ``rowwise`` the whole bias is added
+    ``transposed``: the weight is ``[in, out_dim]``, as in the Conv1D of GPT-2. With ``rowwise`` the whole bias is added
     once, after the sum.
     """
 
@@ -55,9 +55,9 @@ class ParallelLinear(nn.Module):
         self.style = style
         self.group = group
         self.transposed = transposed
-        out, into = (1, 0) if transposed else (0, 1)
-        self.out_features = self.weight.shape[out]
-        self.in_features = self.weight.shape[into]
+        out_dim, in_dim = (1, 0) if transposed else (0, 1)
+        self.out_features = self.weight.shape[out_dim]
+        self.in_features = self.weight.shape[in_dim]
         self.product: Callable[[Tensor, Any, Tensor | None], Tensor] = nn.functional.linear
         """Computes x W^T + b."""
 
@@ -347,23 +347,23 @@ class _Splitting:
                 f"plan: {name!r} ({type(module).__name__}) has the style {style!r}; it must be an nn.Linear without "
                 "hooks; remove it from the plan, or its hooks"
             )
-        out, into = (1, 0) if type(module) in self.conv else (0, 1)
+        out_dim, in_dim = (1, 0) if type(module) in self.conv else (0, 1)
         weight = module.weight
         bias = module.bias
-        if style == "colwise_gather_output" and weight.shape[out] % self.size:
+        if style == "colwise_gather_output" and weight.shape[out_dim] % self.size:
             return  # every rank computes all outputs
         self.replacements[name] = style
         if style.startswith("rowwise"):
-            self._split(f"{name}.weight", weight, into, 1)
+            self._split(f"{name}.weight", weight, in_dim, 1)
             return
         owner = self.modules[name.rpartition(".")[0]]
         label = name.rpartition(".")[2]
-        heads = self._heads(owner, weight.shape[out] // matrices) if style == "colwise" else 0
+        heads = self._heads(owner, weight.shape[out_dim] // matrices) if style == "colwise" else 0
         if heads % self.size:
-            may_share = label in KEYS_AND_VALUES or weight.shape[out] < self.widest[owner]
+            may_share = label in KEYS_AND_VALUES or weight.shape[out_dim] < self.widest[owner]
             if may_share and self.size % heads == 0 and matrices == 1:
                 self.shared[owner] = heads
-                for suffix, parameter, dim in (("weight", weight, out), ("bias", bias, 0)):
+                for suffix, parameter, dim in (("weight", weight, out_dim), ("bias", bias, 0)):
                     if parameter is not None:
                         self._record(f"{name}.{suffix}", parameter, self._shared(parameter, dim, heads))
                 return
@@ -371,7 +371,7 @@ class _Splitting:
                 f"{name}: {heads} attention heads cannot be split over tensor={self.size}; choose a divisor of "
                 f"{heads}{', or a multiple of it' if may_share else ''}"
             )
-        self._split(f"{name}.weight", weight, out, matrices)
+        self._split(f"{name}.weight", weight, out_dim, matrices)
         if bias is not None:
             self._split(f"{name}.bias", bias, 0, matrices)
 

@@ -75,7 +75,7 @@ class MatrixAlgorithm(JointAlgorithm):
     def states(self) -> dict[MatrixTask, dict[str, Tensor]]:
         """The state of each matrix of which this rank is the owner."""
         states = {}
-        for task in (task for now in self.rounds for task in now.tasks):
+        for task in (task for round_ in self.rounds for task in round_.tasks):
             weights = task.bucket.weights
             dtype = torch.promote_types(weights.dtype, torch.float32)
             matrix = torch.empty(task.box.shape, dtype=dtype, device=weights.device)
@@ -99,55 +99,57 @@ class MatrixAlgorithm(JointAlgorithm):
         arriving = self._start_gather(rounds[0], rates) if rounds else None
         meanwhile()
         returning: Arriving | None = None
-        for number, now in enumerate(rounds):
+        for number, round_ in enumerate(rounds):
             following = self._start_gather(rounds[number + 1], rates) if number + 1 < len(rounds) else None
             assert arriving is not None, "every round starts with its messages"
-            results = self._transformed(now, arriving, rates)
+            results = self._transformed(round_, arriving, rates)
             if returning is not None:
                 self._finish_scatter(rounds[number - 1], returning, rates)
-            returning = self._start_scatter(now, results)
+            returning = self._start_scatter(round_, results)
             arriving = following
         if returning is not None:
             self._finish_scatter(rounds[-1], returning, rates)
 
-    def _start_gather(self, now: Round, rates: Mapping[Bucket, Rates]) -> Arriving:
+    def _start_gather(self, round_: Round, rates: Mapping[Bucket, Rates]) -> Arriving:
         """Compute the directions of the buckets that begin in a round, and start to send them to the owners."""
-        for bucket in now.begins:
+        for bucket in round_.begins:
             self._directions[bucket] = self._direction(self._shards[bucket], rates[bucket])
             self._updates[bucket] = torch.zeros_like(self._directions[bucket])
-        return self._start(now, now.gather, self._in_direction)
+        return self._start(round_, round_.gather, self._in_direction)
 
-    def _transformed(self, now: Round, arriving: Arriving, rates: Mapping[Bucket, Rates]) -> dict[MatrixTask, Tensor]:
+    def _transformed(
+        self, round_: Round, arriving: Arriving, rates: Mapping[Bucket, Rates]
+    ) -> dict[MatrixTask, Tensor]:
         """Return the results of this rank's tasks of a round."""
         directions = self._directions
-        matrices = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
-        for item in now.gather.local:
+        matrices = {task: directions[task.bucket].new_empty(task.box.shape) for task in round_.tasks}
+        for item in round_.gather.local:
             matrices[item[0]][item[1].in_matrix] = self._in_direction(item)
-        self._receive(now.gather, arriving, lambda item: matrices[item[0]][item[1].in_matrix])
-        for bucket in now.ends:
+        self._receive(round_.gather, arriving, lambda item: matrices[item[0]][item[1].in_matrix])
+        for bucket in round_.ends:
             del directions[bucket]
         return {
             task: self.transform(tensor, task.spec.fused, self.states[task], rates[task.bucket])
             for task, tensor in matrices.items()
         }
 
-    def _start_scatter(self, now: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
+    def _start_scatter(self, round_: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
         """Start to send the results of a round to the shards; store the parts that stay on this rank."""
-        for item in now.scatter.local:
+        for item in round_.scatter.local:
             self._in_update(item).copy_(results[item[0]][item[1].in_matrix])
-        return self._start(now, now.scatter, lambda item: results[item[0]][item[1].in_matrix])
+        return self._start(round_, round_.scatter, lambda item: results[item[0]][item[1].in_matrix])
 
-    def _finish_scatter(self, now: Round, returning: Arriving, rates: Mapping[Bucket, Rates]) -> None:
+    def _finish_scatter(self, round_: Round, returning: Arriving, rates: Mapping[Bucket, Rates]) -> None:
         """Receive results, and update the buckets that are complete."""
-        self._receive(now.scatter, returning, self._in_update)
-        for bucket in now.ends:
+        self._receive(round_.scatter, returning, self._in_update)
+        for bucket in round_.ends:
             self._apply(self._shards[bucket], self._updates.pop(bucket), rates[bucket])
 
     # Messages.
 
-    def _start(self, now: Round, messages: MatrixMessages, read: Callable[[Item], Tensor]) -> Arriving:
+    def _start(self, round_: Round, messages: MatrixMessages, read: Callable[[Item], Tensor]) -> Arriving:
         """Start to send parts of matrices, which ``read`` returns."""
-        empty = self._updates[now.buckets[0]].new_empty(0)
+        empty = self._updates[round_.buckets[0]].new_empty(0)
         if messages.is_empty:
             return empty, Done()
         rows = [read(item).reshape(-1) for items in messages.send for item in items]

@@ -35,21 +35,25 @@ class LaunchFlags:
         kinds = field_types() | command_line()
         split_words = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
         strong = {plain(flag) for flag, _ in grouped(Translation.of(split_words, kinds).strong)}
-        for group, one in Translation.each(split_words, kinds):
+        for group, translation in Translation.each(split_words, kinds):
             names = unknown.findall(" ".join(group))
             text = unknown.sub(r"<\1>", " ".join(group))
-            if names and one.faults and not _is_refused(group[0], one):
+            if names and translation.faults and not _is_refused(group[0], translation):
                 sorted_flags.unread[text] = ", ".join(names)
-            elif one.faults:
-                sorted_flags.refused += [unknown.sub(r"<\1>", fault) for fault in one.faults]
-            elif not one.strong and one.weak and {plain(flag) for flag, _ in grouped(one.weak)} <= strong:
+            elif translation.faults:
+                sorted_flags.refused += [unknown.sub(r"<\1>", fault) for fault in translation.faults]
+            elif (
+                not translation.strong
+                and translation.weak
+                and {plain(flag) for flag, _ in grouped(translation.weak)} <= strong
+            ):
                 sorted_flags.ignored.setdefault("other flags of the command line override it", []).append(text)
-            elif one.ignored:
-                for reason in one.ignored.values():
+            elif translation.ignored:
+                for reason in translation.ignored.values():
                     sorted_flags.ignored.setdefault(reason, []).append(text)
             else:
-                sorted_flags._add(group, one.flags, text)
-            if not (names and one.faults):
+                sorted_flags._add(group, translation.flags, text)
+            if not (names and translation.faults):
                 sorted_flags.usable += [unknown.sub(r"<\1>", word) for word in group]
         return sorted_flags
 
@@ -82,12 +86,12 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and any(name in table for table in known)
 
 
-def _is_refused(flag: str, one: Translation) -> bool:
+def _is_refused(flag: str, translation: Translation) -> bool:
     """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
     entry = tables.FLAGS.get(plain(flag))
     name = plain(flag)
     is_refused = entry is not None and entry.fate == "refused" and name not in tables.ONLY_VALUE
-    return flag.startswith("--") and (is_refused or bool(one.unknown))
+    return flag.startswith("--") and (is_refused or bool(translation.unknown))
 
 
 def _equal(old: str, new: str) -> bool:

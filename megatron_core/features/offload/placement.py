@@ -119,7 +119,7 @@ class DiskPlacement(Placement):
         for _, mapped in self._files.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _transfer(self, what: str, call: Callable[..., int], piece: Tensor, memory: Tensor) -> None:
+    def _transfer(self, operation: str, call: Callable[..., int], piece: Tensor, memory: Tensor) -> None:
         """Read the file of ``piece`` into ``memory``, or write it; errors reach the thread that waits."""
         address = piece.untyped_storage().data_ptr()
         bytes_ = memory.view(torch.uint8).numpy().data
@@ -134,6 +134,6 @@ class DiskPlacement(Placement):
                 offset = offset + moved
         except OSError as error:
             raise ConfigError(
-                f"{self.setting}={str(self.folder)!r}: {what} {piece.nbytes:,} bytes failed: {error}; give a folder on "
-                "another disk, and load the last checkpoint"
+                f"{self.setting}={str(self.folder)!r}: {operation} {piece.nbytes:,} bytes failed: {error}; give a "
+                "folder on another disk, and load the last checkpoint"
             ) from None

@@ -97,16 +97,16 @@ class TensorFiles:
         except SafetensorError as error:
             raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from None
 
-    def equal(self, one: str, other: str) -> bool:
+    def equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same shape and values."""
-        shape = self.shape(one)
+        shape = self.shape(name)
         if shape != self.shape(other):
             return False
         blocks = (
             slice(first_row, first_row + ROWS_AT_ONCE) for first_row in range(0, shape[0] if shape else 1, ROWS_AT_ONCE)
         )
         return all(
-            torch.equal(self.read(one, (block,)[: len(shape)]), self.read(other, (block,)[: len(shape)]))
+            torch.equal(self.read(name, (block,)[: len(shape)]), self.read(other, (block,)[: len(shape)]))
             for block in blocks
         )
 

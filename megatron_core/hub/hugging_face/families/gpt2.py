@@ -48,8 +48,8 @@ GPT2 = register(
 
 def _key_heads(hf_config: Settings) -> Settings:
     """One head of keys and values for all queries, or one for each."""
-    one = hf_config.get("multi_query", True) and hf_config["n_head"] > 1
-    return {"group_query_attention": True, "num_query_groups": 1} if one else {}
+    is_shared = hf_config.get("multi_query", True) and hf_config["n_head"] > 1
+    return {"group_query_attention": True, "num_query_groups": 1} if is_shared else {}
 
 
 GPT_BIGCODE = register(
