@@ -32,6 +32,7 @@ from megatron_core.terminal import discard
 
 REPORT_SECONDS = 10.0
 """Time in which the launcher ends the other ranks after rank 0 has printed an error and ended."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -155,10 +156,10 @@ def _first_process_is_python() -> bool:
         return False
 
 
-def join(backend: str, device_type: str, *, timeout: timedelta, **settings: Any) -> None:
+def join(backend: str, device_type: str, *, timeout: timedelta = DEFAULT_TIMEOUT, **settings: Any) -> None:
     """Call ``dist.init_process_group(**settings)`` with a backend of ``distributed_backend``, ``auto`` included.
 
-    ``timeout``: --distributed-timeout-minutes.
+    ``timeout``: time after which a job is stopped if its ranks do not answer, --distributed-timeout-minutes.
     """
     shared_memory = transport(SHARED_MEMORY)
     if shared_memory is not None:

@@ -144,8 +144,8 @@ IN_WORLDS = (
     WorldDefect(
         "stages after the eighth send up and down over one communicator",
         "pipeline_parallel.p2p:PipelineP2P.send",
-        "self._up if receiver > self.index else",
-        "self._up if receiver > min(self.index, 8) else",
+        "group = self._group(self.index, receiver)",
+        "group = self._group(min(self.index, 8), receiver)",
         "pp16 v2 tp4 sp",
         "pp8",
         culprit="deadlock*p2p or *message",
