@@ -15,11 +15,12 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megatron_core.errors import ConfigError
 
 Section = TypeVar("Section")
+AddedSettings: TypeAlias = tuple[tuple[str, type[Any] | None], ...]
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,16 @@ def _core_of(kind: type[Any]) -> type[Any]:
 def extended(kind: type[Section]) -> type[Section]:
     """The class of the objects of a section of the core, from it or from settings of a feature that derive from it."""
     core: Any = _core_of(kind)
-    added = tuple(feature.settings for feature in features() if feature.settings and issubclass(feature.settings, core))
+    added = _settings_added_to(core, added_settings())
     if not added or kind not in (core, *added):
         return kind
     with_all_settings: type[Section] = _with_bases(core, added)
     return with_all_settings
+
+
+@cache
+def _settings_added_to(core: Any, _added: AddedSettings) -> tuple[type[Any], ...]:
+    return tuple(feature.settings for feature in features() if feature.settings and issubclass(feature.settings, core))
 
 
 @cache
@@ -176,8 +182,19 @@ _ADDED: dict[str, Feature] = {}
 
 def features() -> tuple[Feature, ...]:
     """All features: those of this package in the order of their list, then those that programs have registered."""
+    return (*_listed_features(), *_ADDED.values())
+
+
+@cache
+def _listed_features() -> tuple[Feature, ...]:
     listed: tuple[Feature, ...] = import_module("megatron_core.features").FEATURES
-    return (*listed, *_ADDED.values())
+    return listed
+
+
+def added_settings() -> AddedSettings:
+    """The name and the settings of each feature that a program has registered."""
+    # What is computed from the settings of all features is cached with this key, and so follows a registration.
+    return tuple((feature.name, feature.settings) for feature in _ADDED.values())
 
 
 def register_feature(feature: Feature) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
@@ -18,7 +18,16 @@ from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
-from megatron_core.feature import Extensible, Section, extended, extends, features, setting_names
+from megatron_core.feature import (
+    AddedSettings,
+    Extensible,
+    Section,
+    added_settings,
+    extended,
+    extends,
+    features,
+    setting_names,
+)
 
 Configuration = TypeVar("Configuration", bound="RunConfig")
 
@@ -91,7 +100,13 @@ class RunConfig:
         if issubclass(kind, Extensible):
             extensible: Extensible = getattr(self, _extended_by(kind))
             return extensible.section(kind)
-        return next((section for section in self.features if isinstance(section, kind)), kind())
+        section: Section | None = self._features_by_type.get(kind)
+        return kind() if section is None else section
+
+    @cached_property
+    def _features_by_type(self) -> dict[type[Any], Any]:
+        # A run asks for sections thousands of times, and a search for a layout millions of times.
+        return {type(section): section for section in self.features}
 
     def with_section(self: Configuration, section: Any) -> Configuration:
         """Replace the settings of a feature, or the section of the core that they extend."""
@@ -102,7 +117,8 @@ class RunConfig:
 
     def optional(self, name: str) -> Any:
         """The value of a feature's setting ``name``; None if this package does not have the feature."""
-        return next((getattr(section, name) for section in self.sections().values() if hasattr(section, name)), None)
+        section = self._section_with(name)
+        return None if section is None else getattr(section, name)
 
     def sections(self) -> dict[str, Any]:
         """The sections by name: those of the core, then those of the features."""
@@ -116,7 +132,15 @@ class RunConfig:
 
     def value(self, name: str) -> Any:
         """The value of the setting ``name``."""
-        return next(getattr(section, name) for section in self.sections().values() if hasattr(section, name))
+        return getattr(self._section_with(name), name)
+
+    def _section_with(self, name: str) -> Any:
+        """The section that has the setting or the property ``name``; None if there is none."""
+        section_name = _sections_by_setting(added_settings()).get(name)
+        if section_name is None:
+            return next((section for section in self.sections().values() if hasattr(section, name)), None)
+        kind = feature_sections().get(section_name)
+        return getattr(self, section_name) if kind is None else self.section(kind)
 
     @classmethod
     def of_sections(cls: type[Configuration], sections: Mapping[str, Any], **others: Any) -> Configuration:
@@ -141,6 +165,11 @@ class RunConfig:
 
 def core_sections() -> dict[str, type[Any]]:
     """The class of each section of the core, with the settings that features add, by name."""
+    return _core_sections(added_settings())
+
+
+@cache
+def _core_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = _types_of((RunConfig,))
     names = (section.name for section in fields(RunConfig) if section.name != "features")
     return {name: extended(kinds[name]) if extends(kinds[name]) else kinds[name] for name in names}
@@ -153,6 +182,11 @@ def _extended_by(kind: type[Any]) -> str:
 
 def feature_sections() -> dict[str, type[Any]]:
     """The class of each section of a feature, by the feature's name."""
+    return _feature_sections(added_settings())
+
+
+@cache
+def _feature_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = {feature.name: feature.settings for feature in features() if feature.settings is not None}
     return {name: kind for name, kind in kinds.items() if not extends(kind)}
 
@@ -175,6 +209,12 @@ def aliases() -> dict[str, str]:
 def field_types() -> dict[str, Any]:
     """The type of every setting by name."""
     return _types_of(tuple(section_types().values()))
+
+
+@cache
+def _sections_by_setting(_added: AddedSettings) -> dict[str, str]:
+    """The name of the section of each setting."""
+    return {setting.name: name for name, kind in section_types().items() for setting in fields(kind)}
 
 
 @cache
