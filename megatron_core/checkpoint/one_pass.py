@@ -5,10 +5,10 @@ Ranks work in rounds: in round k every rank sends parts of its k-th chunk. With 
 all files for itself.
 """
 
-# Replicas do not read the same bytes from the disk again, and hashes cost no second pass. Ranks on the host of the reader
-# read their parts of a chunk from the page cache, which takes half of the processor time of a message. The messages of a
-# round are sent in windows of a few, so that memory does not grow with the number of ranks. Damage is reported on all
-# ranks after the last round, so that no rank waits.
+# Replicas do not read the same bytes from the disk again, and hashes cost no second pass. Ranks on the host of the
+# reader read their parts of a chunk from the page cache, which takes half of the processor time of a message. The
+# messages of a round are sent in windows of a few, so that memory does not grow with the number of ranks. Damage is
+# reported on all ranks after the last round, so that no rank waits.
 
 from __future__ import annotations
 
