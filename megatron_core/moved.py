@@ -244,7 +244,6 @@ MOVED_NAMES = {
     **{f"storage.{name}": "locations" for name in ("in_storage", "local_copy", "location", "read_part", "real")},
     "storage.StoragePath": "storage.paths",
     "monitor.read_metrics": "reports.metrics",
-    "monitor.jsonl.read_metrics": "reports.metrics",
 }
 """Names that a package exported in the version before, and the modules that define them now."""
 

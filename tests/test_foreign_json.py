@@ -18,7 +18,7 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import CheckpointError, MegatronError
 from megatron_core.features.conversations.chat_template import _templates_in_config
-from megatron_core.hub.deepspeed_conversion import _settings
+from megatron_core.hub.deepspeed_conversion import _model_settings
 from megatron_core.hub.hugging_face import settings_of_folder
 from megatron_core.hub.hugging_face.files import INDEX, TensorFiles
 from megatron_core.hub.hugging_face.peft import adapter_settings
@@ -104,7 +104,7 @@ READERS = {
     ),
     "architectures of a model of DeepSpeed": Reader(
         "config.json",
-        lambda folder: _settings(folder / "config.json"),
+        lambda folder: _model_settings(folder / "config.json"),
         {"architectures": ["LlamaForCausalLM"]},
         {"architectures": ["LlamaForCausalLM", 1, [1], NESTED, True]},
     ),

@@ -1,12 +1,14 @@
 """Reads a checkpoint in one pass: one rank of the job reads each file in large chunks, hashes it meanwhile, and sends
 the parts that ranks on other hosts need.
 
-Replicas therefore do not read the same bytes from the disk again, and hashes cost no second pass. Ranks work in rounds:
-in round k every rank sends parts of its k-th chunk. Ranks on the host of the reader read their parts of this chunk from
-the page cache in this round, which takes half of the processor time of a message. The messages of a round are sent in
-windows of a few, so that memory does not grow with the number of ranks. With fewer files than hosts, each host reads
-all files for itself. Damage is reported on all ranks after the last round, so that no rank waits.
+Ranks work in rounds: in round k every rank sends parts of its k-th chunk. With fewer files than hosts, each host reads
+all files for itself.
 """
+
+# Replicas do not read the same bytes from the disk again, and hashes cost no second pass. Ranks on the host of the
+# reader read their parts of a chunk from the page cache, which takes half of the processor time of a message. The
+# messages of a round are sent in windows of a few, so that memory does not grow with the number of ranks. Damage is
+# reported on all ranks after the last round, so that no rank waits.
 
 from __future__ import annotations
 

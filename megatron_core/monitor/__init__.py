@@ -1,8 +1,11 @@
 """Events of a run and their sinks: console and JSON Lines."""
 
+from typing import TYPE_CHECKING
+
 from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.moved import old_names_of
 
-__getattr__ = old_names_of(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = old_names_of(__name__)

@@ -42,11 +42,9 @@ def topk_routing_with_score_function(
         moe_router_score_function=score_function,  # type: ignore[arg-type]
     )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    experts = (
-        choice.choose_experts(wide.detach(), expert_bias, config)
-        if precomputed_indices is None
-        else precomputed_indices
-    )
+    experts = precomputed_indices
+    if experts is None:
+        experts = choice.choose_experts(wide.detach(), expert_bias, config)
     if router_replay is not None:
         experts = router_replay.replayed(experts)
     probs = choice.probabilities(wide, experts, config).to(logits.dtype)
