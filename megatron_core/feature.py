@@ -71,6 +71,9 @@ class Feature:
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()
     """Rows ``config.checkpoint.FormatRow``: formats of checkpoints of other programs."""
+    fast_restarts: Mapping[str, str] = field(default_factory=dict)
+    """Hooks: classes derived from ``training.fast_restarts.FastRestarts``, by the value of --non-persistent-ckpt-type.
+    """
     urls: str | None = None
     """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
     in_any_model: bool = False

@@ -13,6 +13,9 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "checkpoint.transfer": "features.local_copies.transfer",
+    "checkpoint.restore": "features.local_copies.restore",
+    "checkpoint.copies": "features.local_copies.copies",
     "monitor.timers": "reports.timers",
     "monitor.record_schema": "reports.record_schema",
     "monitor.rank_records": "reports.rank_records",

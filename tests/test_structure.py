@@ -9,17 +9,13 @@ import pytest
 
 from tests.structure import imports, style
 from tests.structure.measures import MEASURES, Measure
-from tests.structure.parts import modules, part_of, waiting
+from tests.structure.parts import part_of
 
 
 @pytest.mark.parametrize("measure", MEASURES, ids=lambda measure: measure.name)
 def test_a_measure_is_within_its_limit(measure: Measure) -> None:
     value = measure.compute()
     assert measure.holds(value), f"{measure.name}: {value:,.6g}, limit {measure.limit:,.6g}"
-
-
-def test_modules_that_wait_to_be_moved_exist() -> None:
-    assert sorted(set(waiting()) - set(modules())) == []
 
 
 def test_features_are_not_the_core() -> None:

@@ -18,6 +18,8 @@ class StateReader:
     """Whether there are neither counters nor optimizer state, so that a run starts at iteration 0."""
     continues = False
     """Whether it is the state of this job itself: all is loaded whatever the settings say, and no name can be wrong."""
+    takes_settings = True
+    """Whether the run may take settings and files, such as a tokenizer, that are stored in its folder."""
     folder: Path
     state: Mapping[str, Any]
     """Counters and settings as in a manifest; with ``only_weights``, ``vocab_size`` and the ``config`` of the model."""

@@ -9,7 +9,8 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
-from megatron_core.locations import is_same_place, run_folder
+from megatron_core.feature import Extensible
+from megatron_core.locations import is_same_place, location, run_folder
 
 TEMPORARY_FOLDER = "non_persistent"
 """Default folder, below --save, of checkpoints for a fast restart."""
@@ -29,7 +30,7 @@ class FormatRow:
 
 @dataclass(frozen=True, kw_only=True)
 @section()
-class CheckpointConfig:
+class CheckpointConfig(Extensible):
     """Folders, intervals and contents of checkpoints. A checkpoint can be loaded in any layout."""
 
     save: str | None = setting(None, r.FOLDER, when=c.TRAINING)
@@ -63,15 +64,6 @@ class CheckpointConfig:
     """Folder for checkpoints for a fast restart that all ranks can read, such as /dev/shm/NAME on one host; default:
     non_persistent below --save. It must not contain other checkpoints or, in /dev/shm, belong to another user; a new
     folder in /dev/shm has mode 700."""
-    non_persistent_local_ckpt_dir: str | None = setting(None, r.FOLDER, needs=c.LOCAL_FAST_RESTART)
-    """Folder in the memory of each host for checkpoints for a fast restart, such as /dev/shm/NAME. It must not contain
-    other checkpoints or belong to another user; a new folder has mode 700."""
-    replication: bool = setting(False, needs=c.LOCAL_FAST_RESTART)
-    """With --non-persistent-ckpt-type local: store copies on other hosts, so that the loss of a host loses no steps."""
-    replication_jump: int | None = setting(None, r.COUNT, needs=c.REPLICATION)
-    """Distance in ranks between a rank and the ranks that store its copies; default: the number of ranks of a host."""
-    replication_factor: int = setting(2, r.integer(2), needs=c.REPLICATION)
-    """Number of hosts that store each rank's part of a checkpoint, including its own host."""
     use_checkpoint_opt_param_scheduler: bool = setting(False, when=c.LOAD)
     """With --load: take learning rate, weight decay and their schedules from the checkpoint instead of the flags."""
     load: str | None = setting(None, r.FOLDER, when=BY_RULE)
@@ -104,14 +96,9 @@ class CheckpointConfig:
     """With --load: exit with an error if the folder has no checkpoint, also if it is that of --save, as always with
     --finetune, --ckpt-step and --use-checkpoint-args."""
 
-    @property
-    def local_folder(self) -> Path | None:
-        """Folder for checkpoints for a fast restart in each host's memory; None if they are in a global folder."""
-        return Path(self.non_persistent_local_ckpt_dir or ".") if self.non_persistent_ckpt_type == "local" else None
-
-    def temporary_folder(self, root: str) -> str:
-        """Global folder or URL for checkpoints for a fast restart of a run that saves to ``root``."""
-        return self.non_persistent_global_ckpt_dir or f"{root.rstrip('/')}/{TEMPORARY_FOLDER}"
+    def temporary_folder(self, root: str) -> Path:
+        """Global folder for checkpoints for a fast restart of a run that saves to ``root``."""
+        return location(self.non_persistent_global_ckpt_dir or f"{root.rstrip('/')}/{TEMPORARY_FOLDER}")
 
     @property
     def run_folder(self) -> Path | None:

@@ -168,10 +168,6 @@ FAST_RESTART = given("non_persistent_save_interval", "N")
 GLOBAL_FAST_RESTART = Condition(
     "--non-persistent-ckpt-type global", lambda run: run.checkpoint.non_persistent_ckpt_type == "global"
 )
-LOCAL_FAST_RESTART = Condition(
-    "--non-persistent-ckpt-type local", lambda run: run.checkpoint.non_persistent_ckpt_type == "local"
-)
-REPLICATION = given("replication")
 
 # Records.
 RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_times)

@@ -11,24 +11,20 @@ from megatron_core.config.run import RunConfig
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Contradictory folders of checkpoints, and unknown names of model settings."""
     checkpoint = config.checkpoint
-    yield from _fast_restart_problems(checkpoint)
+    if checkpoint.non_persistent_ckpt_type == "global":
+        yield from fast_restart_problems(checkpoint, "non_persistent_global_ckpt_dir")
     unknown = tuple(name for name in checkpoint.changed_model_settings if not hasattr(config.model, name))
     if unknown:
         yield (f"changed_model_settings={shown(unknown)} names no setting of the model; give names such as rotary_base")
 
 
-def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    kind, folder = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
-    own = folder if kind == "local" else checkpoint.non_persistent_global_ckpt_dir
-    if own and checkpoint.save and os.path.normpath(own) == os.path.normpath(checkpoint.save):
+def fast_restart_problems(checkpoint: CheckpointConfig, setting: str) -> Iterator[str]:
+    """A folder of checkpoints for a fast restart, the value of ``setting``, that is the folder of --save."""
+    folder = getattr(checkpoint, setting)
+    if folder and checkpoint.save and os.path.normpath(folder) == os.path.normpath(checkpoint.save):
         yield (
-            f"non_persistent_{kind}_ckpt_dir={own} is the folder of --save, where a checkpoint for a fast restart "
-            "would replace the permanent ones; give another folder"
-        )
-    if kind == "local" and folder is None:
-        yield (
-            "non_persistent_ckpt_type=local needs a folder in the memory of each host; give "
-            "--non-persistent-local-ckpt-dir /dev/shm/NAME"
+            f"{setting}={folder} is the folder of --save, where a checkpoint for a fast restart would replace the "
+            "permanent ones; give another folder"
         )
 
 

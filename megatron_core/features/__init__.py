@@ -11,6 +11,7 @@ from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.layer_sizes import LAYER_SIZES
+from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.megatron_flags import MEGATRON_FLAGS
@@ -36,6 +37,7 @@ FEATURES = (
     FILL_IN_THE_MIDDLE,
     FP8,
     LAYER_SIZES,
+    LOCAL_COPIES,
     LORA,
     MATRIX_OPTIMIZERS,
     MEGATRON_FLAGS,

@@ -278,7 +278,8 @@ def settings_folder(settings: CheckpointConfig) -> Path | None:
         return None
     if (form := format_to_resume(settings.load)) is not None:
         return form.iteration_folder(location(settings.load), settings.ckpt_step)
-    temporary = location(settings.temporary_folder(settings.load)) if settings.local_folder is None else None
+    is_global = settings.non_persistent_ckpt_type == "global"
+    temporary = settings.temporary_folder(settings.load) if is_global else None
     return find_newest(settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
 from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
-from megatron_core.checkpoint.restore import CopiesReader
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.optimizers import AVERAGE
@@ -25,7 +23,6 @@ from megatron_core.training.state import (
     TrainState,
     compression_pieces,
     compression_rows,
-    held_pieces,
     held_weights,
     open_checkpoint,
     optimizer_pieces,
@@ -92,8 +89,6 @@ def load_state(
         if not reader.continues:
             _check_names(reader, data, None if fresh else optimizer, missing)
         others = () if fresh else tuple(pieces_of_features(reader))
-        if isinstance(reader, CopiesReader):
-            reader.fetch(chain(held_pieces(data, optimizer), others))
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)

@@ -19,7 +19,6 @@ from megatron_core.checkpoint import (
     TensorBox,
     save_checkpoint,
 )
-from megatron_core.checkpoint.copies import save_copies
 from megatron_core.checkpoint.folder import (
     CONFIG,
     LOCK,
@@ -34,7 +33,7 @@ from megatron_core.checkpoint.folder import (
     write_runs,
 )
 from megatron_core.checkpoint.formats import format_that_writes
-from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
+from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.removal import remove_hidden
 from megatron_core.checkpoint.writer import ELSEWHERE
@@ -48,6 +47,7 @@ from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
+from megatron_core.training.fast_restarts import fast_restarts
 from megatron_core.training.parts import RunPart
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
@@ -82,7 +82,7 @@ class CheckpointSaver:
         self._agree = partial(all_agree, device=self.data.device)
         self._locks: list[FolderLock] = []
         self._is_open = False
-        self._hosts: Hosts | None = None
+        self._restarts = fast_restarts(self.config.checkpoint, self.data.device)
         self._runs: list[str] = []
         self._run = ""
         """Id of the run in its fast-restart checkpoints."""
@@ -116,17 +116,11 @@ class CheckpointSaver:
         """
         if self._is_open:
             return
-        folders, settings, local = {}, self.config.checkpoint, self.config.checkpoint.local_folder
-        restarts_fast = settings.non_persistent_save_interval is not None or local is not None
-        if self.data.groups.rank == 0:
-            folders["save"] = self.folder
-            if restarts_fast and local is None:
-                folders["non_persistent_global_ckpt_dir"] = location(settings.temporary_folder(str(self.folder)))
-        if local is not None:
-            self._hosts = find_hosts(local, self.data.device)
-            if self._hosts.is_first:
-                folders["non_persistent_local_ckpt_dir"] = local
+        settings, rank = self.config.checkpoint, self.data.groups.rank
+        restarts_fast = settings.non_persistent_save_interval is not None
+        folders = {"save": self.folder} if rank == 0 else {}
         if restarts_fast:
+            folders |= self._restarts.folders_to_lock(str(self.folder), rank)
             self._runs = broadcast_from_rank(0, " ".join(runs_of(self.folder)), self.data.device).split()
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         raise_on_all_ranks(problem, self.data.device)
@@ -146,9 +140,8 @@ class CheckpointSaver:
         return updated, others
 
     def _begin_run(self, *, is_new: bool) -> None:
-        """Agree on the id of the run for its fast-restart checkpoints; print a note if the hosts are fewer than
-        ``replication_factor``."""
-        problem, settings = "", self.config.checkpoint
+        """Agree on the id of the run for its fast-restart checkpoints, and print notes about them."""
+        problem = ""
         try:
             if self.data.groups.rank == 0:
                 self._run = run_id(self.folder, restart=is_new)
@@ -157,12 +150,8 @@ class CheckpointSaver:
             problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
         raise_on_all_ranks(problem, self.data.device)
         self._run = broadcast_from_rank(0, self._run, self.data.device)
-        there = 0 if self._hosts is None else len({*self._hosts.of_rank})
-        if settings.replication and there < settings.replication_factor:
-            note(
-                f"replication_factor={settings.replication_factor}, but the ranks are on {there} "
-                f"host{'s' * (there > 1)}: only this number of copies is written"
-            )
+        for text in self._restarts.notes():
+            note(text)
 
     def _take(self, setting: str, folder: Path) -> str:
         """Create and lock ``folder``; return an error message, or "" on success."""
@@ -183,7 +172,7 @@ class CheckpointSaver:
         else:
             for each in filter(None, (folder, other)):
                 remove_hidden(each)
-        if self.config.checkpoint.overwrite_checkpoints and folder != self.config.checkpoint.local_folder:
+        if self.config.checkpoint.overwrite_checkpoints and (setting == "save" or self._restarts.is_global):
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
 
@@ -259,7 +248,7 @@ class CheckpointSaver:
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
-            location(settings.temporary_folder(str(self.folder))) if temporary else self.folder,
+            self._restarts.folder(str(self.folder)) if temporary else self.folder,
             state.iteration,
             self.manifest_state(state) | ({"run": self._run} if temporary else {}),
             rank=groups.rank,
@@ -270,23 +259,14 @@ class CheckpointSaver:
             replaced=() if temporary else self._replaced,
         )
         updated, others = self._pieces()
-        if temporary and self._hosts is not None:
-            self._save_copies(save, chain(updated, others), self._hosts)
-        elif settings.async_save:
+        is_written = temporary and self._restarts.write(save, chain(updated, others), self._agree)
+        if not is_written and settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
             self._running = BackgroundSave(save, self._snapshot.take(updated, others), self._agree, seconds)
             self.optimizer.before_update = self._running.wait_until_copied
-        else:
+        elif not is_written:
             self._write_other_format(save_checkpoint(save, chain(updated, others), self._agree))
         self._replaced = self._replaced if temporary else ()
-
-    def _save_copies(self, save: Save, pieces: Iterable[TensorBox], hosts: Hosts) -> None:
-        """Write a checkpoint into the memory of all hosts, instead of into the folder of ``save``."""
-        settings = self.config.checkpoint
-        assert settings.local_folder is not None, "hosts meet there"
-        save = replace(save, folder=settings.local_folder, extra_files={})
-        factor, jump = settings.replication_factor if settings.replication else 1, settings.replication_jump
-        save_copies(save, pieces, hosts, self._agree, self.data.device, jump=jump, factor=factor)
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:
         """As ``save``, but only print a failure: training continues with the existing checkpoints.

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, open_newest, parameter_pieces, pieces_of
-from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
+from megatron_core.checkpoint import Box, TensorBox, parameter_pieces, pieces_of
+from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.reader import note
-from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
@@ -34,6 +33,7 @@ from megatron_core.training.compatibility import (
     takes_settings,
     with_settings_of,
 )
+from megatron_core.training.fast_restarts import fast_restarts
 from megatron_core.training.parts import weights_saved_alone
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def open_checkpoint(
         if form is not None:
             reader = form.open(location(settings.load), settings.ckpt_step, finetune=settings.finetune)
         else:
-            reader = _open_stored(settings, device, hash_later, damaged)
+            reader = fast_restarts(settings, device).open(hash_later=hash_later, damaged=damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
@@ -177,7 +177,7 @@ def open_checkpoint(
         return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
-    if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
+    if reader.takes_settings:
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
@@ -212,32 +212,6 @@ def open_initial_weights(config: RunConfig) -> StateReader | None:
             check_same_model(weights.state["config"], config, only_weights=True)
             return weights
     return None
-
-
-def _open_stored(
-    settings: CheckpointConfig, device: torch.device, hash_later: bool, damaged: Mapping[Path, str]
-) -> CheckpointReader | None:
-    """Open the newest intact checkpoint, in the memory of the hosts or in the folder of ``load``."""
-    step, local, verify, load = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint, settings.load
-    assert load is not None
-    if local is None:
-        temporary = location(settings.temporary_folder(load))
-        return open_newest(load, step, temporary, verify=verify, hash_later=hash_later, damaged=damaged, device=device)
-    found: CheckpointReader | None = open_copies(local, load, step, verify=verify, device=device)
-    if found is not None:
-        return found
-    fault = None
-    try:
-        found = open_newest(load, step, verify=verify, damaged=damaged, device=device)
-    except CheckpointError as error:
-        fault = error
-    sound = -1 if found is None else found.manifest.iteration
-    if step is None and sound < max(map(iteration_of, find_candidates(load).folders), default=-1):
-        # Copies are not newer than the damaged checkpoint on disk, but may be newer than the intact one.
-        found = open_copies(local, load, step, verify=verify, device=device, sound=sound) or found
-    if found is None and fault is not None:
-        raise fault
-    return found
 
 
 def _refuse_nothing(settings: CheckpointConfig) -> None:

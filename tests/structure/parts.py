@@ -1,7 +1,11 @@
 """Which modules are the core, which belong to a feature, and which to a satellite.
 
-A feature is a folder of ``megatron_core/features``. Modules that wait to be moved into such a folder are listed in
-``WAITING``; a row disappears when its modules have moved.
+A feature is a folder of ``megatron_core/features``.
+
+Two modules look optional and belong to the core. ``transformer.flex_attention`` is a fused path of attention which
+``attention_backend=auto`` chooses on a GPU for windows, bounded scores and packed documents, as the kernels of ``ops``.
+``parallel.compiled`` says which modules run hooks and how collectives appear in a graph: collectives, linear layers and
+data parallelism ask it in every run, because a program may compile its own model.
 """
 
 from __future__ import annotations
@@ -19,17 +23,6 @@ SATELLITES = (
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
 even the command line, which may not import ``parallel``."""
 
-WAITING = {
-    "resilience": "checkpoint.copies",
-}
-"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move.
-
-Two modules look optional and belong to the core. ``transformer.flex_attention`` is a fused path of attention which
-``attention_backend=auto`` chooses on a GPU for windows, bounded scores and packed documents, as the kernels of ``ops``.
-``parallel.compiled`` says which modules run hooks and how collectives appear in a graph: collectives, linear layers and
-data parallelism ask it in every run, because a program may compile its own model.
-"""
-
 
 @cache
 def modules() -> dict[str, Path]:
@@ -44,12 +37,6 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@cache
-def waiting() -> dict[str, str]:
-    """The feature to which each module of ``WAITING`` will move."""
-    return {module: feature for feature, names in WAITING.items() for module in names.split()}
-
-
 def is_below(module: str, package: str) -> bool:
     """Whether ``module`` is ``package`` or in it."""
     return module == package or module.startswith(f"{package}.")
@@ -60,8 +47,6 @@ def part_of(module: str) -> str:
     """``core``, the name of a satellite, or ``feature NAME``."""
     if is_below(module, "features"):
         return "feature " + [*module.split("."), "list"][1]
-    if module in waiting():
-        return f"feature {waiting()[module]}"
     return next((package for package in SATELLITES if is_below(module, package)), "core")
 
 

@@ -77,8 +77,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "record_hashes=True"
     if config.checkpoint.ckpt_format != "native":
         yield f"ckpt_format={config.checkpoint.ckpt_format}"
-    if config.checkpoint.local_folder is not None:
-        yield "non_persistent_ckpt_type=local; use global"
+    if (kind := config.checkpoint.non_persistent_ckpt_type) != "global":
+        yield f"non_persistent_ckpt_type={kind}; use global"
 
 
 def other_group_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:

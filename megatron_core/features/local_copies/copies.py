@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
-from megatron_core.checkpoint.hosts import Hosts
 from megatron_core.checkpoint.removal import discard, give_name, remove, remove_hidden
-from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import Agree, Save, run_on_all_ranks
 from megatron_core.errors import CheckpointError
+from megatron_core.features.local_copies.hosts import Hosts
+from megatron_core.features.local_copies.transfer import Transfer, carry_out
 from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks
 
 

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import copies
 from megatron_core.checkpoint.folder import complete_iterations, rank_file
-from megatron_core.checkpoint.hosts import Hosts
 from megatron_core.checkpoint.removal import remove
 from megatron_core.checkpoint.writer import Save
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
+from megatron_core.features.local_copies import copies
+from megatron_core.features.local_copies.hosts import Hosts
 from megatron_core.parallel import World
 from megatron_core.training import pretrain
 from megatron_core.training.saving import CheckpointSaver
@@ -315,21 +315,26 @@ def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "old", "new", "check"),
     [
-        ("checkpoint.hosts:Hosts.keepers", "not in having), None)", "is not None), None)", copies_are_on_other_hosts),
         (
-            "checkpoint.restore:CopiesReader._transfers",
+            "features.local_copies.hosts:Hosts.keepers",
+            "not in having), None)",
+            "is not None), None)",
+            copies_are_on_other_hosts,
+        ),
+        (
+            "features.local_copies.restore:CopiesReader._transfers",
             "starts[key], dtype",
             "starts[min(keys)], dtype",
             after_the_loss_of_a_host_the_run_goes_on,
         ),
         (
-            "checkpoint.restore:_held",
+            "features.local_copies.restore:_held",
             "held[host] - damaged[host]",
             "held[host]",
             of_a_damaged_file_the_other_copy_is_loaded,
         ),
         (
-            "checkpoint.copies:save_copies",
+            "features.local_copies.copies:save_copies",
             'run_on_all_ranks(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)',
             "remove(save.folder / 'iter_0000002')\n        _rename(save)",  # the host may be ended after it
             killed_before_all_hosts_have_the_newest_the_one_before_is_whole,

@@ -26,14 +26,15 @@ from megatron_core.checkpoint.folder import (
     run_of,
 )
 from megatron_core.checkpoint.hashes import damage
-from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
+from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.one_pass import read_header
 from megatron_core.checkpoint.reader import CheckpointReader, note
 from megatron_core.checkpoint.removal import discard
-from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError
+from megatron_core.features.local_copies.hosts import Hosts, find_hosts
+from megatron_core.features.local_copies.transfer import Transfer, carry_out
 from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks, listed
 
 LOADING = ".loading"
@@ -43,8 +44,9 @@ Save = tuple[int, str]
 
 
 class CopiesReader(CheckpointReader):
-    """Reads a checkpoint of which each host has a part. Call ``fetch`` before ``fill``; exit waits for all ranks.
-    ``held`` are the files of each host."""
+    """Reads a checkpoint of which each host has a part, ``held``, the files by host; exit waits for all ranks."""
+
+    takes_settings = False  # it is of the same run, and has no tokenizer
 
     def __init__(self, folder: Path, hosts: Hosts, held: Mapping[int, set[str]], device: torch.device) -> None:
         super().__init__(folder)
@@ -57,11 +59,16 @@ class CopiesReader(CheckpointReader):
             if self._hosts.is_first:
                 discard(self.folder)
 
-    def fetch(self, pieces: Iterable[TensorBox]) -> None:
-        """Receive the boxes that ``pieces`` need and that this host lacks; a collective call.
+    def fill_together(self, pieces: Iterable[TensorBox], device: torch.device) -> None:
+        """Receive the boxes that ``pieces`` need and that this host lacks, then fill them.
 
-        Errors: ``CheckpointError`` on all ranks.
+        Errors: ``CheckpointError`` on all ranks if one did not receive its part.
         """
+        pieces = list(pieces)
+        self._fetch(pieces)
+        self.fill(pieces)
+
+    def _fetch(self, pieces: Iterable[TensorBox]) -> None:
         own, wanted = self._held[self._hosts.own], set[tuple[str, str]]()
         for piece in pieces:
             tensor = self.manifest.tensors.get(self._source(piece.name))
@@ -83,10 +90,6 @@ class CopiesReader(CheckpointReader):
         if transfers:
             size = sum(length for transfer in transfers for _, length in transfer.spans)
             note(f"{size / 2**20:.1f} MiB were received from other hosts")
-
-    def fill_together(self, pieces: Iterable[TensorBox], device: torch.device) -> None:
-        """Like ``fill``: every host has the files that its ranks need, in its memory."""
-        self.fill(pieces)
 
     def _transfers(self, needs: Sequence[str]) -> Iterator[Transfer]:
         """The transfers that give every host the boxes that its ranks need (``needs``); the same list on all ranks."""
