@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import megatron_core
-from megatron_core.checkpoint import writer
+from megatron_core.checkpoint import snapshot
 from megatron_core.verify.ranks import run_ranks
 from tests.any_model.models import (
     BATCH,
@@ -120,7 +120,7 @@ def _check_saved_buffers(folder: str) -> None:
     engine, _, loader, _ = megatron_core.initialize(
         model_of("convolutions"), config, training_data=samples_of("convolutions")
     )
-    begin, copy = Event(), writer._copy
+    begin, copy = Event(), snapshot._copy
 
     def late(*pieces: object) -> None:
         assert current_thread() is main_thread() or begin.wait(60)
@@ -130,7 +130,7 @@ def _check_saved_buffers(folder: str) -> None:
     engine.backward(loss_in(call(engine, next(batches))))
     engine.step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_copy", late)
+        patch.setattr(snapshot, "_copy", late)
         engine.save_checkpoint(folder)
         saved = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         call(engine, next(batches))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import writer
+from megatron_core.checkpoint import snapshot
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.errors import CheckpointError
 from megatron_core.resilience.faults import Faults
@@ -70,7 +70,7 @@ def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[
 
     It takes up to ``most_seconds`` seconds, and ends earlier if the update waits for it.
     """
-    begin, left, copy = Event(), Event(), writer._copy
+    begin, left, copy = Event(), Event(), snapshot._copy
 
     def late(*pieces: object) -> None:
         if current_thread() is not main_thread():
@@ -79,7 +79,7 @@ def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[
         copy(*pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_copy", late)
+        patch.setattr(snapshot, "_copy", late)
         into = replace(run.config.checkpoint, save=str(folder / "async"), async_save=True)
         config = replace(run.config, checkpoint=into)
         saver = CheckpointSaver(
@@ -151,19 +151,19 @@ def _without_memory(root: Path) -> None:
     """On one rank the copy fails in its thread: an error on both ranks, no hang, and the next save is complete."""
     run = start({"num_layers": 1, "save": str(root), "async_save": True, "use_distributed_optimizer": True})
     train(run, 1)
-    copy = writer._copy
+    copy = snapshot._copy
 
     def fail(*pieces: object) -> None:
         if current_thread() is not main_thread():
             raise RuntimeError("not enough memory")
         copy(*pieces)
 
-    writer._copy = fail if run.groups.rank == 1 else copy
+    snapshot._copy = fail if run.groups.rank == 1 else copy
     run.saver.save(run.state)
     train(run, 1)
     with pytest.raises(CheckpointError, match=r"not enough memory|see the message of that rank"):
         run.saver.finish()
-    writer._copy = copy
+    snapshot._copy = copy
     save_run(run)
     run.saver.finish()
 
