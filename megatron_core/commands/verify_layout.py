@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_core.commands.start import start
-from megatron_core.features.compilation.settings import CompilationConfig
 
 if __name__ == "__main__":
     start("verify_layout")
@@ -23,6 +22,7 @@ from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.output_file import Output, json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import tokenizer_of

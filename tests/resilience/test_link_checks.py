@@ -14,6 +14,7 @@ import torch
 
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.parallel import World
 from megatron_core.resilience.faults import Faults
 from megatron_core.resilience.link_checks import LinkChecks
 from megatron_core.resilience.links.faults import LinkFault
@@ -224,7 +225,8 @@ def test_checks_change_no_bit(settings: dict[str, Any]) -> None:
 def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any], told: int) -> None:
     # Graphs need a GPU: only the settings of this run have them.
     config = tiny_config(**(TP | {"cuda_graph_impl": "local"} | settings))
-    parts = build_parts(config, SimpleNamespace(config=config))
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    parts = build_parts(config, SimpleNamespace(config=config, stages={}, world=world))
     found = [note for part in parts for note in part.notes() if "inside CUDA graphs" in note]
     assert len(found) == told
     assert all(note.startswith("link_check_interval=100 ") for note in found)

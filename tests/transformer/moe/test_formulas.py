@@ -184,7 +184,8 @@ def check_drawn_sparsemixer() -> None:
     experts = draw_sparsemixer(ours, noise, threshold)
     found = probabilities(ours, experts, config, drawn=last)
     torch.testing.assert_close(experts, chosen)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    # transformers rounds the factor 0.3333 to float32, whatever the dtype of the logits.
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-12)
     weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -566,7 +567,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     "drawn experts have the gradients of their scaled outputs": (
         check_drawn_sparsemixer,
         f"{CHOICE}:sparsemixer_probabilities",
-        "share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()",
+        "share + share.detach().masked_fill(unscaled, 0.0) * (SCALE - 1)",
         "share * torch.where(unscaled, 1.0, SCALE)",
     ),
     "the likeliest expert is scaled, too": (
