@@ -112,6 +112,8 @@ class Watchdog:
         asking.join(EARLY)
         if is_first == [False]:
             asking.join(ANSWERS)
+            # The launcher ends all ranks as soon as one has ended: the first rank must have printed by then.
+            within(ANSWERS, self._has_printed, otherwise=False)
             return ""
         silent = sorted(set(range(self._size)) - set(answers))
         if not is_first:
@@ -122,7 +124,15 @@ class Watchdog:
         asking.join(ANSWERS + POLL - EARLY)
         report = describe_failure(reason, dict(answers), self._size)
         self._print(report.partition("\n")[2])
+        # In a thread: the store may have ended with its host.
+        start_thread(lambda: self._store.set("printed", "")).join(EARLY)
         return report
+
+    def _has_printed(self) -> bool:
+        """Wait until the first rank has printed the report."""
+        while not self._store.check(["printed"]):
+            time.sleep(0.05)
+        return True
 
     def _watch(self) -> None:
         while True:
