@@ -123,7 +123,7 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         announced = store.get("attempt").decode()
-        # The name of an earlier attempt gets an answer, too, which nobody reads.
+        # This may be the name of an earlier attempt; an answer to it has no effect.
         if announced != name:
             name = announced
             store.set(f"{name}/{world.rank}", word)

@@ -23,7 +23,7 @@ def run(case: str) -> tuple[int, str]:
 
 
 def test_the_report_comes_before_the_abort() -> None:
-    """NCCL's thread aborts the process: with equal limits, nobody learns where the other rank hangs."""
+    """NCCL's thread aborts the process: with equal limits, no report would say where the other rank hangs."""
     status, text = run("known")
     assert status == RESTART
     assert "has made no progress for" in text and "in iteration 7" in text and "time.sleep(120.0)" in text, text

@@ -71,7 +71,7 @@ class Late:
 
     @property
     def is_running(self) -> bool:
-        """Whether nobody has waited for it."""
+        """Whether no wait for it has returned."""
         return bool(self._busy)
 
     def join(self) -> None:
