@@ -25,8 +25,8 @@ from megatron_core.features.fp8.native_casts import (
     Source,
     amaxes_in_parts,
     cast_orders,
-    scale_grid,
     part_grid,
+    scale_grid,
 )
 from megatron_core.ops.backend import Backend, select_backend
 
