@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from megatron_core.parallel.meter import StepTimes
 
 SAMPLED_EVERY = 10
@@ -13,6 +15,11 @@ SAMPLED_FIRST = 3
 
 class Sampling:
     """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Sampling | None:
+        """The sampling for a device; None on a CPU, where a time costs no events."""
+        return cls() if device.type == "cuda" else None
 
     def __init__(self) -> None:
         self._is_on = True

@@ -374,6 +374,8 @@ class Factories(TorchFunctionMode):
             return result
         if _is_gpu(device):
             LOG.mark(result)
+            if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+                LOG.stall(f"{func.__name__} of numbers of the host")
             LOG.count_launch(func, getattr(func, "__name__", ""))
         return OnGPU.of(result) if _is_gpu(device) else on_host(result)
 
