@@ -70,8 +70,11 @@ def test_operations(kernels: str, case: str, shape: tuple[int, int], is_off: boo
     ]
     if is_off:
         tensors = [off_16_bytes(x) if x.is_floating_point() else x for x in tensors]
-    found = outputs(function, tensors, "native")
-    assert_near(found, outputs(function, wide, "reference"), 3e-6, slack=1e-5)
+    # The gradient of a norm over one number is 0, a difference of numbers that are rounded.
+    for result, expected in zip(
+        outputs(function, tensors, "native"), outputs(function, wide, "reference"), strict=True
+    ):
+        assert_near([result], [expected], 3e-6, slack=1e-5 * expected.numel() ** 0.5)
 
 
 @pytest.mark.parametrize("is_off", [False, True], ids=["aligned", "off"])
