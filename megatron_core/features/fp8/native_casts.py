@@ -21,7 +21,7 @@ MEMORY_ORDERS: tuple[Order, Order] = ("rows", "columns")
 TILE = 128
 TILE_BLOCKS = 512
 """Rows and columns of a kernel's tile, and maximal number of blocks in a tile (csrc/common/fp8.h)."""
-# Every tile of a cast reads all parts of its blocks: 512 numbers of a matrix, beside 16,384 elements.
+# Every tile of a cast reads all parts of its blocks: 512 numbers of a matrix, next to 16,384 elements.
 MOST_PARTS = (32, 16)
 """Largest numbers of parts of a matrix down and across in which the largest number is found."""
 GIVEN, OWN, PARTS, ONE, SHARED, ABSENT = range(6)

@@ -114,6 +114,7 @@ class FP8Products(MatrixProducts):
 
     @history.setter
     def history(self, history: Tensor | None) -> None:
+        """Replace the history; scales are computed from it at their next use."""
         self._history = history
         self.known_scales = None
 
@@ -288,7 +289,7 @@ class FP8Products(MatrixProducts):
 
 
 class SavedOperands(NamedTuple):
-    """What backward needs of the matrices of forward, besides the saved input."""
+    """Data of the matrices of forward for backward, in addition to the saved input."""
 
     input_scales: Scales | None
     """Scales of the saved input, or, if it is not in FP8, scales that do not depend on the summed dim."""
