@@ -48,9 +48,9 @@ class BlendOrder(Protocol):
 class Splits:
     """The data set of each split, None if it has none; `notes` explains omitted ones."""
 
-    train: Dataset | None
-    valid: Dataset | None
-    test: Dataset | None
+    train: Dataset | None = None
+    valid: Dataset | None = None
+    test: Dataset | None = None
     notes: tuple[str, ...] = ()
     named: Mapping[str, Dataset] = field(default_factory=dict)
     """Validation sets that are evaluated alone, by name; `valid` is then None."""

@@ -294,11 +294,14 @@ def set_up(
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
     copy: StateReader | None = None,
+    *,
+    reads_data: bool = True,
 ) -> Run:
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
-    each layer; ``copy``: state of this rank to load instead of the checkpoint."""
+    each layer; ``copy``: state of this rank to load instead of the checkpoint; ``reads_data=False``: the
+    caller passes the micro-batches of each step to ``train_on_batches``."""
     set_process_switches(config)
     # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device, hash_later=True) if copy is None else (copy, config)
@@ -313,7 +316,9 @@ def set_up(
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
+    splits, evaluations = Splits(), ()
+    if reads_data:
+        splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
     initial = InitialWeights(config, checkpoint, world.device)
     deferred = parallel.dp_zero_stage == 3

@@ -52,13 +52,35 @@ class StepResult(StepOutcome):
     """Norms by layer and losses by source (``StepStatistics``)."""
 
 
+@dataclass(frozen=True)
+class StepInput:
+    """The data and the rates of one step."""
+
+    size: StepSize
+    batches: Sequence[MicroBatch]
+    """This rank's micro-batches."""
+    rates: StepRates
+    batches_of: Callable[[int], list[MicroBatch]] | None = None
+    """Micro-batches of the data-parallel rank this number of places after this one, for runs that repeat steps."""
+
+
 def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
     """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
-    # Load the batches, and compute the learning rate of the step.
-    state, scale = run.state, run.optimizer.loss_scale.scale
-    size = run.step_after(state.consumed_samples)
+    size = run.step_after(run.state.consumed_samples)
     with METER.phase("data"):
         batches = load_batches(run, size)
+
+    def batches_of(shift: int) -> list[MicroBatch]:
+        loader = run.loader(run.train_loader.dataset, shift)
+        return run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
+
+    data = StepInput(size, batches, step_rates(run, size), batches_of)
+    return train_on_batches(run, data, stop=stop, hooks=hooks)
+
+
+def step_rates(run: Run, size: StepSize) -> StepRates:
+    """The rates of the next step, which has ``size``."""
+    state = run.state
     later = run.config.optimizer.lr_one_step_later
     step = (
         state.consumed_samples - state.skipped_samples + (0 if later else size.batch_size)
@@ -66,16 +88,25 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
     decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
-    rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
+    return StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
+
+
+def train_on_batches(
+    run: Run, data: StepInput, *, stop: bool = False, hooks: StepHooks = NO_HOOKS
+) -> StepResult:
+    """As ``train_step``, on given micro-batches."""
+    size = data.size
+    rates = data.rates
+    scale = run.optimizer.loss_scale.scale
     alone = any(part.is_alone() for part in run.parts)
     for part in run.parts:
         part.before_step()
 
     def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
-        mine = batches
+        mine = data.batches
         if shift:
-            loader = run.loader(run.train_loader.dataset, shift)
-            mine = run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
+            assert data.batches_of is not None, "a run that repeats steps reads its data with a loader"
+            mine = data.batches_of(shift)
         statistics = StepStatistics(run, shift)
         called = replace(hooks, statistics=statistics.own)
         if discard:
@@ -115,7 +146,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     return StepResult(**vars(outcome), learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
-def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> AuxiliaryLosses:
+def _auxiliary_losses(run: Run, size: StepSize, batches: Sequence[MicroBatch]) -> AuxiliaryLosses:
     model = run.config.model
     return AuxiliaryLosses(
         run.auxiliary_loss_names,
@@ -190,7 +221,7 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
     return run.micro_batches(batches)
 
 
-def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
+def count_later_tokens(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
     """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
     masks = [batch.later.masks for batch in batches if batch.later is not None]
     return {
@@ -205,7 +236,7 @@ def message_lengths(batches: Sequence[MicroBatch]) -> dict[int, int]:
 
 def forward_step(
     run: Run,
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
     auxiliary: AuxiliaryLosses | None = None,
     statistics: StepStatistics | None = None,
     *,

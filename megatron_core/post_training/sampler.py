@@ -1,0 +1,164 @@
+"""Answers of the trained model, sampled on the ranks that train it, in a layout of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_core.checkpoint import TensorBox, parameter_pieces
+from megatron_core.config.rules_parallel import parallel_problems
+from megatron_core.datasets.keyed_dataset import mix64
+from megatron_core.errors import ConfigError
+from megatron_core.features.equal_bits.kernels import check_same_kernels
+from megatron_core.features.equal_bits.rules import invariance_problems
+from megatron_core.inference.engine import Engine
+from megatron_core.inference.generator import GenerationLayout, Generator
+from megatron_core.inference.requests import Request
+from megatron_core.inference.sampling import Sampling
+from megatron_core.inference.settings import InferenceConfig
+from megatron_core.models.build import build_stages
+from megatron_core.parallel.configured import grid_of
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.post_training.trainer import Trainer
+from megatron_core.post_training.weights import WeightTransfer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled continuation of a prompt."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-probability of each token at temperature 1, when it was sampled."""
+    finished: str
+    """``stop``: the last token is one of ``ends``; ``length``: the answer has ``max_new_tokens``."""
+    version: int
+    """Number of updates of the sampler's weights before it."""
+
+
+class Sampler:
+    """Samples with the weights of a ``Trainer``, of which it has a copy in its own layout.
+
+    ``tensor_parallel`` x ``pipeline_parallel`` ranks sample together; the other ranks are replicas, which share the
+    prompts. All ranks call the same methods. With ``layout_invariant`` in the trainer's configuration, the
+    log-probabilities of answers have the bits of ``Trainer.log_probs``, whatever the two layouts are.
+
+    Errors: ``ConfigError`` for a layout that is not legal.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        max_batch_size: int = 32,
+        settings: InferenceConfig | None = None,
+    ) -> None:
+        run = trainer.run
+        world = run.world
+        layout = GenerationLayout(
+            tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=pipeline_parallel,
+            layout_invariant=run.config.parallel.layout_invariant,
+        )
+        config = layout.applied(run.config)
+        faults = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
+        if config.parallel.layout_invariant and config.model.multi_latent_attention:
+            faults.append("layout_invariant=True cannot be used to sample with multi_latent_attention=True: cached "
+                          "latents are attended to in another order than in training")  # fmt: skip
+        if config.optional("fp8_format") is not None:
+            faults.append("fp8_format cannot be used to sample: scales would depend on the positions of a forward")
+        if faults:
+            raise ConfigError("\n".join(faults))
+        if config.parallel.layout_invariant:
+            check_same_kernels(config, world.device)
+        # Groups of their own: the current groups stay those of the trainer.
+        self._groups = ParallelGroups(grid_of(config.parallel, world.size, world.rank), world.rank, ends=(0, -1))
+        layers, stages = build_stages(
+            config, self._groups, run.vocab_size, world.device, initialise=False, context_parallel=False
+        )
+        for model in stages.values():
+            model.requires_grad_(False).eval()
+        self._generator = Generator(config, self._groups, stages, len(layers), run.vocab_size, world.device)
+        self._settings = settings
+        self._max_batch_size = max_batch_size
+        self._device = world.device
+        targets: Iterable[TensorBox] = (
+            piece for model in stages.values() for piece in parameter_pieces(model.named_global_parameters())
+        )
+        self._transfer = WeightTransfer(run.data_parallel, targets, world.device)
+        self.version = -1
+        self.update_weights()
+
+    def update_weights(self) -> int:
+        """Copy the trainer's present weights; returns the bytes that this rank has received from others."""
+        self.version += 1
+        return self._transfer.run()
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        answers: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        ends: Iterable[int] = (),
+        seed: int = 0,
+    ) -> list[list[Answer]]:
+        """Sample ``answers`` answers to each prompt; equal on all ranks, by prompt.
+
+        An answer depends on ``seed``, the number of its prompt and its own number. ``ends``: tokens that end an answer.
+        Errors: ``ConfigError`` for prompts that are empty or too long; ``ConfigError`` if no token can be chosen.
+        """
+        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings)
+        replicas = self._groups.size("dp")
+        mine = range(self._groups.index("dp"), len(prompts), replicas)
+        numbers: dict[int, tuple[int, int]] = {}
+        results: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        finished: dict[tuple[int, int], str] = {}
+        for prompt in mine:
+            for answer in range(answers):
+                drawn = mix64(seed, prompt, answer) % 2**63
+                request = Request(
+                    prompt=tuple(prompts[prompt]),
+                    max_new_tokens=max_new_tokens,
+                    sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=drawn),
+                    ends=frozenset(ends),
+                    logprobs=0,
+                )
+                numbers[engine.submit(request)] = (prompt, answer)
+                results[prompt, answer] = ([], [])
+        while engine.busy:
+            for progress in engine.step():
+                if progress.error is not None:
+                    raise ConfigError(progress.error)
+                key = numbers[progress.number]
+                if progress.token is not None and progress.score is not None:
+                    results[key][0].append(progress.token)
+                    results[key][1].append(progress.score.logprob)
+                if progress.finished is not None:
+                    finished[key] = progress.finished
+        rows = [[*key, *results[key], finished[key]] for key in sorted(results)]
+        # Ranks that sample together have the same answers: one of them reports.
+        reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
+        texts = gather_from_all_ranks(json.dumps(rows if reports else []), self._device)
+        by_prompt: list[list[Answer]] = [[] for _ in prompts]
+        for prompt, _, tokens, log_probs, reason in sorted(row for text in texts for row in json.loads(text)):
+            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version))
+        return by_prompt
+
+
+def check_same_bits(trainer: Trainer, answers: Sequence[Answer], log_probs: Sequence[torch.Tensor]) -> float:
+    """The largest difference between the log-probabilities of the sampler and of the trainer, by token."""
+    differences = [
+        (torch.tensor(answer.log_probs, dtype=torch.float64) - own.double().cpu()).abs().max()
+        for answer, own in zip(answers, log_probs, strict=True)
+    ]
+    return float(torch.stack(differences).max())

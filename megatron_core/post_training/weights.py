@@ -1,0 +1,183 @@
+"""Copies of the trained weights in another layout, in memory: each element goes from one owner to its new places."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.checkpoint import Box, TensorBox
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.training.state import held_weights, other_pieces, updated_pieces
+
+WINDOW_BYTES = 64 * 2**20
+"""Bytes that a rank sends to another one at a time, so that no copy of the whole model is made."""
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A box of a tensor that a rank sends, equal on the sender and the receiver."""
+
+    name: str
+    box: Box
+
+
+class WeightTransfer:
+    """Fills the memory of ``targets`` with the trained weights whenever ``run`` is called; built once for a layout.
+
+    The plan is computed from the boxes that each rank owns and needs. A box that this rank holds is copied in place;
+    of the others, each rank sends the parts that it would save in a checkpoint.
+    """
+
+    def __init__(self, data: DataParallel, targets: Iterable[TensorBox], device: torch.device) -> None:
+        self._data = data
+        self._device = device
+        self._targets = list(targets)
+        held = {(piece.name, piece.box) for piece in held_weights(data)}
+        self._local = [piece for piece in self._targets if (piece.name, piece.box) in held]
+        far = [piece for piece in self._targets if (piece.name, piece.box) not in held]
+        needs = _boxes_by_rank(far, device)
+        owners = _boxes_by_rank(self._owned(), device)
+        this_rank = dist.get_rank() if dist.is_initialized() else 0
+        self._sends: dict[int, list[_Move]] = defaultdict(list)
+        self._receives: dict[int, list[_Move]] = defaultdict(list)
+        for receiver, wanted in enumerate(needs):
+            for sender, owned in enumerate(owners):
+                if this_rank not in (sender, receiver):
+                    continue
+                moves = list(_moves(wanted, owned))
+                if this_rank == sender and moves:
+                    self._sends[receiver] = moves
+                if this_rank == receiver and moves:
+                    self._receives[sender] = moves
+        _check_complete(far, self._receives)
+        self._far: dict[str, list[TensorBox]] = defaultdict(list)
+        for piece in far:
+            self._far[piece.name].append(piece)
+
+    def _owned(self) -> list[TensorBox]:
+        """The weights that this rank would save; those of all ranks are the model."""
+        pieces = [*updated_pieces(self._data, None), *other_pieces(self._data, None)]
+        return [piece for piece in pieces if piece.owned]
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Copy the present weights; all ranks call this. Returns the bytes that this rank has received."""
+        self._data.finish_param_sync()
+        held = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
+        for piece in self._local:
+            piece.memory.copy_(held[piece.name, piece.box])
+        sources: dict[str, list[TensorBox]] = defaultdict(list)
+        for piece in self._owned():
+            sources[piece.name].append(piece)
+        this_rank = dist.get_rank() if dist.is_initialized() else 0
+        for move in self._receives.get(this_rank, ()):
+            self._store(move, _values(sources[move.name], move))
+        return self._exchange(sources, this_rank)
+
+    def _exchange(self, sources: dict[str, list[TensorBox]], this_rank: int) -> int:
+        """Exchange messages in windows; both sides divide their moves in the same way."""
+        if not dist.is_initialized():
+            return 0
+        received_bytes = 0
+        sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank != this_rank}
+        receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank != this_rank}
+        rounds = max((len(windows) for windows in [*sends.values(), *receives.values()]), default=0)
+        dtype = self._wire_dtype
+        for number in range(rounds):
+            outgoing = {
+                rank: torch.cat([_values(sources[move.name], move).reshape(-1).to(dtype) for move in windows[number]])
+                for rank, windows in sends.items()
+                if number < len(windows)
+            }
+            incoming = {
+                rank: torch.empty(sum(move.box.numel for move in windows[number]), dtype=dtype, device=self._device)
+                for rank, windows in receives.items()
+                if number < len(windows)
+            }
+            operations = [dist.P2POp(dist.isend, message, rank) for rank, message in outgoing.items()]
+            operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
+            for handle in dist.batch_isend_irecv(operations) if operations else ():
+                handle.wait()
+            for rank, buffer in incoming.items():
+                received_bytes += buffer.nbytes
+                moves = receives[rank][number]
+                for move, values in zip(moves, buffer.split([move.box.numel for move in moves]), strict=True):
+                    self._store(move, values.view(move.box.shape))
+        return received_bytes
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        return self._data.all_buckets[0].weights.dtype
+
+    def _store(self, move: _Move, values: Tensor) -> None:
+        """Copy the values of a move into each memory that needs them."""
+        for piece in self._far[move.name]:
+            common = piece.box.intersect(move.box)
+            if common is not None:
+                piece.memory[common.within(piece.box)].copy_(values[common.within(move.box)])
+
+
+def _boxes_by_rank(pieces: Iterable[TensorBox], device: torch.device) -> list[dict[str, list[Box]]]:
+    """The boxes of each rank's pieces, by name."""
+    mine = defaultdict[str, set[Box]](set)
+    for piece in pieces:
+        mine[piece.name].add(piece.box)
+    ordered = {name: sorted((box.start, box.stop) for box in boxes) for name, boxes in sorted(mine.items())}
+    return [
+        {name: [Box(tuple(start), tuple(stop)) for start, stop in boxes] for name, boxes in json.loads(text).items()}
+        for text in gather_from_all_ranks(json.dumps(ordered), device)
+    ]
+
+
+def _moves(wanted: dict[str, list[Box]], owned: dict[str, list[Box]]) -> Iterable[_Move]:
+    """The boxes in both, in an order that sender and receiver share."""
+    for name, boxes in wanted.items():
+        for box in boxes:
+            for source in owned.get(name, ()):
+                common = box.intersect(source)
+                if common is not None and common.numel:
+                    yield _Move(name, common)
+
+
+def _values(pieces: Sequence[TensorBox], move: _Move) -> Tensor:
+    """The values of a move, from the piece of this rank that contains it."""
+    for piece in pieces:
+        if piece.box.intersect(move.box) == move.box:
+            return piece.memory[move.box.within(piece.box)]
+    raise LayoutError(f"{move.name}: this rank no longer has the box {move.box}; build the transfer again")
+
+
+def _windows(moves: Sequence[_Move]) -> list[list[_Move]]:
+    """Divide moves into windows of at most ``WINDOW_BYTES`` of float32, or one larger move."""
+    windows: list[list[_Move]] = []
+    room = 0
+    for move in moves:
+        nbytes = 4 * move.box.numel
+        if not windows or nbytes > room:
+            windows.append([])
+            room = WINDOW_BYTES
+        windows[-1].append(move)
+        room -= nbytes
+    return windows
+
+
+def _check_complete(far: Sequence[TensorBox], receives: dict[int, list[_Move]]) -> None:
+    """``LayoutError`` unless the moves to this rank cover its pieces; moves of one box do not overlap."""
+    covered = defaultdict[str, int](int)
+    needed = defaultdict[str, int](int)
+    for moves in receives.values():
+        for move in moves:
+            covered[move.name] += move.box.numel
+    for name, box in {(piece.name, piece.box) for piece in far}:
+        needed[name] += box.numel
+    for name, elements in needed.items():
+        if covered[name] != elements:
+            raise LayoutError(f"{name}: the trained model has {covered[name]} of {elements} elements of this rank")
