@@ -102,6 +102,16 @@ def sequence_clipped_loss(log_probs: Tensor, batch: TokenBatch, *, clip: float, 
     return _clipped(batch.trajectory_mean(log_ratio).exp(), batch, clip, clip_high, None)
 
 
+def soft_gated_loss(log_probs: Tensor, batch: TokenBatch, *, positive: float, negative: float) -> Tensor:
+    """-4 / t sigmoid(t (r - 1)) A with t = ``positive`` for A > 0, else ``negative``.
+
+    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, equations 5 and 6.
+    """
+    advantages = batch["advantages"]
+    sharpness = torch.where(advantages > 0, positive, negative).to(log_probs.dtype)
+    return -4.0 / sharpness * torch.sigmoid(sharpness * (_ratio(log_probs, batch) - 1.0)) * advantages
+
+
 def weight_clipped_loss(log_probs: Tensor, batch: TokenBatch, *, clip_high: float) -> Tensor:
     """-stop(min(r, 1 + clip_high)) A log pi (MiniMax-M1 2025, CISPO, arXiv 2506.13585, equations 4 and 5)."""
     ratio = _ratio(log_probs, batch).detach()
@@ -197,9 +207,15 @@ def ppo(clip: float = 0.2, *, dual_clip: float | None = None, entropy_coefficien
     return TokenObjective(loss=loss, metrics=("clip fraction",), entropy_coefficient=entropy_coefficient)
 
 
-def grpo(clip: float = 0.2, *, kl_coefficient: float = 0.0, kl_estimator: KLEstimator = "k3") -> TokenObjective:
+def grpo(
+    clip: float = 0.2,
+    *,
+    dual_clip: float | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+) -> TokenObjective:
     """GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3): the mean over trajectories of means over their tokens."""
-    loss = partial(clipped_loss, clip=clip, clip_high=clip)
+    loss = partial(clipped_loss, clip=clip, clip_high=clip, dual_clip=dual_clip)
     return _grouped(loss, kl_coefficient, kl_estimator, mean_over="trajectories")
 
 
@@ -226,6 +242,12 @@ def gspo(clip: float = 3e-4, clip_high: float = 4e-4, *, kl_coefficient: float =
 def cispo(clip_high: float = 5.0) -> TokenObjective:
     """CISPO (MiniMax-M1 2025, arXiv 2506.13585, equation 4): the mean over tokens of ``weight_clipped_loss``."""
     return _grouped(partial(weight_clipped_loss, clip_high=clip_high), 0.0, "k3", mean_over="tokens")
+
+
+def sapo(positive: float = 1.0, negative: float = 1.05) -> TokenObjective:
+    """SAPO (Gao et al. 2025, arXiv 2511.20347): the mean over trajectories of ``soft_gated_loss``."""
+    loss = partial(soft_gated_loss, positive=positive, negative=negative)
+    return TokenObjective(loss=loss, mean_over="trajectories")
 
 
 def _grouped(
@@ -260,4 +282,5 @@ NAMED: dict[str, Callable[..., TokenObjective]] = {
     "dapo": dapo,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
 }
