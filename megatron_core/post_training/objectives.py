@@ -105,7 +105,7 @@ def sequence_clipped_loss(log_probs: Tensor, batch: TokenBatch, *, clip: float, 
 def soft_gated_loss(log_probs: Tensor, batch: TokenBatch, *, positive: float, negative: float) -> Tensor:
     """-4 / t sigmoid(t (r - 1)) A with t = ``positive`` for A > 0, else ``negative``.
 
-    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, equations 5 and 6.
+    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, section 3.
     """
     advantages = batch["advantages"]
     sharpness = torch.where(advantages > 0, positive, negative).to(log_probs.dtype)
@@ -139,7 +139,7 @@ def _clipped(ratio: Tensor, batch: TokenBatch, clip: float, clip_high: float, du
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate of KL(pi || reference) of each token, which was sampled from pi, with log q = log pi(reference) - log pi.
+    """Estimate of KL(pi || reference) of each token, which was sampled from pi, with log q = log reference - log pi.
 
     k1 = -log q; k2 = (log q)^2 / 2; k3 = q - 1 - log q, without bias and never negative.
     Source: Schulman 2020, "Approximating KL divergence".
@@ -165,7 +165,7 @@ def with_kl(loss: TokenLoss, coefficient: float, estimator: KLEstimator = "k3") 
 
 
 def with_sampler_correction(loss: TokenLoss, cap: float, level: Literal["token", "trajectory"] = "token") -> TokenLoss:
-    """Weight a loss by min(mu / sampler, ``cap``), if another program has sampled the tokens with ``sampler_log_probs``.
+    """Weight a loss by min(mu / sampler, ``cap``), if another program has sampled with ``sampler_log_probs``.
 
     mu are the log-probabilities of the trainer before the update (``old_log_probs``). ``trajectory``: the weight is the
     product over the trajectory. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -234,7 +234,7 @@ def dapo(clip: float = 0.2, clip_high: float = 0.28) -> TokenObjective:
 
 
 def gspo(clip: float = 3e-4, clip_high: float = 4e-4, *, kl_coefficient: float = 0.0) -> TokenObjective:
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 5): the mean over trajectories, with ratios of trajectories."""
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 5): the mean over trajectories, with their ratios."""
     loss = partial(sequence_clipped_loss, clip=clip, clip_high=clip_high)
     return _grouped(loss, kl_coefficient, "k3", mean_over="trajectories")
 

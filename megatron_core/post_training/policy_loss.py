@@ -24,13 +24,13 @@ class Scores:
     def __init__(self, run: Run, *, temperature: float, with_entropy: bool) -> None:
         self._run = run
         self._temperature = temperature
-        self._with_entropy = with_entropy
+        self.with_entropy = with_entropy
         self.entropies: dict[int, Tensor] = {}
         """``[b, n]`` by micro-batch."""
 
     def logit_losses(self, num_micro_batches: int) -> dict[int, LogitLoss]:
         """The loss of logits by micro-batch; empty if the model's own cross entropy has the same result."""
-        if self._temperature == 1.0 and not self._with_entropy:
+        if self._temperature == 1.0 and not self.with_entropy:
             return {}
         return {micro: partial(self._losses, micro) for micro in range(num_micro_batches)}
 
@@ -40,7 +40,7 @@ class Scores:
         group = run.groups.group("tp")
         if self._temperature != 1.0:
             logits = logits / self._temperature
-        if self._with_entropy:
+        if self.with_entropy:
             self.entropies[micro] = vocab_parallel_entropy(logits, group, run.vocab_size).transpose(0, 1)
         return vocab_parallel_cross_entropy(
             logits,

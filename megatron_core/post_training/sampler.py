@@ -12,6 +12,7 @@ from megatron_core.checkpoint import TensorBox, parameter_pieces
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.errors import ConfigError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
 from megatron_core.inference.engine import Engine
@@ -82,6 +83,9 @@ class Sampler:
         layers, stages = build_stages(
             config, self._groups, run.vocab_size, world.device, initialise=False, context_parallel=False
         )
+        for hook in (feature.convert_layers for feature in used_features(config) if feature.convert_layers is not None):
+            for model in stages.values():
+                load_hook(hook)(config, model.decoder, world.device)
         for model in stages.values():
             model.requires_grad_(False).eval()
         self._generator = Generator(config, self._groups, stages, len(layers), run.vocab_size, world.device)
@@ -155,10 +159,11 @@ class Sampler:
         return by_prompt
 
 
-def check_same_bits(trainer: Trainer, answers: Sequence[Answer], log_probs: Sequence[torch.Tensor]) -> float:
-    """The largest difference between the log-probabilities of the sampler and of the trainer, by token."""
+def largest_difference(answers: Sequence[Answer], log_probs: Sequence[torch.Tensor]) -> float:
+    """The largest difference between log-probabilities of the sampler and of the trainer, over the tokens of all
+    answers; 0.0 if they have the same bits."""
     differences = [
-        (torch.tensor(answer.log_probs, dtype=torch.float64) - own.double().cpu()).abs().max()
-        for answer, own in zip(answers, log_probs, strict=True)
+        (torch.tensor(answer.log_probs, dtype=torch.float64) - trained.double().cpu()).abs().max()
+        for answer, trained in zip(answers, log_probs, strict=True)
     ]
     return float(torch.stack(differences).max())

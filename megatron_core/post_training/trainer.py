@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,22 +14,23 @@ from megatron_core.config import RunConfig
 from megatron_core.config.rules_data import SOURCES
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.lora.adapters import without_adapters
+from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.models import GPTModel
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.post_training.hugging_face_weights import NamedTensor, hugging_face_weights
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.policy_loss import PolicyLoss, Scores
-from megatron_core.post_training.token_batch import TokenBatch
-from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, batch_of, value_names
+from megatron_core.post_training.step_data import StepData
+from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
+from megatron_core.post_training.weights import LiveWeights
 from megatron_core.training.driver import StepRates, run_plan
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, step_rates, train_on_batches
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
-
-NUMBERS = "trajectory"
-"""The entry of a batch with the number of each token's trajectory; -1 for padding."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,12 @@ class TokenScores:
     """Entropy of each token's distribution in nats, on request."""
 
 
-@dataclass
-class _Prepared:
-    """This rank's part of the rows of a step."""
-
-    batches: list[MicroBatch] = field(default_factory=list)
-    tokens: list[TokenBatch] = field(default_factory=list)
-    numbers: list[Tensor] = field(default_factory=list)
-    """By micro-batch ``[b, n]``: the number of each token's trajectory, or -1."""
-
-
 class Trainer:
     """A model and its optimizer in any layout of ``RunConfig``, for programs with a loop of their own.
 
-    Every rank calls the same methods with the same trajectories (reinforcement learning is a few numbers for each
-    token, so that every rank has all of them); each rank computes its part. With ``pack`` several trajectories share a
-    row of ``seq_length`` positions, and do not attend to each other.
+    Every rank calls the same methods with the same trajectories, which are a few numbers for each token; each rank
+    computes its part. With ``pack`` several trajectories share a row of ``seq_length`` positions, and do not attend to
+    each other.
 
     Errors: ``ConfigError`` for settings that are not legal, ``DataError`` for trajectories that are not.
     """
@@ -68,47 +60,56 @@ class Trainer:
         pack: bool = True,
         layer_specs: LayerSpecs = layer_spec,
     ) -> None:
-        """``world``: ranks of a program that has joined torch.distributed itself; else the launcher's, which join
-        here."""
-        config = _without_data(config)
+        """``world``: ranks of a program that has joined torch.distributed itself; None: those of the launcher, which
+        join here."""
         joins = world is None
         world = World.from_environment() if world is None else world
+        config = _without_data(config)
         check(config, world.size)
         parallel = config.parallel
         if joins:
-            start_world(
-                world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes
-            )
+            timeout = parallel.distributed_timeout_minutes
+            start_world(world, backend=parallel.distributed_backend, timeout_minutes=timeout)
         self.run: Run = set_up(config, world, layer_specs=layer_specs, reads_data=False)
-        if self.run.attempts.by_copy or config.num_groups > 1:
-            raise ConfigError("post-training computes each step once, in one group; use --rerun-mode disabled, and no "
-                              "outer groups")  # fmt: skip
-        tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        context_chunks = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
-        longest = config.data.seq_length
-        self._room = RowRoom(longest, multiple=tensor_ranks * context_chunks, pack=pack)
-        if parallel.layout_invariant:
-            # Products have the shapes of generation, which computes whole chunks from the start of each text.
-            chunk = longest // parallel.layout_invariant_chunks
-            self._room = RowRoom(longest, align=chunk, whole=True, pack=pack)
+        self._room = _row_room(config, pack=pack)
 
-    # The model.
+    @property
+    def iteration(self) -> int:
+        """Number of optimizer steps so far, including those before a resume."""
+        return self.run.state.iteration
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.run.world.rank == 0
+
+    # Scores.
 
     def log_probs(
-        self, trajectories: Sequence[Trajectory], *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        adapters: bool = True,
     ) -> TokenScores:
         """Log-probabilities of the learned tokens under the present weights, without dropout and gradients.
 
-        ``temperature``: log softmax(z / temperature), as the tokens were sampled.
+        ``temperature``: log softmax(z / temperature), as the tokens were sampled. ``adapters=False``: of the model
+        without its low-rank adapters, a reference that takes no memory.
         """
         _check_temperature(temperature)
-        rows = self._rows(trajectories, ())
-        mine = self._prepare(rows, ())
+        stages = self.run.stages
+        scores = Scores(self.run, temperature=temperature, with_entropy=with_entropy)
+        with nullcontext() if adapters else without_adapters(list(stages.values())):
+            return self.score(trajectories, stages, scores)
+
+    def score(self, trajectories: Sequence[Trajectory], stages: Mapping[int, GPTModel], scores: Scores) -> TokenScores:
+        """Scores of the learned tokens by ``stages``, which have the layout of the trainer."""
+        data = StepData(self.run, self._rows(trajectories), ())
         run = self.run
-        scores = Scores(run, temperature=temperature, with_entropy=with_entropy)
         last = len(run.layers) - 1
-        logit_losses = scores.logit_losses(len(mine.batches))
-        compute = model_step(run, run.stages, mine.batches, None, logit_losses=logit_losses)
+        compute = model_step(run, stages, data.batches, None, logit_losses=scores.logit_losses(len(data.batches)))
         outputs: dict[int, Tensor] = {}
 
         def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
@@ -118,16 +119,27 @@ class Trainer:
             outputs[micro] = -output
             return output.new_zeros(())
 
-        modes = [stage.training for stage in run.stages.values()]
-        for stage in run.stages.values():
+        modes = {number: stage.training for number, stage in stages.items()}
+        for stage in stages.values():
             stage.eval()
         with torch.no_grad():
-            plan = run.plans.evaluation(len(mine.batches))
-            run_plan(run, plan, forward, lengths=message_lengths(mine.batches))
-        for stage, mode in zip(run.stages.values(), modes, strict=True):
-            stage.train(mode)
-        log_probs = self._collect(rows, mine, outputs)
-        return TokenScores(log_probs, self._collect(rows, mine, scores.entropies) if with_entropy else None)
+            run_plan(run, run.plans.evaluation(len(data.batches)), forward, lengths=message_lengths(data.batches))
+        for number, stage in stages.items():
+            stage.train(modes[number])
+        log_probs = data.collect(outputs)
+        return TokenScores(log_probs, data.collect(scores.entropies) if scores.with_entropy else None)
+
+    def frozen_copy(self) -> FrozenPolicy:
+        """A copy of the present weights without gradients, in the layout of the trainer, such as a reference."""
+        run = self.run
+        present = LiveWeights(run.data_parallel, run.vocab_size, run.world.device)
+        return FrozenPolicy(self, load_frozen(run, run.config, run.layer_specs, present))
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
+        """Yield the present weights as ``transformers`` names them; see ``hugging_face_weights``."""
+        return hugging_face_weights(self.run, dtype)
+
+    # Steps.
 
     def train_on(
         self,
@@ -137,127 +149,77 @@ class Trainer:
         lr: float | None = None,
         temperature: float = 1.0,
     ) -> StepResult:
-        """Take one optimizer step on ``objective`` of all ``trajectories``; equal on all ranks.
+        """Take one optimizer step on ``objective`` of all ``trajectories``; the result is equal on all ranks.
 
-        ``lr``: the learning rate, instead of that of the configured schedule.
+        ``lr``: the learning rate, instead of the one of the configured schedule.
         """
         _check_temperature(temperature)
-        names = value_names(trajectories)
-        rows = self._rows(trajectories, names)
-        mine = self._prepare(rows, names)
         run = self.run
-        size = StepSize(run.state.consumed_samples, len(rows.rows), len(mine.batches), rows.length)
+        rows = self._rows(trajectories)
+        data = StepData(run, rows, value_names(trajectories))
+        size = StepSize(run.state.consumed_samples, len(rows.rows), len(data.batches), rows.length)
         rates = step_rates(run, size) if lr is None else StepRates(lr, None, run.config.optimizer.weight_decay)
-        weights = [self._weights(rows, objective, batch, numbers)
-                   for batch, numbers in zip(mine.tokens, mine.numbers, strict=True)]  # fmt: skip
         scores = Scores(run, temperature=temperature, with_entropy=objective.uses_entropy)
-        usual = run.objective
-        run.objective = PolicyLoss(run, objective, mine.tokens, weights, scores)
+        configured = run.objective
+        run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores)
         try:
-            return train_on_batches(run, StepInput(size, mine.batches, rates))
+            return train_on_batches(run, StepInput(size, data.batches, rates))
         finally:
-            run.objective = usual
+            run.objective = configured
 
-    # Data.
+    def train_on_loss(
+        self,
+        trajectories: Sequence[Trajectory],
+        loss: Callable[[list[Tensor]], Tensor],
+        *,
+        lr: float | None = None,
+        temperature: float = 1.0,
+    ) -> StepResult:
+        """Take one optimizer step on any function of the log-probabilities of all trajectories.
 
-    def _rows(self, trajectories: Sequence[Trajectory], names: Sequence[str]) -> PackedRows:
-        """Pack the trajectories, after checking that all ranks have the same ones."""
-        config = self.run.config
+        ``loss`` receives the log-probabilities of the learned tokens of each trajectory and returns a scalar, the same
+        on all ranks; it may relate trajectories to each other, as losses of preferences do. They are computed twice:
+        first for ``loss``, then with its gradient as the weight of each token. The first has no dropout.
+        """
+        scores = self.log_probs(trajectories, temperature=temperature).log_probs
+        leaves = [log_probs.detach().requires_grad_() for log_probs in scores]
+        with torch.enable_grad():
+            value = loss(leaves)
+        if value.dim() or not value.requires_grad:
+            raise DataError(
+                f"the loss has the shape {list(value.shape)}; it must be a scalar that depends on the log-probabilities"
+            )
+        slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        weighted = [
+            replace(trajectory, values={"slope": torch.zeros_like(leaf) if slope is None else slope})
+            for trajectory, leaf, slope in zip(trajectories, leaves, slopes, strict=True)
+        ]
+        linear = TokenObjective(loss=lambda log_probs, batch: batch["slope"] * log_probs, mean_over="sum")
+        result = self.train_on(weighted, linear, lr=lr, temperature=temperature)
+        return replace(result, loss=float(value.detach()))
+
+    def _rows(self, trajectories: Sequence[Trajectory]) -> PackedRows:
+        """Pack the trajectories, after checking that they are legal and the same on all ranks."""
+        run = self.run
         if not trajectories:
             raise DataError("no trajectories; give at least one")
-        at_once = config.training.micro_batch_size * self.run.groups.size("dp")
+        at_once = run.config.training.micro_batch_size * run.groups.size("dp")
         rows = PackedRows.of(trajectories, self._room, at_once)
-        self._check_tokens(trajectories)
+        for number, trajectory in enumerate(trajectories):
+            if min(trajectory.tokens) < 0 or max(trajectory.tokens) >= run.vocab_size:
+                raise DataError(
+                    f"trajectory {number} has token ids outside of the vocabulary, 0 to {run.vocab_size - 1}"
+                )
         digest = rows.digest()
-        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.run.world.device)
-        all_reduce_(extremes, self.run.groups.group(WORLD), maximum=True)
-        largest, smallest = extremes.tolist()
-        if largest != -smallest:
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=run.world.device)
+        all_reduce_(extremes, run.groups.group(WORLD), maximum=True)
+        largest, negative = extremes.tolist()
+        if largest != -negative:
             raise DataError(
                 "the trajectories differ between ranks: every rank must pass the same trajectories in the same order; "
                 "sample with the same seed on all ranks, or send them to all ranks"
             )
         return rows
-
-    def _check_tokens(self, trajectories: Sequence[Trajectory]) -> None:
-        vocabulary = self.run.vocab_size
-        for number, trajectory in enumerate(trajectories):
-            if min(trajectory.tokens) < 0 or max(trajectory.tokens) >= vocabulary:
-                raise DataError(f"trajectory {number} has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
-
-    def _prepare(self, rows: PackedRows, names: Sequence[str]) -> _Prepared:
-        """Cut this rank's rows and their parts of sequences, as ``BatchLoader`` and ``MicroBatch`` do."""
-        run = self.run
-        size = run.config.training.micro_batch_size
-        data_ranks = run.groups.size("dp")
-        prepared = _Prepared()
-        for micro in range(len(rows.rows) // (size * data_ranks)):
-            first = (micro * data_ranks + run.groups.index("dp")) * size
-            batch = batch_of([rows.arrays(row, names) for row in range(first, first + size)])
-            batch["sample_index"] = torch.arange(first, first + size) + run.state.consumed_samples
-            micro_batch = MicroBatch.of(batch, run.split, run.world.device, later=run.config.model.added_layers)
-            numbers = run.split.local(batch[NUMBERS]).to(run.world.device)
-            # Numbers within the micro-batch, from those of the whole rows, so that context-parallel ranks agree.
-            present = batch[NUMBERS].unique()
-            present = present[present >= 0].to(run.world.device)
-            inner = torch.searchsorted(present, numbers.clamp_min(0))
-            values = {name: run.split.local(batch[name]).to(run.world.device, _dtype_of(run.config)) for name in names}
-            prepared.batches.append(micro_batch)
-            prepared.numbers.append(numbers)
-            prepared.tokens.append(
-                TokenBatch(
-                    mask=micro_batch.loss_mask,
-                    trajectory=inner.where(numbers >= 0, len(present)),
-                    num_trajectories=len(present) + 1,
-                    values=values,
-                    cp_group=run.groups.group("cp"),
-                )
-            )
-        return prepared
-
-    def _weights(self, rows: PackedRows, objective: TokenObjective, batch: TokenBatch, numbers: Tensor) -> Tensor:
-        """Factors ``[b, n]`` by which the mean over all learned tokens becomes the mean of the objective."""
-        learned = torch.tensor([trajectory.num_learned for trajectory in rows.trajectories], dtype=torch.float64)
-        total = float(learned.sum())
-        with_tokens = int((learned > 0).sum())
-        factor = {"tokens": 1.0, "sum": total, "trajectories": total / with_tokens}
-        if objective.length is not None:
-            factor["length"] = total / (with_tokens * objective.length)
-        weights = torch.full_like(learned, factor[objective.mean_over])
-        if objective.mean_over == "trajectories":
-            weights = weights / learned.clamp_min(1.0)
-        return weights.to(batch.mask.device, _dtype_of(self.run.config))[numbers.clamp_min(0)] * batch.mask
-
-    def _collect(self, rows: PackedRows, mine: _Prepared, outputs: dict[int, Tensor]) -> list[Tensor]:
-        """Numbers ``[b, n]`` of this rank's micro-batches -> those of each trajectory's learned tokens, on all ranks."""
-        run = self.run
-        device = run.world.device
-        positions = {}
-        start = 0
-        for number, trajectory in enumerate(rows.trajectories):
-            positions[number] = start
-            start += trajectory.num_learned
-        result = torch.zeros(start, dtype=_dtype_of(run.config), device=device)
-        if run.split.owns_loss:
-            for micro, output in outputs.items():
-                places = self._places(rows, micro, positions)
-                wanted = places >= 0
-                result[places[wanted]] = output[wanted].to(result.dtype)
-        # Every element has one owner; adding zeros keeps its bits.
-        all_reduce_(result, run.groups.group(WORLD))
-        return list(result.split([trajectory.num_learned for trajectory in rows.trajectories]))
-
-    def _places(self, rows: PackedRows, micro: int, positions: dict[int, int]) -> Tensor:
-        """``[b, n]``, the index of each local token among all learned tokens; -1 where it is not learned."""
-        run = self.run
-        size = run.config.training.micro_batch_size
-        first = (micro * run.groups.size("dp") + run.groups.index("dp")) * size
-        places = torch.full((size, rows.length), -1)
-        for row in range(size):
-            for number, start in zip(rows.rows[first + row], rows.starts(first + row), strict=True):
-                learned = torch.tensor(rows.trajectories[number].mask).nonzero()[:, 0]
-                places[row, start + learned] = positions[number] + torch.arange(len(learned))
-        return run.split.local(places).to(run.world.device)
 
     # State.
 
@@ -272,9 +234,18 @@ class Trainer:
         self.run.saver.close()
 
 
-def _dtype_of(config: RunConfig) -> torch.dtype:
-    """The dtype of log-probabilities and values: float64 if the model computes in it, else float32."""
-    return torch.float64 if config.training.compute_dtype == "float64" else torch.float32
+class FrozenPolicy:
+    """A model without gradients in the layout of a trainer, such as the reference of a divergence."""
+
+    def __init__(self, trainer: Trainer, frozen: FrozenModel) -> None:
+        self._trainer = trainer
+        self._frozen = frozen
+
+    def log_probs(self, trajectories: Sequence[Trajectory], *, temperature: float = 1.0) -> TokenScores:
+        """See ``Trainer.log_probs``."""
+        _check_temperature(temperature)
+        scores = Scores(self._trainer.run, temperature=temperature, with_entropy=False)
+        return self._trainer.score(trajectories, self._frozen.stages, scores)
 
 
 def _without_data(config: RunConfig) -> RunConfig:
@@ -282,7 +253,21 @@ def _without_data(config: RunConfig) -> RunConfig:
     for name in SOURCES:
         if value := getattr(config.data, name):
             raise ConfigError(f"{name}={value} is not read by Trainer: pass trajectories to its methods, and remove it")
+    if config.num_groups > 1:
+        raise ConfigError(f"outer groups ({config.num_groups}) cannot be used with Trainer; use one group")
     return replace(config, data=replace(config.data, dataloader_type="external"))
+
+
+def _row_room(config: RunConfig, *, pack: bool) -> RowRoom:
+    """The rows of a layout."""
+    parallel = config.parallel
+    longest = config.data.seq_length
+    if parallel.layout_invariant:
+        # Products have the shapes of generation, which computes whole chunks from the start of each text.
+        return RowRoom(longest, align=longest // parallel.layout_invariant_chunks, whole=True, pack=pack)
+    tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    context_chunks = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
+    return RowRoom(longest, multiple=tensor_ranks * context_chunks, pack=pack)
 
 
 def _check_temperature(temperature: float) -> None:

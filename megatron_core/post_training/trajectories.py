@@ -134,7 +134,7 @@ class PackedRows:
         numbers = self.rows[row]
         parts = [self.trajectories[number] for number in numbers]
         starts = self.starts(row)
-        entries = {
+        entries: dict[str, np.ndarray] = {
             "tokens": np.zeros(self.length, dtype=np.int64),
             "labels": np.zeros(self.length, dtype=np.int64),
             "loss_mask": np.zeros(self.length, dtype=np.float32),

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.checkpoint import Box, TensorBox
+from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.texts import gather_from_all_ranks
-from megatron_core.training.state import held_weights, other_pieces, updated_pieces
+from megatron_core.training.state import held_weights, weight_pieces
 
 WINDOW_BYTES = 64 * 2**20
 """Bytes that a rank sends to another one at a time, so that no copy of the whole model is made."""
@@ -44,7 +44,8 @@ class WeightTransfer:
         self._local = [piece for piece in self._targets if (piece.name, piece.box) in held]
         far = [piece for piece in self._targets if (piece.name, piece.box) not in held]
         needs = _boxes_by_rank(far, device)
-        owners = _boxes_by_rank(self._owned(), device)
+        names = {name for boxes in needs for name in boxes}
+        owners = _boxes_by_rank((piece for piece in self._owned() if piece.name in names), device)
         this_rank = dist.get_rank() if dist.is_initialized() else 0
         self._sends: dict[int, list[_Move]] = defaultdict(list)
         self._receives: dict[int, list[_Move]] = defaultdict(list)
@@ -63,8 +64,11 @@ class WeightTransfer:
             self._far[piece.name].append(piece)
 
     def _owned(self) -> list[TensorBox]:
-        """The weights that this rank would save; those of all ranks are the model."""
-        pieces = [*updated_pieces(self._data, None), *other_pieces(self._data, None)]
+        """The weights that this rank would save in a checkpoint of the whole model; those of all ranks are the
+        model."""
+        pieces = [piece for bucket in self._data.all_buckets for piece in weight_pieces(bucket, bucket.saved_span)]
+        # Also the frozen weights of a run whose checkpoints contain only its adapters.
+        pieces += parameter_pieces(self._data.frozen_on_first_copy())
         return [piece for piece in pieces if piece.owned]
 
     @torch.no_grad()
@@ -123,6 +127,29 @@ class WeightTransfer:
             common = piece.box.intersect(move.box)
             if common is not None:
                 piece.memory[common.within(piece.box)].copy_(values[common.within(move.box)])
+
+
+class LiveWeights:
+    """The trained weights with the interface of an open checkpoint; all ranks call ``fill`` with the same names."""
+
+    def __init__(self, data: DataParallel, vocab_size: int, device: torch.device) -> None:
+        self._data = data
+        self._device = device
+        self.state = {"vocab_size": vocab_size}
+
+    def __enter__(self) -> LiveWeights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+    def dtype_of(self, name: str = "") -> torch.dtype:
+        """The dtype of all weights."""
+        return self._data.all_buckets[0].weights.dtype
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the present weights into the memory of each box; a collective call."""
+        WeightTransfer(self._data, pieces, self._device).run()
 
 
 def _boxes_by_rank(pieces: Iterable[TensorBox], device: torch.device) -> list[dict[str, list[Box]]]:

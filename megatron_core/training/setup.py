@@ -316,7 +316,8 @@ def set_up(
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits, evaluations = Splits(), ()
+    splits = Splits()
+    evaluations: tuple[Evaluation, ...] = ()
     if reads_data:
         splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.

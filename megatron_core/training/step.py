@@ -91,9 +91,7 @@ def step_rates(run: Run, size: StepSize) -> StepRates:
     return StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
 
 
-def train_on_batches(
-    run: Run, data: StepInput, *, stop: bool = False, hooks: StepHooks = NO_HOOKS
-) -> StepResult:
+def train_on_batches(run: Run, data: StepInput, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
     """As ``train_step``, on given micro-batches."""
     size = data.size
     rates = data.rates
