@@ -59,6 +59,7 @@ LEVELS = {
     "reports": 8,
     "inference": 8,  # serves chats
     "any_model": 9,
+    "post_training": 9,
     "verify": 10,
     "drop_in": 10,  # ``megatron`` and ``deepspeed`` below it are separate packages
     "commands": 11,
