@@ -22,7 +22,7 @@ import torch
 
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.run import RunConfig
-from megatron_core.post_training import Sampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
 from megatron_core.post_training.advantages import group_advantages
 
 SYMBOLS = "0123456789+=\n"
@@ -85,7 +85,7 @@ def warm_up(trainer: Trainer, step: int) -> None:
     trainer.train_on(examples, objectives.cross_entropy(), lr=WARM_UP_RATE)
 
 
-def learn(trainer: Trainer, sampler: Sampler, step: int) -> dict[str, float]:
+def learn(trainer: Trainer, sampler: RolloutSampler, step: int) -> dict[str, float]:
     """Sample, score and train; returns the mean reward and the difference between sampler and trainer."""
     pairs = questions(step, QUESTIONS)
     prompts = [prompt(pair) for pair in pairs]
@@ -113,7 +113,7 @@ def main() -> None:
     trainer = Trainer(config)
     for step in range(trainer.iteration, WARM_UP):
         warm_up(trainer, step)
-    sampler = Sampler(trainer)
+    sampler = RolloutSampler(trainer)
     for step in range(trainer.iteration, config.training.train_iters or 0):
         values = learn(trainer, sampler, step)
         if config.parallel.layout_invariant and values["largest difference"] != 0.0:

@@ -41,7 +41,7 @@ class Answer:
     """Number of updates of the sampler's weights before it."""
 
 
-class Sampler:
+class RolloutSampler:
     """Samples with the weights of a ``Trainer``, of which it has a copy in its own layout.
 
     ``tensor_parallel`` x ``pipeline_parallel`` ranks sample together; the other ranks are replicas, which share the

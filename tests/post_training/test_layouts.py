@@ -1,4 +1,4 @@
-"""Sampler and trainer have the same bits in every pair of layouts, and a trainer trains as one process does."""
+"""RolloutSampler and trainer have the same bits in every pair of layouts, and a trainer trains as one process does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.post_training import Answer, Sampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.post_training import Answer, RolloutSampler, Trainer, Trajectory, largest_difference, objectives
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted
 from tests.runs import TINY
@@ -47,7 +47,7 @@ def _config(name: str) -> RunConfig:
     return RunConfig.from_flat(SETTINGS | TRAINED[name])
 
 
-def _rollouts(sampler: Sampler) -> tuple[list[Answer], list[Trajectory]]:
+def _rollouts(sampler: RolloutSampler) -> tuple[list[Answer], list[Trajectory]]:
     """Answers of several lengths, and their trajectories with advantages that differ."""
     draw = random.Random(0)
     prompts = [[draw.randrange(61) for _ in range(draw.randrange(1, 8))] for _ in range(5)]
@@ -64,7 +64,7 @@ def _rollouts(sampler: Sampler) -> tuple[list[Answer], list[Trajectory]]:
 def _learn(config: RunConfig, layout: dict[str, int], pack: bool, steps: int) -> list[tuple[Any, ...]]:
     """For each step: the difference between sampler and trainer, the loss, the norm, and the sampled tokens."""
     trainer = Trainer(config, this_world(), pack=pack)
-    sampler = Sampler(trainer, **layout)
+    sampler = RolloutSampler(trainer, **layout)
     results = []
     for _ in range(steps):
         answers, trajectories = _rollouts(sampler)

@@ -13,7 +13,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.hub.hugging_face import config_of_folder
-from megatron_core.post_training import Sampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
 from megatron_core.post_training.hugging_face_weights import in_buckets
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from tests.post_training.trl_1_16 import policy_inputs as inputs
@@ -111,7 +111,7 @@ def _without_adapters(config: RunConfig) -> tuple[float, float, float]:
         trainer.train_on(_answers(), objectives.cross_entropy())
     apart = torch.cat(trainer.log_probs(_answers(), adapters=False).log_probs)
     adapted = torch.cat(trainer.log_probs(_answers()).log_probs)
-    sampler = Sampler(trainer)
+    sampler = RolloutSampler(trainer)
     groups = sampler.sample([sample.prompt for sample in inputs.sampled(0)], max_new_tokens=4)
     answers = [group[0] for group in groups]
     pairs = zip(inputs.sampled(0), answers, strict=True)
