@@ -8,8 +8,8 @@ several answers to each question, compares each reward with the mean of its grou
 
 All flags of ``pretrain_gpt.py`` are accepted and override ``MODEL``. With ``--layout-invariant`` (the default here) the
 log-probabilities of the sampler and of the trainer have the same bits, which is checked in every step, and the whole
-run has the same bits in every layout. The script writes a line for each step, and with ``--save FOLDER`` checkpoints,
-from which ``--load FOLDER`` resumes: the resumed run ends with the bits of an undisturbed one.
+run has the same bits in every layout. The script writes a line for each step. With ``--save FOLDER --load FOLDER
+--save-interval N`` it saves every N steps and resumes from the last one, with the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.run import RunConfig
+from megatron_core.parallel import World
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
 from megatron_core.post_training.advantages import group_advantages
 
@@ -29,7 +30,7 @@ SYMBOLS = "0123456789+=\n"
 END = SYMBOLS.index("\n")
 LARGEST = 9
 WARM_UP = 80
-"""Supervised steps, after which the model writes numbers, most of them wrong."""
+"""Supervised steps, after which about a third of the answers are right."""
 WARM_UP_RATE = 3e-3
 QUESTIONS, ANSWERS, LONGEST = 16, 8, 3
 """Questions in a step, answers to each, and tokens of an answer."""
@@ -48,8 +49,9 @@ MODEL = {
     "seq_length": 64,
     "micro_batch_size": 4,
     "global_batch_size": 8,
-    "train_iters": 600,
+    "train_iters": 700,
     "lr": 5e-4,
+    "weight_decay": 0.0,
     "lr_decay_style": "constant",
     "adam_beta2": 0.95,
     "layout_invariant": True,
@@ -79,7 +81,7 @@ def reward(pair: tuple[int, int], answer: tuple[int, ...]) -> float:
 
 
 def warm_up(trainer: Trainer, step: int) -> None:
-    """A supervised step on correct answers."""
+    """Take a supervised step on correct answers."""
     pairs = questions(-1 - step, QUESTIONS * ANSWERS // 2)
     examples = [Trajectory.of_answer(prompt(pair), encode(f"{sum(pair)}\n")) for pair in pairs]
     trainer.train_on(examples, objectives.cross_entropy(), lr=WARM_UP_RATE)
@@ -105,26 +107,31 @@ def learn(trainer: Trainer, sampler: RolloutSampler, step: int) -> dict[str, flo
     return {"reward": sum(rewards) / len(rewards), "loss": result.loss, "largest difference": difference}
 
 
-def main() -> None:
-    """Run the remaining steps."""
-    torch.set_num_threads(1)
+def run(args: list[str], world: World | None = None, warm_up_steps: int = WARM_UP) -> list[dict[str, float]]:
+    """Take the remaining steps; returns the values of each step after the warm-up."""
     defaults = RunConfig.from_flat(RunConfig().flat() | MODEL)
-    config = parse_run_config(sys.argv[1:], prog="grpo.py", defaults=defaults)
-    trainer = Trainer(config)
-    for step in range(trainer.iteration, WARM_UP):
-        warm_up(trainer, step)
-    sampler = RolloutSampler(trainer)
+    config = parse_run_config(args, prog="grpo.py", defaults=defaults)
+    trainer = Trainer(config, world)
+    interval = config.checkpoint.save_interval
+    sampler = None
+    history = []
     for step in range(trainer.iteration, config.training.train_iters or 0):
-        values = learn(trainer, sampler, step)
-        if config.parallel.layout_invariant and values["largest difference"] != 0.0:
-            raise SystemExit(f"step {step}: sampler and trainer differ by {values['largest difference']}")
-        if trainer.is_first_rank:
-            print(json.dumps({"step": step + 1, **values}), flush=True)
-        interval = config.checkpoint.save_interval
+        if step < warm_up_steps:
+            warm_up(trainer, step)
+        else:
+            sampler = sampler or RolloutSampler(trainer)
+            values = {"step": step + 1, **learn(trainer, sampler, step)}
+            if config.parallel.layout_invariant and values["largest difference"] != 0.0:
+                raise SystemExit(f"step {step + 1}: sampler and trainer differ by {values['largest difference']}")
+            history.append(values)
+            if trainer.is_first_rank:
+                print(json.dumps(values), flush=True)
         if interval is not None and (step + 1) % interval == 0:
             trainer.save()
     trainer.close()
+    return history
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run(sys.argv[1:])
