@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.training.objective import LossReport, Objective, StepLoss
 from megatron_core.training.setup import Run
+from megatron_core.transformer.context import RouterReplay
 
 
 class Scores:
@@ -66,13 +67,15 @@ class PolicyLoss(Objective):
         tokens: Sequence[TokenBatch],
         weights: Sequence[Tensor],
         scores: Scores,
+        router_replays: Mapping[int, RouterReplay],
     ) -> None:
-        """``tokens`` and ``weights`` ``[b, n]``: by micro-batch of this rank."""
+        """``tokens``, ``weights`` ``[b, n]`` and ``router_replays``: by micro-batch of this rank."""
         super().__init__(run)
         self._objective = objective
         self._tokens = tokens
         self._weights = weights
         self._scores = scores
+        self._router_replays = router_replays
         self.num_sums = len(objective.metric_names) + 1
 
     def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
@@ -91,7 +94,7 @@ class PolicyLoss(Objective):
             weighted = (losses * self._weights[micro]).where(batch.mask > 0, 0.0)
             return arithmetic.loss_sum(weighted)
 
-        return StepLoss(sum_losses, self._scores.logit_losses(len(batches)))
+        return StepLoss(sum_losses, self._scores.logit_losses(len(batches)), self._router_replays)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """Means over the learned tokens of the global batch."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_core.checkpoint import TensorBox, parameter_pieces
@@ -24,6 +25,7 @@ from megatron_core.models.build import build_stages
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.post_training.expert_recorder import ExpertRecorder
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.weights import WeightTransfer
 
@@ -39,6 +41,9 @@ class Answer:
     """``stop``: the last token is one of ``ends``; ``length``: the answer has ``max_new_tokens``."""
     version: int
     """Number of updates of the sampler's weights before it."""
+    experts: np.ndarray | None = None
+    """``[n, layers, k]``, the experts of all tokens but the last one in each layer with experts, if they are recorded:
+    bytes, or 16-bit numbers for more than 256 experts."""
 
 
 class RolloutSampler:
@@ -59,7 +64,9 @@ class RolloutSampler:
         pipeline_parallel: int = 1,
         max_batch_size: int = 32,
         settings: InferenceConfig | None = None,
+        record_experts: bool = False,
     ) -> None:
+        """``record_experts``: answers have the experts of their tokens, which ``Trajectory`` replays in training."""
         run = trainer.run
         world = run.world
         layout = GenerationLayout(
@@ -89,7 +96,14 @@ class RolloutSampler:
         for model in stages.values():
             model.requires_grad_(False).eval()
         self._generator = Generator(config, self._groups, stages, len(layers), run.vocab_size, world.device)
-        self._settings = settings
+        self._recorder = None
+        self._settings = settings or InferenceConfig()
+        if record_experts:
+            if config.model.num_experts is None:
+                raise ConfigError("record_experts=True needs a model with experts (--num-experts)")
+            self._recorder = ExpertRecorder(self._generator)
+            # Positions that another text has computed would have no record.
+            self._settings = replace(self._settings, inference_dynamic_batching_prefix_caching=False)
         self._max_batch_size = max_batch_size
         self._device = world.device
         targets: Iterable[TensorBox] = (
@@ -121,7 +135,8 @@ class RolloutSampler:
         An answer depends on ``seed``, the number of its prompt and its own number. ``ends``: tokens that end an answer.
         Errors: ``ConfigError`` for prompts that are empty or too long; ``ConfigError`` if no token can be chosen.
         """
-        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings)
+        observe = None if self._recorder is None else self._recorder.observe
+        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings, observe=observe)
         replicas = self._groups.size("dp")
         mine = range(self._groups.index("dp"), len(prompts), replicas)
         numbers: dict[int, tuple[int, int]] = {}
@@ -149,13 +164,20 @@ class RolloutSampler:
                     results[key][1].append(progress.score.logprob)
                 if progress.finished is not None:
                     finished[key] = progress.finished
-        rows = [[*key, *results[key], finished[key]] for key in sorted(results)]
+        own_rows = [[*key, *results[key], finished[key]] for key in sorted(results)]
         # Ranks that sample together have the same answers: one of them reports.
         reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
-        texts = gather_from_all_ranks(json.dumps(rows if reports else []), self._device)
+        texts = gather_from_all_ranks(json.dumps(own_rows if reports else []), self._device)
+        rows = sorted(row for text in texts for row in json.loads(text))
+        experts = None
+        if self._recorder is not None:
+            lengths = [len(prompts[prompt]) + len(tokens) - 1 for prompt, _, tokens, *_ in rows]
+            keys = [(prompt, answer) for prompt, answer, *_ in rows]
+            experts = self._recorder.gather({key: number for number, key in numbers.items()}, keys, lengths)
         by_prompt: list[list[Answer]] = [[] for _ in prompts]
-        for prompt, _, tokens, log_probs, reason in sorted(row for text in texts for row in json.loads(text)):
-            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version))
+        for row, (prompt, _, tokens, log_probs, reason) in enumerate(rows):
+            own_experts = None if experts is None else experts[row]
+            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version, own_experts))
         return by_prompt
 
 

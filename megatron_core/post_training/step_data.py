@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,10 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
-from megatron_core.post_training.trajectories import PackedRows, batch_of
+from megatron_core.post_training.trajectories import PackedRows, batch_of, check_experts
 from megatron_core.training.setup import Run
+from megatron_core.transformer.context import RouterReplay
+from megatron_core.transformer.moe.layer import routed_rows
 
 
 def score_dtype(config: RunConfig) -> torch.dtype:
@@ -37,6 +40,8 @@ class StepData:
         self.batches: list[MicroBatch] = []
         self.tokens: list[TokenBatch] = []
         self._numbers: list[Tensor] = []
+        self.router_replays: dict[int, RouterReplay] = {}
+        """The recorded experts of this rank's tokens, by micro-batch."""
         device = run.world.device
         for micro in range(len(rows.rows) // (self._size * run.groups.size("dp"))):
             own_rows = self._rows_of(micro)
@@ -60,6 +65,25 @@ class StepData:
                     cp_group=run.groups.group("cp"),
                 )
             )
+
+        model = run.config.model
+        layers = model.expert_layers
+        choices = model.moe_router_topk
+        if check_experts(rows.trajectories, len(layers), choices, model.num_experts or 0):
+            for micro in range(len(self.batches)):
+                experts = [rows.experts(row, len(layers), choices) for row in self._rows_of(micro)]
+                self.router_replays[micro] = self._replay(torch.from_numpy(np.stack(experts)))
+
+    def _replay(self, experts: Tensor) -> RouterReplay:
+        """The part of ``[b, length, layers, k]`` that this rank routes."""
+        split = self._run.split
+        local = split.local(experts).transpose(0, 1).to(self._run.world.device)
+        if split.sequence_parallel:
+            own = split.residual(local)
+        else:
+            own = local[routed_rows(len(local), self._run.groups.group("tp"))]
+        by_layer = own.unbind(2)
+        return RouterReplay(dict(zip(self._run.config.model.expert_layers, by_layer, strict=True)))
 
     def _rows_of(self, micro: int) -> list[int]:
         """The rows of a micro-batch of this rank."""

@@ -109,7 +109,10 @@ class Trainer:
         data = StepData(self.run, self._rows(trajectories), ())
         run = self.run
         last = len(run.layers) - 1
-        compute = model_step(run, stages, data.batches, None, logit_losses=scores.logit_losses(len(data.batches)))
+        logit_losses = scores.logit_losses(len(data.batches))
+        compute = model_step(
+            run, stages, data.batches, None, logit_losses=logit_losses, router_replays=data.router_replays
+        )
         outputs: dict[int, Tensor] = {}
 
         def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
@@ -161,7 +164,7 @@ class Trainer:
         rates = step_rates(run, size) if lr is None else StepRates(lr, None, run.config.optimizer.weight_decay)
         scores = Scores(run, temperature=temperature, with_entropy=objective.uses_entropy)
         configured = run.objective
-        run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores)
+        run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores, data.router_replays)
         try:
             return train_on_batches(run, StepInput(size, data.batches, rates))
         finally:

@@ -28,6 +28,9 @@ class Trajectory:
     tokens: Sequence[int]
     mask: Sequence[int]
     values: Values = field(default_factory=dict)
+    experts: np.ndarray | None = None
+    """``[n, layers, k]``, the experts of the first n tokens in each layer with experts, as ``RolloutSampler`` records
+    them; None: the routers choose."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) < 2 or len(self.mask) != len(self.tokens) - 1:
@@ -46,12 +49,17 @@ class Trajectory:
 
     @classmethod
     def of_answer(
-        cls, prompt: Sequence[int], answer: Sequence[int], **values: float | Sequence[float] | Tensor
+        cls,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        *,
+        experts: np.ndarray | None = None,
+        **values: float | Sequence[float] | Tensor,
     ) -> Trajectory:
         """A prompt of at least one token, and an answer whose tokens are all learned."""
         if not prompt or not answer:
             raise DataError(f"a prompt of {len(prompt)} and an answer of {len(answer)} tokens; give at least one each")
-        return cls([*prompt, *answer], [0] * (len(prompt) - 1) + [1] * len(answer), values)
+        return cls([*prompt, *answer], [0] * (len(prompt) - 1) + [1] * len(answer), values, experts)
 
     @property
     def num_learned(self) -> int:
@@ -155,6 +163,16 @@ class PackedRows:
         entries["document_lengths"] = lengths
         return entries
 
+    def experts(self, row: int, layers: int, choices: int) -> np.ndarray:
+        """The recorded experts of a row's tokens, int64 ``[length, layers, choices]``."""
+        # Padding takes the first experts: the choices of a token are distinct.
+        experts = np.tile(np.arange(choices), (self.length, layers, 1))
+        for number, start in zip(self.rows[row], self.starts(row), strict=True):
+            recorded = self.trajectories[number].experts
+            assert recorded is not None, "checked: all trajectories have experts"
+            experts[start : start + len(recorded)] = recorded
+        return experts
+
     def starts(self, row: int) -> list[int]:
         """The position at which each trajectory of a row starts."""
         starts = [0]
@@ -170,7 +188,30 @@ class PackedRows:
             hashed.update(np.asarray(trajectory.mask, dtype=np.int64).tobytes())
             for name in sorted(trajectory.values):
                 hashed.update(name.encode() + b"\0" + trajectory.row(name).tobytes())
+            if trajectory.experts is not None:
+                hashed.update(trajectory.experts.tobytes())
         return int.from_bytes(hashed.digest()[:8], "big") >> 2
+
+
+def check_experts(trajectories: Sequence[Trajectory], layers: int, choices: int, num_experts: int) -> bool:
+    """Whether the experts of all tokens are recorded; ``DataError`` if only some are, or for another model."""
+    recorded = [trajectory.experts is not None for trajectory in trajectories]
+    if any(recorded) and not all(recorded):
+        raise DataError(
+            f"{sum(recorded)} of {len(recorded)} trajectories have recorded experts; record all of them or none"
+        )
+    for number, trajectory in enumerate(trajectories):
+        if trajectory.experts is None:
+            continue
+        shape = len(trajectory.mask), layers, choices
+        if trajectory.experts.shape != shape:
+            raise DataError(
+                f"experts of trajectory {number} have the shape {list(trajectory.experts.shape)}, and this model needs "
+                f"{list(shape)} (tokens, layers with experts, experts of a token)"
+            )
+        if trajectory.experts.min() < 0 or trajectory.experts.max() >= num_experts:
+            raise DataError(f"experts of trajectory {number} are outside of 0 to {num_experts - 1}")
+    return any(recorded)
 
 
 def value_names(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer import moe
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.context import ForwardState
+from megatron_core.transformer.context import ForwardState, RouterReplay
 from megatron_core.transformer.layer_spec import mtp_loss_names
 
 
@@ -246,7 +246,9 @@ def forward_step(
     """
     last = len(run.layers) - 1
     loss = run.objective.step_loss(batches, statistics)
-    compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
+    compute = model_step(
+        run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses, router_replays=loss.router_replays
+    )
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         output = compute(stage, micro, hidden)
@@ -270,12 +272,13 @@ def model_step(
     auxiliary: AuxiliaryLosses | None,
     *,
     logit_losses: Mapping[int, LogitLoss] = MappingProxyType({}),
+    router_replays: Mapping[int, RouterReplay] = MappingProxyType({}),
     before_output_layer: bool = False,
 ) -> ModelStep:
     """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``.
 
-    ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy. ``before_output_layer``: its output
-    on the last stage is the input of the output layer.
+    ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy; ``router_replays``: experts of the
+    tokens by micro-batch. ``before_output_layer``: its output on the last stage is the input of the output layer.
     """
     last = len(run.layers) - 1
 
@@ -287,7 +290,10 @@ def model_step(
             hidden_states=hidden,
             labels=batch.labels if stage == last else None,
             sequences=batch,
-            state=ForwardState(auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro)),
+            state=ForwardState(
+                auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
+                router_replay=router_replays.get(micro),
+            ),
             head=HeadOptions(logit_loss=logit_losses.get(micro), is_skipped=before_output_layer),
         )
 
