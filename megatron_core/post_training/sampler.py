@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +46,22 @@ class Answer:
     experts: np.ndarray | None = None
     """``[n, layers, k]``, the experts of all tokens but the last one in each layer with experts, if they are recorded:
     bytes, or 16-bit numbers for more than 256 experts."""
+
+
+Key = tuple[int, int]
+"""Number of a prompt, and of an answer to it."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """The answers of one replica."""
+
+    rows: list[Any]
+    """For each answer: its key, tokens, log-probabilities, and why it ends; JSON."""
+    fault: str
+    """Why no token could be chosen; or "". Other replicas must learn of it, because they wait for the answers."""
+    numbers: Mapping[Key, int]
+    """The numbers of the requests in the engine."""
 
 
 class RolloutSampler:
@@ -135,50 +153,74 @@ class RolloutSampler:
         An answer depends on ``seed``, the number of its prompt and its own number. ``ends``: tokens that end an answer.
         Errors: ``ConfigError`` for prompts that are empty or too long; ``ConfigError`` if no token can be chosen.
         """
-        observe = None if self._recorder is None else self._recorder.observe
-        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings, observe=observe)
-        replicas = self._groups.size("dp")
-        mine = range(self._groups.index("dp"), len(prompts), replicas)
-        numbers: dict[int, tuple[int, int]] = {}
-        results: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
-        finished: dict[tuple[int, int], str] = {}
-        for prompt in mine:
-            for answer in range(answers):
-                drawn = mix64(seed, prompt, answer) % 2**63
-                request = Request(
-                    prompt=tuple(prompts[prompt]),
-                    max_new_tokens=max_new_tokens,
-                    sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=drawn),
-                    ends=frozenset(ends),
-                    logprobs=0,
-                )
-                numbers[engine.submit(request)] = (prompt, answer)
-                results[prompt, answer] = ([], [])
-        while engine.busy:
-            for progress in engine.step():
-                if progress.error is not None:
-                    raise ConfigError(progress.error)
-                key = numbers[progress.number]
-                if progress.token is not None and progress.score is not None:
-                    results[key][0].append(progress.token)
-                    results[key][1].append(progress.score.logprob)
-                if progress.finished is not None:
-                    finished[key] = progress.finished
-        own_rows = [[*key, *results[key], finished[key]] for key in sorted(results)]
+        if max_new_tokens < 1 or answers < 1 or not prompts:
+            raise ConfigError(
+                f"max_new_tokens={max_new_tokens}, answers={answers} and {len(prompts)} prompts: give at least one each"
+            )
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        keys = [(prompt, answer) for prompt in range(len(prompts)) for answer in range(answers)]
+        requests = {
+            key: Request(
+                prompt=tuple(prompts[key[0]]),
+                max_new_tokens=max_new_tokens,
+                sampling=replace(sampling, seed=mix64(seed, *key) % 2**63),
+                ends=frozenset(ends),
+                logprobs=0,
+            )
+            for key in keys
+        }
+        sampled = self._sample_own(requests)
         # Ranks that sample together have the same answers: one of them reports.
         reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
-        texts = gather_from_all_ranks(json.dumps(own_rows if reports else []), self._device)
-        rows = sorted(row for text in texts for row in json.loads(text))
+        mine = sampled.rows if reports else []
+        report = {
+            "rows": mine,
+            "fault": sampled.fault,
+            "asked": hashlib.sha256(asked.encode()).hexdigest(),
+        }
+        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(report), self._device)]
+        for text in by_rank:
+            if text["fault"]:
+                raise ConfigError(text["fault"])
+            if text["asked"] != report["asked"]:
+                raise ConfigError("the prompts or the seed differ between ranks; all ranks must pass the same ones")
+        rows = sorted(row for text in by_rank for row in text["rows"])
         experts = None
         if self._recorder is not None:
             lengths = [len(prompts[prompt]) + len(tokens) - 1 for prompt, _, tokens, *_ in rows]
-            keys = [(prompt, answer) for prompt, answer, *_ in rows]
-            experts = self._recorder.gather({key: number for number, key in numbers.items()}, keys, lengths)
+            experts = self._recorder.gather(sampled.numbers, keys, lengths)
         by_prompt: list[list[Answer]] = [[] for _ in prompts]
         for row, (prompt, _, tokens, log_probs, reason) in enumerate(rows):
-            own_experts = None if experts is None else experts[row]
-            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version, own_experts))
+            of_answer = None if experts is None else experts[row]
+            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version, of_answer))
         return by_prompt
+
+    def _sample_own(self, requests: Mapping[Key, Request]) -> _Sampled:
+        """Sample the answers of this replica, which has every R-th prompt of R replicas."""
+        observe = None if self._recorder is None else self._recorder.observe
+        # A new engine for each call: the cache of an earlier one has keys and values of earlier weights.
+        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings, observe=observe)
+        # On all ranks, so that they refuse a wrong prompt together.
+        checked = {key: engine.checked(request) for key, request in requests.items()}
+        replicas = self._groups.size("dp")
+        mine = [key for key in checked if key[0] % replicas == self._groups.index("dp")]
+        numbers = {key: engine.submit(checked[key]) for key in mine}
+        keys = {number: key for key, number in numbers.items()}
+        tokens: dict[Key, list[int]] = {key: [] for key in mine}
+        log_probs: dict[Key, list[float]] = {key: [] for key in mine}
+        finished: dict[Key, str] = {}
+        fault = ""
+        while engine.busy and not fault:
+            for progress in engine.step():
+                key = keys[progress.number]
+                fault = fault or progress.error or ""
+                if progress.token is not None and progress.score is not None:
+                    tokens[key].append(progress.token)
+                    log_probs[key].append(progress.score.logprob)
+                if progress.finished is not None:
+                    finished[key] = progress.finished
+        rows = [] if fault else [[*key, tokens[key], log_probs[key], finished[key]] for key in mine]
+        return _Sampled(rows, fault, numbers)
 
 
 def largest_difference(answers: Sequence[Answer], log_probs: Sequence[torch.Tensor]) -> float:

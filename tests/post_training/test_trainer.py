@@ -262,6 +262,21 @@ def test_bad_trajectories_are_refused() -> None:
         trainer.log_probs([Trajectory.of_answer([1], [2])], temperature=0)
 
 
+def _asked(config: RunConfig, prompts: list[list[int]], by_rank: bool) -> None:
+    world = this_world()
+    sampler = RolloutSampler(Trainer(config, world))
+    sampler.sample([[*prompt, world.rank * by_rank] for prompt in prompts], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "by_rank", "message"),
+    [([[1]], True, "the prompts or the seed differ"), ([[1], [70]], False, "tokens outside of the vocabulary")],
+)
+def test_ranks_refuse_wrong_prompts_together(prompts: list[list[int]], by_rank: bool, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(2, _asked, _tiny(), prompts, by_rank)
+
+
 def test_advantages_are_those_of_the_papers() -> None:
     from megatron_core.post_training.advantages import (
         generalized_advantages,
