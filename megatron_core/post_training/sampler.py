@@ -173,6 +173,7 @@ class RolloutSampler:
         # Ranks that sample together have the same answers: one of them reports.
         reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
         mine = sampled.rows if reports else []
+        asked = json.dumps([*map(list, prompts), seed])
         report = {
             "rows": mine,
             "fault": sampled.fault,
