@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from megatron_core.checkpoint import TensorBox, parameter_pieces
 from megatron_core.config.rules_parallel import parallel_problems
@@ -135,6 +136,10 @@ class RolloutSampler:
         """Copy the trainer's present weights; returns the bytes that this rank has received from others."""
         self.version += 1
         return self._transfer.run()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sampler's weights on this rank."""
+        return [parameter for stage in self._generator.stages.values() for parameter in stage.parameters()]
 
     def sample(
         self,

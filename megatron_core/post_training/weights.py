@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,10 @@ from megatron_core.training.state import held_weights, weight_pieces
 
 WINDOW_BYTES = 64 * 2**20
 """Bytes that a rank sends to another one at a time, so that no copy of the whole model is made."""
+
+
+LARGE = 2**16
+"""Elements of a box that is a message of its own: copies of smaller ones cost less than a message."""
 
 
 @dataclass(frozen=True)
@@ -94,25 +98,21 @@ class WeightTransfer:
         sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank != this_rank}
         receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank != this_rank}
         rounds = max((len(windows) for windows in [*sends.values(), *receives.values()]), default=0)
-        dtype = self._wire_dtype
         for number in range(rounds):
-            outgoing = {
-                rank: torch.cat([_values(sources[move.name], move).reshape(-1).to(dtype) for move in windows[number]])
-                for rank, windows in sends.items()
-                if number < len(windows)
-            }
-            incoming = {
-                rank: torch.empty(sum(move.box.numel for move in windows[number]), dtype=dtype, device=self._device)
-                for rank, windows in receives.items()
-                if number < len(windows)
-            }
-            operations = [dist.P2POp(dist.isend, message, rank) for rank, message in outgoing.items()]
-            operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
+            operations = []
+            arriving: list[tuple[list[_Move], Tensor]] = []
+            for rank, windows in sends.items():
+                for moves in _messages(windows, number):
+                    operations.append(dist.P2POp(dist.isend, self._packed(sources, moves), rank))
+            for rank, windows in receives.items():
+                for moves in _messages(windows, number):
+                    buffer = self._memory_for(moves)
+                    arriving.append((moves, buffer))
+                    operations.append(dist.P2POp(dist.irecv, buffer, rank))
             for handle in dist.batch_isend_irecv(operations) if operations else ():
                 handle.wait()
-            for rank, buffer in incoming.items():
+            for moves, buffer in arriving:
                 received_bytes += buffer.nbytes
-                moves = receives[rank][number]
                 for move, values in zip(moves, buffer.split([move.box.numel for move in moves]), strict=True):
                     self._store(move, values.view(move.box.shape))
         return received_bytes
@@ -121,12 +121,32 @@ class WeightTransfer:
     def _wire_dtype(self) -> torch.dtype:
         return self._data.all_buckets[0].weights.dtype
 
+    def _packed(self, sources: dict[str, list[TensorBox]], moves: Sequence[_Move]) -> Tensor:
+        """The values of a message, one after the other; a single contiguous tensor is not copied."""
+        values = [_values(sources[move.name], move).reshape(-1).to(self._wire_dtype) for move in moves]
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    def _memory_for(self, moves: Sequence[_Move]) -> Tensor:
+        """Memory to receive a message: the place of its only tensor if it is contiguous, else a buffer."""
+        if len(moves) == 1:
+            (move,) = moves
+            for piece in self._far[move.name]:
+                if piece.box.intersect(move.box) == move.box:
+                    place = piece.memory[move.box.within(piece.box)]
+                    if place.is_contiguous() and place.dtype == self._wire_dtype:
+                        return place.view(-1)
+        return torch.empty(sum(move.box.numel for move in moves), dtype=self._wire_dtype, device=self._device)
+
     def _store(self, move: _Move, values: Tensor) -> None:
         """Copy the values of a move into each memory that needs them."""
         for piece in self._far[move.name]:
             common = piece.box.intersect(move.box)
-            if common is not None:
-                piece.memory[common.within(piece.box)].copy_(values[common.within(move.box)])
+            if common is None:
+                continue
+            place = piece.memory[common.within(piece.box)]
+            part = values[common.within(move.box)]
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
 
 
 class LiveWeights:
@@ -194,6 +214,14 @@ def _windows(moves: Sequence[_Move]) -> list[list[_Move]]:
         windows[-1].append(move)
         room -= nbytes
     return windows
+
+
+def _messages(windows: Sequence[list[_Move]], number: int) -> Iterator[list[_Move]]:
+    """The messages of a window: each large box alone, which needs no copy, then all small ones together."""
+    moves = windows[number] if number < len(windows) else []
+    yield from ([move] for move in moves if move.box.numel >= LARGE)
+    if small := [move for move in moves if move.box.numel < LARGE]:
+        yield small
 
 
 def _check_complete(far: Sequence[TensorBox], receives: dict[int, list[_Move]]) -> None:
