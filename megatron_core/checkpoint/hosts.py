@@ -22,6 +22,8 @@ def page_cache_of(folder: Path) -> str:
         status = folder.stat()
     except OSError:
         return ""
+    # Not the host's name: containers of one kernel have different names but one page cache, and hosts may have equal
+    # names. Device and inode tell whether the path is the same folder in both.
     kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     return f"{kernel} {status.st_dev} {status.st_ino}"
 
