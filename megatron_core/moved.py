@@ -22,6 +22,7 @@ MOVED = {
     "monitor.goodput": "reports.goodput",
     "schedules.trace": "reports.trace_files",
     "training.pipeline_trace": "reports.pipeline_trace",
+    "config.rules_run": "config.rules_data",
     "training.failures": "resilience.failure_log",
     "training.bad_steps": "resilience.bad_steps",
     "config.heterogeneous": "features.layer_sizes.settings",

@@ -37,7 +37,7 @@ class CompressionKind:
 
 def compression_kinds() -> dict[str, CompressionKind]:
     """All kinds by name."""
-    return {kind.name: kind for feature in features() for kind in feature.compressions}
+    return {row.name: row for feature in features() for row in feature.compressions}
 
 
 def compression_of(parallel: ParallelConfig) -> CompressionKind | None:
@@ -47,5 +47,5 @@ def compression_of(parallel: ParallelConfig) -> CompressionKind | None:
 
 def added_moments(parallel: ParallelConfig) -> int:
     """Number of moments that gradient compression adds to those of the optimizer."""
-    kind = compression_of(parallel)
-    return 0 if kind is None else kind.added_moments
+    compression = compression_of(parallel)
+    return 0 if compression is None else compression.added_moments

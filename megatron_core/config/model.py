@@ -288,8 +288,8 @@ class ModelConfig(
         """Factor on the logits."""
         if not self.use_mup:
             return self.logit_multiplier
-        own = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
-        return self.logit_multiplier * own
+        mup_factor = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+        return self.logit_multiplier * mup_factor
 
     @property
     def query_groups(self) -> int:

@@ -201,6 +201,18 @@ class ParallelConfig:
         return self.tensor_model_parallel_size if etp is None else etp
 
     @property
+    def sequence_unit(self) -> tuple[int, str]:
+        """The required divisor of every sequence length, and the settings that require it, in words."""
+        cp, tp = max(self.context_parallel_size, 1), max(self.tensor_model_parallel_size, 1)
+        tp = tp if self.sequence_parallel else 1
+        of_tp = f"tensor_model_parallel_size={tp} (sequence_parallel=True)"
+        if cp == 1:
+            return tp, of_tp
+        # Ring attention gives each rank two pieces of the sequence, so that all have the same part of the causal mask.
+        of_cp = f"2 x context_parallel_size={cp}"
+        return lcm(2 * cp, cp * tp), of_cp if tp == 1 else f"{lcm(2 * cp, cp * tp)}, for {of_cp} and {of_tp}"
+
+    @property
     def accounted_layers(self) -> int:
         """Number of additional layers, 0 to 2, for which embedding and loss count."""
         return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)

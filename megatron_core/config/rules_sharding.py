@@ -1,12 +1,42 @@
-"""Rules for ZeRO, offload and compressed gradients."""
+"""Rules for memory: recompute, ZeRO, offload and compressed gradients."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 from megatron_core.config.compression import UNCOMPRESSED, compression_kinds
 from megatron_core.config.parallel import SHARDING_STRATEGIES, ParallelConfig
-from megatron_core.config.rules_parallel import divisors, leaves_rest
-from megatron_core.config.rules_single import exclusive
+from megatron_core.config.recompute import RecomputeModule
+from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest
 from megatron_core.config.run import RunConfig
+
+RECOMPUTABLE: tuple[str, ...] = get_args(RecomputeModule)
+"""Parts of a layer for selective recompute."""
+
+
+def recompute_problems(config: RunConfig) -> Iterator[str]:
+    """Incomplete or contradictory settings of recompute and activation offload."""
+    model = config.model
+    modules = ", ".join(model.recompute_modules)
+    for name, choice in (
+        ("recompute_method", "uniform or block"),
+        ("recompute_num_layers", f"1 to {model.num_layers}"),
+    ):
+        if model.recompute_granularity == "full" and getattr(model, name) is None:
+            yield f"{name}=None is missing for recompute_granularity=full; legal: {choice}"
+    if not model.recompute_modules:
+        yield f"recompute_modules=() is empty; give one or more of {', '.join(RECOMPUTABLE)}"
+    if model.cpu_offloading_num_layers and any(map(model.recomputes, ("layernorm", "mla_up_proj", "moe_act"))):
+        yield (
+            f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} offloads activations that "
+            f"recompute_modules={modules} discards; remove one of them"
+        )
+    if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
+        yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"
+    if (model.recompute_num_layers or 0) > model.num_layers >= 1:
+        yield (
+            f"recompute_num_layers={model.recompute_num_layers} is more than num_layers={model.num_layers}; "
+            f"legal: 1 to {model.num_layers}"
+        )
 
 
 def sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:

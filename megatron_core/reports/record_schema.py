@@ -79,7 +79,7 @@ def _is_load(value: Any) -> bool:
 def _is_config(value: Any) -> bool:
     """Whether the settings known to this version have legal values."""
     try:
-        return not any(illegal_values(RunConfig.from_flat(RunConfig().flat() | _settings(value))))
+        return not any(illegal_values(RunConfig.from_flat(RunConfig().flat() | _settings(value)).flat()))
     except (AttributeError, TypeError, ValueError, OverflowError, ConfigError):
         return False
 
