@@ -99,9 +99,9 @@ class ValidationEvent:
     @property
     def scalars(self) -> dict[str, float]:
         """The values by their names in logs."""
-        found = {f"lm loss {self.split}": self.loss, f"lm loss {self.split} ppl": self.perplexity}
+        losses = {f"lm loss {self.split}": self.loss, f"lm loss {self.split} ppl": self.perplexity}
         shares = {"accuracy": self.accuracy, "accuracy norm": self.accuracy_norm}
-        return found | {f"{name} {self.split}": share for name, share in shares.items() if share is not None}
+        return losses | {f"{name} {self.split}": share for name, share in shares.items() if share is not None}
 
 
 class Sink(Protocol):

@@ -58,9 +58,9 @@ def recorded_loads(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, dict[st
 
     A run may be continued with other layers or experts.
     """
-    found = [step["experts"] for step in steps if step.get("experts")]
-    shapes = [{layer: len(load["tokens"]) for layer, load in loads.items()} for loads in found]
-    return [loads for loads, shape in zip(found, shapes, strict=True) if shape == shapes[-1]]
+    recorded = [step["experts"] for step in steps if step.get("experts")]
+    shapes = [{layer: len(load["tokens"]) for layer, load in loads.items()} for loads in recorded]
+    return [loads for loads, shape in zip(recorded, shapes, strict=True) if shape == shapes[-1]]
 
 
 class StarvedExperts:
@@ -75,11 +75,11 @@ class StarvedExperts:
 
     def _sentences(self, loads: Mapping[int, Sequence[int]]) -> Iterator[str]:
         for layer, numbers in loads.items():
-            load, found = ExpertLoad.of(numbers), []
+            load, starved = ExpertLoad.of(numbers), []
             for expert, tokens in enumerate(load.tokens):
                 starves = tokens < STARVED_SHARE * load.mean
                 self._steps[layer, expert] = self._steps.get((layer, expert), 0) + 1 if starves else 0
                 if self._steps[layer, expert] == STARVED_STEPS:
-                    found.append(str(expert))
-            if found:
-                yield f"layer {layer}: {'experts' if len(found) > 1 else 'expert'} {', '.join(found)}"
+                    starved.append(str(expert))
+            if starved:
+                yield f"layer {layer}: {'experts' if len(starved) > 1 else 'expert'} {', '.join(starved)}"

@@ -54,7 +54,7 @@ class LineFile:
     """A file to which lines are appended, each flushed; if the file is deleted, it is created again."""
 
     def __init__(
-        self, path: str | Path, setting: str, kind: Kind, *, first: str = "", prints_note: bool = True
+        self, path: str | Path, setting: str, file_kind: Kind, *, first: str = "", prints_note: bool = True
     ) -> None:
         """``first``: the first line of each process. ``prints_note``: print a note if the file is created again.
 
@@ -64,7 +64,7 @@ class LineFile:
         self._has_warned = False
         named = f"{setting}={str(path)!r}"
         try:
-            refuse_other_file(named, path, kind)
+            refuse_other_file(named, path, file_kind)
             self._file = self._open()
         except OSError as error:
             raise ConfigError(f"{named} cannot be written: {error}; give another file") from None

@@ -39,12 +39,12 @@ class Sampling:
         """
         if not self._was_on:
             return self._estimate(times)
-        whole = dict(times.phases)
+        all_seconds = dict(times.phases)
         for (phase, _), seconds in exposed.items():
-            whole[phase] = whole.get(phase, 0.0) + seconds
+            all_seconds[phase] = all_seconds.get(phase, 0.0) + seconds
         self._shares = {}
         for (phase, name), seconds in exposed.items():
-            self._shares.setdefault(phase, {})[name] = seconds / whole[phase] if whole[phase] else 0.0
+            self._shares.setdefault(phase, {})[name] = seconds / all_seconds[phase] if all_seconds[phase] else 0.0
         self._flight = {name: traffic.in_flight / max(traffic.calls, 1) for name, traffic in times.traffic.items()}
 
     def _estimate(self, times: StepTimes) -> None:

@@ -40,7 +40,7 @@ class StoragePath(ObjectPath):
 
     def __init__(self, url: str) -> None:
         self.scheme, _, key = url.partition("://")
-        self._key = "/".join(part for part in key.split("/") if part)
+        self._key = "/".join(name for name in key.split("/") if name)
         self._files = _file_system(self.scheme, os.getpid())
 
     def __str__(self) -> str:
@@ -113,14 +113,14 @@ class StoragePath(ObjectPath):
 
     def iterdir(self) -> Iterator[StoragePath]:
         """The objects and folders in the folder."""
-        found = self._files.ls(self, detail=False)
-        return (each for each in map(self._with_key, found) if each != self)
+        names = self._files.ls(self, detail=False)
+        return (path for path in map(self._with_key, names) if path != self)
 
     def glob(self, pattern: str) -> Iterator[StoragePath]:
         """The objects and folders that match."""
         with _named(self):
-            found = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
-        return map(self._with_key, sorted(found))
+            names = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
+        return map(self._with_key, sorted(names))
 
     def _with_key(self, key: str) -> StoragePath:
         return StoragePath(f"{self.scheme}://{key}")

@@ -168,16 +168,16 @@ class Callbacks:
             print(f"note: {text}", flush=True)
 
     def _on_failure(self, error: Exception) -> None:
-        found = error
+        raised = error
         for callback in self._begun:
             try:
-                self._call(callback, "on_failure", found)
+                self._call(callback, "on_failure", raised)
             except MegatronError as other:
-                found = other
+                raised = other
             except Exception:
                 continue  # its message is printed; it must not hide the first error
-        if found is not error:
-            raise found
+        if raised is not error:
+            raise raised
 
     def _call(self, callback: Callback, method: str, *arguments: object) -> Any:
         try:

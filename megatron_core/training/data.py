@@ -41,18 +41,18 @@ def make_splits(
             "datasets_provider)"
         )
     request = DataRequest(config, tokenizer, vocab_size, data_parallel_size)
-    parts = data_parts(config)
-    splits = provider(config, tokenizer) if provider is not None else _build(parts, request)
-    for part in parts:
-        splits = part.change(splits, request)
+    feature_parts = data_parts(config)
+    splits = provider(config, tokenizer) if provider is not None else _build(feature_parts, request)
+    for feature_part in feature_parts:
+        splits = feature_part.change(splits, request)
     return for_evaluation(splits, config)
 
 
-def _build(parts: Sequence[DataPart], request: DataRequest) -> Splits:
+def _build(feature_parts: Sequence[DataPart], request: DataRequest) -> Splits:
     """The data sets that a feature builds, else mock data or token files in keyed order."""
     # The first one builds: rules refuse settings with which two features would.
-    for part in parts:
-        if (splits := part.build(request)) is not None:
+    for feature_part in feature_parts:
+        if (splits := feature_part.build(request)) is not None:
             return splits
     data = request.config.data
     seed = request.config.training.seed

@@ -192,17 +192,17 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     counts = {} if auxiliary is None else auxiliary.counts
     totals = torch.stack([work.terms, *counts.values()])
     all_reduce_(totals, model.groups.group("dp-cp"))
-    total, *others = totals.clamp_min_(1.0)
+    total, *counts_of_names = totals.clamp_min_(1.0)
     scale = model.optimizer.loss_scale.scale
     factor = scale / total
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
-        auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
+        auxiliary.counts = dict(zip(counts, counts_of_names, strict=True))
+    last_stage, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = work.forward(stage, micro, hidden)
-        if stage < last or not isinstance(output, Tensor):
+        if stage < last_stage or not isinstance(output, Tensor):
             return output
         return arithmetic.scale_loss(output, factor)
 
@@ -264,11 +264,11 @@ def read_reports(report: Tensor, model: Trainable, *, alone: bool = False) -> li
     group = model.groups.outer_reports
     if alone or group.size() == 1:
         return [read_norm_and(report, model.optimizer)]
-    own = torch.cat([model.optimizer.gradient_norm().view(1), report])
-    rows = own.new_empty(group.size() * own.numel())
-    all_gather_flat_(rows, own, group)
+    local_row = torch.cat([model.optimizer.gradient_norm().view(1), report])
+    rows = local_row.new_empty(group.size() * local_row.numel())
+    all_gather_flat_(rows, local_row, group)
     numbers = read_on_host(rows)
-    return [numbers[start : start + own.numel()] for start in range(0, len(numbers), own.numel())]
+    return [numbers[start : start + local_row.numel()] for start in range(0, len(numbers), local_row.numel())]
 
 
 def update_weights(

@@ -65,11 +65,11 @@ class FastRestarts:
 
 def fast_restarts(settings: CheckpointConfig, device: torch.device) -> FastRestarts:
     """The fast restarts of ``--non-persistent-ckpt-type``."""
-    kind = settings.non_persistent_ckpt_type
-    if kind == "global":
+    name = settings.non_persistent_ckpt_type
+    if name == "global":
         return FastRestarts(settings, device)
     hooks = {name: hook for feature in features() for name, hook in feature.fast_restarts.items()}
-    if kind not in hooks:
-        raise ConfigError(f"non_persistent_ckpt_type={kind}, but this package lacks its feature; use global")
-    restarts: FastRestarts = load_hook(hooks[kind])(settings, device)
+    if name not in hooks:
+        raise ConfigError(f"non_persistent_ckpt_type={name}, but this package lacks its feature; use global")
+    restarts: FastRestarts = load_hook(hooks[name])(settings, device)
     return restarts

@@ -65,11 +65,11 @@ class RunPart:
     # State in checkpoints. Its pieces need names of their own, such as "NAME.*".
 
     def stored_pieces(
-        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+        self, updated: Iterable[TensorBox], changing: Iterable[TensorBox], *, weights_only: bool
     ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """Return the pieces of this rank in a checkpoint, in place of the pieces without this part: those that change
         only in updates, and the others."""
-        return updated, others
+        return updated, changing
 
     def stored_values(self) -> dict[str, Any]:
         """Return values to store with the tensors; JSON types."""

@@ -31,7 +31,7 @@ class Reports(Callback):
         run, size = self.run, result.size
         run.saver.restore_folders()
         seconds = time.perf_counter() - self._began
-        further = [fields(result) for fields in run.event_fields]
+        added_fields = [fields(result) for fields in run.event_fields]
         flops = size.tokens * flops_per_token(run.config.model, size.sequence_length, run.vocab_size)
         event = StepEvent(
             iteration=run.state.iteration,
@@ -54,7 +54,7 @@ class Reports(Callback):
             params_norm=math.sqrt(result.statistics[0]) if run.config.monitor.log_params_norm else None,
             num_zeros_in_grad=round(result.statistics[1]) if run.config.monitor.log_num_zeros_in_grad else None,
             layout=run.layout,
-            **{name: value for fields in further for name, value in fields.items()},
+            **{name: value for fields in added_fields for name, value in fields.items()},
         )
         for sink in self._sinks:
             sink.on_step(event)

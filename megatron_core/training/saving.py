@@ -75,7 +75,7 @@ class CheckpointSaver:
     tokenizer: Tokenizer | None = field(kw_only=True)
     parts: Sequence[RunPart] = field(default=(), kw_only=True)
     """The parts of features, which may have state in checkpoints."""
-    further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
+    added_pieces: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
     """Returns additional pieces to save."""
 
     def __post_init__(self) -> None:
@@ -134,10 +134,10 @@ class CheckpointSaver:
         """This rank's pieces of a checkpoint: those that change only in updates, and the others."""
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
-        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
-        for part in self.parts:
-            updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
-        return updated, others
+        changing: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.added_pieces())
+        for run_part in self.parts:
+            updated, changing = run_part.stored_pieces(updated, changing, weights_only=optimizer is None)
+        return updated, changing
 
     def _begin_run(self, *, is_new: bool) -> None:
         """Agree on the id of the run for its fast-restart checkpoints, and print notes about them."""
@@ -170,8 +170,8 @@ class CheckpointSaver:
         if lock is not None and lock.unsupported:
             note(f"{folder} cannot be locked ({lock.unsupported}): other runs must not save there")
         else:
-            for each in filter(None, (folder, other)):
-                remove_hidden(each)
+            for locked in filter(None, (folder, other)):
+                remove_hidden(locked)
         if self.config.checkpoint.overwrite_checkpoints and (setting == "save" or self._restarts.is_global):
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
@@ -258,14 +258,14 @@ class CheckpointSaver:
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,
         )
-        updated, others = self._pieces()
-        is_written = temporary and self._restarts.write(save, chain(updated, others), self._agree)
+        updated, changing = self._pieces()
+        is_written = temporary and self._restarts.write(save, chain(updated, changing), self._agree)
         if not is_written and settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
-            self._running = BackgroundSave(save, self._snapshot.take(updated, others), self._agree, seconds)
+            self._running = BackgroundSave(save, self._snapshot.take(updated, changing), self._agree, seconds)
             self.optimizer.before_update = self._running.wait_until_copied
         elif not is_written:
-            self._write_other_format(save_checkpoint(save, chain(updated, others), self._agree))
+            self._write_other_format(save_checkpoint(save, chain(updated, changing), self._agree))
         self._replaced = self._replaced if temporary else ()
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:
@@ -339,4 +339,4 @@ class CheckpointSaver:
             "vocab_size": self.vocab_size,
             "config": self.config.flat(),
             **compressed,
-        } | {name: value for part in self.parts for name, value in part.stored_values().items()}
+        } | {name: value for run_part in self.parts for name, value in run_part.stored_values().items()}

@@ -126,31 +126,31 @@ class Run(Trainable):
         """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
         if reader is None:
             return TrainState()
-        if any(part.load(config, reader) for part in self.parts):
+        if any(run_part.load(config, reader) for run_part in self.parts):
             return counters(reader)
         state = load_state(config, reader, self.data_parallel, self.optimizer, self._pieces_of_features)
-        for part in self.parts:
-            part.after_load(config, reader)
+        for run_part in self.parts:
+            run_part.after_load(config, reader)
         return state
 
     def _tell_parts(self) -> None:
-        for part in self.parts:
-            part.after_gradients()
+        for run_part in self.parts:
+            run_part.after_gradients()
 
     def _pieces_of_features(self, reader: StateReader) -> Iterator[TensorBox]:
         """The pieces of features to load together with model and optimizer."""
-        for part in self.parts:
-            yield from part.pieces_to_load(reader)
+        for run_part in self.parts:
+            yield from run_part.pieces_to_load(reader)
 
-    def part(self, kind: type[Part]) -> Part | None:
+    def part(self, part_class: type[Part]) -> Part | None:
         """The part of a feature, by its class; None if the run does not use the feature."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        return next((run_part for run_part in self.parts if isinstance(run_part, part_class)), None)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
         state = [tensor for _, named in self.optimizer.tensors() for tensor in named.values()]
         state += [piece.memory for piece in self.optimizer.joint_state()]
-        of_parts = sum(part.nbytes for part in self.parts)
+        of_parts = sum(run_part.nbytes for run_part in self.parts)
         return self.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
     def step_after(self, consumed_samples: int) -> StepSize:
@@ -169,10 +169,10 @@ class Run(Trainable):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
-        own = self.config.parallel.pipeline_plan
+        plan_file = self.config.parallel.pipeline_plan
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
         layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
-        return f"{layout} plan {Path(own).name}" if own else layout
+        return f"{layout} plan {Path(plan_file).name}" if plan_file else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
         """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""
@@ -215,8 +215,8 @@ def data_parallel_of(
     parallel, optimizer = config.parallel, config.optimizer
     compression = compression_of(parallel)
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
-    whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    matrix_rule = whole_matrices if whole else in_order
+    by_matrix = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
+    matrix_rule = whole_matrices if by_matrix else in_order
     settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
         bucket_size=parallel.ddp_bucket_size,

@@ -67,9 +67,9 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     )
     decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
     rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
-    alone = any(part.is_alone() for part in run.parts)
-    for part in run.parts:
-        part.before_step()
+    alone = any(run_part.is_alone() for run_part in run.parts)
+    for run_part in run.parts:
+        run_part.before_step()
 
     def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
         mine = batches
@@ -77,9 +77,9 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
             loader = run.loader(run.train_loader.dataset, shift)
             mine = run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
         statistics = StepStatistics(run, shift)
-        called = replace(hooks, statistics=statistics.own)
+        step_hooks = replace(hooks, statistics=statistics.own)
         if discard:
-            called = replace(called, is_bad=lambda loss, norm: True)
+            step_hooks = replace(step_hooks, is_bad=lambda loss, norm: True)
         auxiliary = _auxiliary_losses(run, size, mine)
         is_spoiled = run.attempts.is_spoiled(number, shift)
         forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
@@ -90,7 +90,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
             message_lengths(mine),
             auxiliary,
         )
-        outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=called)
+        outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=step_hooks)
         read = partial(statistics.read, outcome.statistics, scale)
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
@@ -105,11 +105,11 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
-    for part in run.parts:
-        part.after_step()
+    for run_part in run.parts:
+        run_part.after_step()
     breakdown = attempt.statistics()
-    for part in run.parts:
-        breakdown |= part.metrics()
+    for run_part in run.parts:
+        breakdown |= run_part.metrics()
     for number, (loss, norm) in enumerate(outcome.groups):
         breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
     return StepResult(**vars(outcome), learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
@@ -194,7 +194,7 @@ def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[
     """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
     masks = [batch.later.masks for batch in batches if batch.later is not None]
     return {
-        name: torch.stack([mask[at].sum(dtype=torch.float64) for mask in masks]).sum() for at, name in enumerate(names)
+        name: torch.stack([mask[n].sum(dtype=torch.float64) for mask in masks]).sum() for n, name in enumerate(names)
     }
 
 
@@ -215,13 +215,13 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last = len(run.layers) - 1
+    last_stage = len(run.layers) - 1
     loss = run.objective.step_loss(batches, statistics)
     compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         output = compute(stage, micro, hidden)
-        if stage < last:
+        if stage < last_stage:
             return output
         if spoiled and micro == 0:
             output = output * math.nan
@@ -248,7 +248,7 @@ def model_step(
     ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy. ``before_output_layer``: its output
     on the last stage is the input of the output layer.
     """
-    last = len(run.layers) - 1
+    last_stage = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
@@ -256,7 +256,7 @@ def model_step(
             batch.tokens,
             batch.position_ids,
             hidden_states=hidden,
-            labels=batch.labels if stage == last else None,
+            labels=batch.labels if stage == last_stage else None,
             sequences=batch,
             state=ForwardState(auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro)),
             head=HeadOptions(logit_loss=logit_losses.get(micro), is_skipped=before_output_layer),
@@ -290,8 +290,8 @@ class StepStatistics:
         if len(self._copies) and self._owns_loss:
             self._copies[self._copy] += losses.detach().sum(dtype=torch.float64)
         if batch.source is not None and self._owns_loss:
-            for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
-                total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
+            for total, values in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
+                total.index_add_(0, batch.source, values.sum(1, dtype=torch.float64))
 
     def add_terms(self, terms: Tensor) -> None:
         """Add a micro-batch's terms of the objective's sums."""
@@ -300,10 +300,10 @@ class StepStatistics:
 
     def own(self) -> Tensor:
         """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
-        parts = [self._norm.statistics()] if self._totals else []
+        terms = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
-            parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._terms, self._losses.flatten(), self._copies])
+            terms.append(self._norm.squares_by_part(self._layers).flatten())
+        return torch.cat([*terms, self._terms, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
         """The sum of the losses of each copy's samples, with ``Attempts.by_copy``."""
@@ -324,9 +324,9 @@ class StepStatistics:
         yield from self._objective.metrics(sums[:num_sums]).items()
         del sums[:num_sums]
         totals: dict[str, list[float]] = {}
-        for at, name in enumerate(self._sources):  # a file may occur twice in a blend
+        for index, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])
-            total[0], total[1] = total[0] + sums[at], total[1] + sums[at + len(self._sources)]
+            total[0], total[1] = total[0] + sums[index], total[1] + sums[index + len(self._sources)]
         for name, (loss, tokens) in totals.items():
             if tokens:
                 yield f"lm loss by source/{name}", loss / tokens
