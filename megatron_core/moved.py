@@ -13,6 +13,8 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "training.stop": "training.built_in_callbacks",
+    "config.norms": "config.layer_settings",
     "checkpoint.transfer": "features.local_copies.transfer",
     "checkpoint.restore": "features.local_copies.restore",
     "checkpoint.copies": "features.local_copies.copies",
@@ -22,6 +24,19 @@ MOVED = {
     "monitor.goodput": "reports.goodput",
     "schedules.trace": "reports.trace_files",
     "training.pipeline_trace": "reports.pipeline_trace",
+    "datasets.whole_round": "datasets.base",
+    "tokenizers.vocabulary": "tokenizers.build",
+    "config.bad_steps": "config.training",
+    "config.token_ids": "config.ranges",
+    "monitor.sampling": "reports.measurements",
+    "training.attempts": "training.parts",
+    "training.reports": "training.built_in_callbacks",
+    "config.activation": "config.layer_settings",
+    "config.latent_attention": "config.layer_settings",
+    "config.mup": "config.layer_settings",
+    "config.rotary": "config.layer_settings",
+    "monitor.expert_load": "reports.expert_load",
+    "checkpoint.hosts": "checkpoint.chunks",
     "config.rules_run": "config.rules_data",
     "training.failures": "resilience.failure_log",
     "training.bad_steps": "resilience.bad_steps",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box
+from megatron_core.locations import in_storage
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Differs between running kernels; only on Linux."""
 CHUNK_BYTES = 2**24
 """Bytes that are read at a time."""
 ALIGNMENT = 16
@@ -68,6 +73,21 @@ def readers_of(files: Mapping[str, int], ranks: int) -> dict[str, int]:
         readers[name] = min(ranks - 1, (2 * before + size) * ranks // max(1, 2 * total))
         before += size
     return readers
+
+
+def page_cache_of(folder: Path) -> str:
+    """A name that is equal on ranks whose reads of files in ``folder`` share a page cache; empty in object storage, and
+    if the folder cannot be read."""
+    if in_storage(folder) is not None:
+        return ""
+    try:
+        status = folder.stat()
+    except OSError:
+        return ""
+    # Not the host's name: containers of one kernel have different names but one page cache, and hosts may have equal
+    # names. Device and inode tell whether the path is the same folder in both.
+    kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    return f"{kernel} {status.st_dev} {status.st_ino}"
 
 
 def group_of(rank: int, hosts: Sequence[str], files: int) -> list[int]:

@@ -37,13 +37,13 @@ from megatron_core.checkpoint.chunks import (
     group_of,
     overlaps_of,
     packed,
+    page_cache_of,
     places_of,
     readers_of,
     viewed,
     window_of,
 )
 from megatron_core.checkpoint.hashes import StoredFile, inside
-from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredTensor
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import ObjectPath, in_storage, read_part

@@ -17,15 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
+from megatron_core.checkpoint.chunks import page_cache_of
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
-from megatron_core.checkpoint.hosts import page_cache_of, raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import in_storage
-from megatron_core.parallel.texts import gather_from_all_ranks, listed
+from megatron_core.parallel.texts import gather_from_all_ranks, listed, raise_on_all_ranks
 
 
 class CheckpointReader(StateReader):

@@ -7,14 +7,16 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.activation import ActivationConfig
-from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.layer_block import WHOLE_BLOCK, LayerBlock
+from megatron_core.config.layer_settings import (
+    ActivationConfig,
+    LatentAttentionConfig,
+    MuPConfig,
+    NormConfig,
+    RotaryConfig,
+)
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.mup import MuPConfig
-from megatron_core.config.norms import NormConfig
 from megatron_core.config.recompute import RecomputeConfig
-from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.feature import Extensible
 

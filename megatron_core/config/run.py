@@ -8,7 +8,6 @@ from functools import cache, cached_property
 from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
-from megatron_core.config.bad_steps import BadStepConfig
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
@@ -16,7 +15,7 @@ from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.setting import Setting, declarations
-from megatron_core.config.training import OptimizerConfig, TrainingConfig
+from megatron_core.config.training import BadStepConfig, OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
 from megatron_core.feature import (
     AddedSettings,

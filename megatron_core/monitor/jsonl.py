@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.events import ExpertLoad, StepEvent, ValidationEvent
 from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
 

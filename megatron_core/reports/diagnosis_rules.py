@@ -11,8 +11,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from megatron_core.monitor.expert_load import STARVED_SHARE
 from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags
+from megatron_core.reports.expert_load import STARVED_SHARE
 from megatron_core.reports.prediction import predicted_gain
 from megatron_core.reports.summary import RunSummary
 

@@ -12,10 +12,11 @@ import yaml
 from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
+from megatron_core.monitor.events import ExpertLoad
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.expert_load import recorded_loads
 from megatron_core.reports.goodput import LOST
 from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, embedded_picture, html_table, page, three_digits
 from megatron_core.reports.plot import validations

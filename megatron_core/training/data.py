@@ -5,16 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import MockDataset, Splits, build_datasets
+from megatron_core.datasets.base import WholeRound
 from megatron_core.datasets.parts import DataPart, DataRequest, data_parts, file_reader
 from megatron_core.datasets.sources import describe_changes, record_sources
-from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel import World
-from megatron_core.parallel.texts import broadcast_from_rank
+from megatron_core.parallel.texts import broadcast_from_rank, raise_on_all_ranks
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.state import TrainState
 

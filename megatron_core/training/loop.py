@@ -6,11 +6,10 @@ from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
+from megatron_core.training.built_in_callbacks import Heartbeat, Reports, StopRequests
 from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
-from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, leave_out_listed, train_step
-from megatron_core.training.stop import Heartbeat, StopRequests
 
 
 def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:

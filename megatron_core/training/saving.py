@@ -33,7 +33,6 @@ from megatron_core.checkpoint.folder import (
     write_runs,
 )
 from megatron_core.checkpoint.formats import format_that_writes
-from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.removal import remove_hidden
 from megatron_core.checkpoint.writer import ELSEWHERE
@@ -44,7 +43,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.locations import in_storage, location
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
+from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks, raise_on_all_ranks
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.fast_restarts import fast_restarts

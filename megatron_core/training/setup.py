@@ -31,14 +31,13 @@ from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.tokenizers.vocabulary import vocabulary_size
-from megatron_core.training.attempts import Attempts
+from megatron_core.tokenizers.build import vocabulary_size
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
 from megatron_core.training.initial_weights import InitialWeights
 from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.objective import Objective, build_objective
-from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
+from megatron_core.training.parts import Attempts, Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.datasets import Dataset
-from megatron_core.datasets.base import sources_of
-from megatron_core.datasets.whole_round import WholeRound
+from megatron_core.datasets.base import WholeRound, sources_of
 from megatron_core.models import GPTModel
 from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.optimizer.clip import part_names
@@ -22,7 +21,6 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.training.attempts import Attempt
 from megatron_core.training.driver import (
     NO_HOOKS,
     StepHooks,
@@ -33,6 +31,7 @@ from megatron_core.training.driver import (
     sum_of,
     take_step,
 )
+from megatron_core.training.parts import Attempt
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer import moe
