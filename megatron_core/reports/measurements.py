@@ -101,9 +101,9 @@ class Measurements(Callback):
         on a CPU this includes libraries and data.
         """
         state, now, peak = self.run.state_bytes(), current_memory_bytes(), peak_memory_bytes()
-        known = sum(size for kind, size in state.items() if kind != "units whole")
-        rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
-        return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
+        known = sum(size for name, size in state.items() if name != "units whole")
+        remaining = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
+        return {name: int(size) for name, size in state.items()} | remaining | {"current": now, "peak": peak}
 
     def _reference(self, earlier: Sequence[Mapping[str, Any]]) -> ReferenceRate:
         """The matrix product rate to which utilisation refers: of the run's first start on this kind of device, so that
@@ -154,8 +154,13 @@ class Measurements(Callback):
         if not settings.timing_log_level and not settings.log_straggler:
             return
         exposed = {name: traffic.exposed for name, traffic in interval.traffic.items() if traffic.exposed}
-        own = {"prefix": self.run.groups.prefix, "host": platform.node(), "phases": interval.phases, "exposed": exposed}
-        texts = gather_strings(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
+        record = {
+            "prefix": self.run.groups.prefix,
+            "host": platform.node(),
+            "phases": interval.phases,
+            "exposed": exposed,
+        }
+        texts = gather_strings(json.dumps(record), self.run.groups.group(WORLD), self.run.world.device)
         if self.run.world.rank == 0:
             ranks = [json.loads(text) for text in texts]
             lines = timer_lines(ranks, settings.timing_log_level, settings.timing_log_option)
@@ -170,8 +175,8 @@ def _work(run: Run) -> float:
     terms = forward_flops_per_token(run.config.model, run.config.data.seq_length, run.vocab_size)
     layers = sum(len(run.layers[stage]) for stage in run.stages)
     logits = terms.pop("logits")
-    last = len(run.layers) - 1 in run.stages
-    return sum(terms.values()) * layers / run.config.model.num_layers + logits * last
+    has_output_layer = len(run.layers) - 1 in run.stages
+    return sum(terms.values()) * layers / run.config.model.num_layers + logits * has_output_layer
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
-        "descriptions": [line for part in run.parts for line in part.descriptions()],
+        "descriptions": [line for run_part in run.parts for line in run_part.descriptions()],
     }
 
 
