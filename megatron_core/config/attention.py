@@ -74,6 +74,7 @@ class AttentionKind:
 
     def key_value_heads(self, tp: int) -> int:
         """Key and value heads of the core attention on a rank."""
+        # With fewer groups than ranks, several ranks compute the same group.
         return max(self.model.query_groups // tp, 1)
 
     def cached_elements(self, tp: int) -> int:

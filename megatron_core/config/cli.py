@@ -153,6 +153,7 @@ def _parse(
     topic = requested_topic(words)
     if topic is not None:
         _print_help(line_class, topic, prog, defaults or RunConfig())
+    # tyro ends the program at the first flag that it does not know; here all faults are collected for one message.
     translation = Translation.of(words, _types(line_class))
     path = _last_value(translation.flags, "--config")
     names = {plain(flag) for flag, _ in grouped(translation.flags)}

@@ -312,6 +312,7 @@ class ModelConfig(
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer (numbered from 0); None: full attention."""
+        # Added layers are as the last one. As in Megatron-LM, every n-th layer is counted from 1.
         skip, layer_number = self.window_attn_skip_freq, min(layer_number, self.num_layers - 1)
         if skip is None or self.window_size is None:
             return self.window_size
@@ -337,6 +338,7 @@ class ModelConfig(
 
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
+        # As in Llama 4: layers without positions see whole documents, and connect the chunks.
         return self.attention_chunk_size if self.has_rotary(layer_number) else None
 
     def has_rotary(self, layer_number: int) -> bool:

@@ -92,6 +92,7 @@ def partition_by_cost(costs: Sequence[int], num_stages: int, output: int = 0) ->
     def fits(most: int) -> bool:
         return runs(most)[0].start == 0 and all(runs(most))
 
+    # A higher bound never needs more stages, so the lowest one that fits is found by bisection.
     return runs(bisect_left(range(sum(costs) + output), True, key=fits))
 
 
@@ -103,6 +104,7 @@ def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> lis
     """
     ends = ends or Ends()
     first, final = 0, num_stages - 1
+    # Fractions, because stages of equal cost must compare as equal: the place decides between them.
     costs, sizes = [Fraction(0)] * num_stages, [1] * num_stages
     for stage, end in ((first, ends.embedding), (final, ends.output)):
         costs[stage] += end

@@ -182,6 +182,8 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "legal: any order of tp-cp-ep-dp-pp (axes of size 1 may be left out)"
         )
     elif pp > 1 and world_size % parallel.smallest_world_size == 0:
+        # Neighbouring stages exchange messages for dense layers and experts alike, so both views must number them
+        # equally.
         faster = named[: named.index("pp")]
         apart = [prod(view.get(axis, 1) for axis in faster) for view in (dense, expert)]
         if apart[0] != apart[1]:

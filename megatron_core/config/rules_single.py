@@ -49,6 +49,7 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
 
 def _is_encodable(text: str) -> bool:
     try:
+        # A name with a null byte or half of a surrogate pair fails only when a file is opened, hours later.
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON or YAML file
         return False

@@ -157,6 +157,7 @@ class RunConfig:
         for section_name, section_type in section_types().items():
             known = {setting.name for setting in fields(section_type)}
             chosen = {name: remaining.pop(name) for name in list(remaining) if name in known}
+            # YAML and JSON have only lists, and settings must be hashable.
             frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
             sections[section_name] = section_type(**frozen)
         if remaining:
@@ -170,6 +171,7 @@ def core_sections() -> dict[str, type[Any]]:
 
 
 @cache
+# The argument is only the key of the cache: a feature that is registered later adds settings.
 def _core_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = _types_of((RunConfig,))
     names = (section.name for section in fields(RunConfig) if section.name != "features")

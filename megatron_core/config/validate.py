@@ -45,6 +45,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if any(unknown_words(values)):
         return  # the other rules assume known words
     yield from needless_settings(values, run)
+    # By topic, so that messages about the same settings stand next to each other.
     yield from model_problems(config)
     yield from moe_problems(config)
     yield from split_problems(config)

@@ -211,6 +211,7 @@ class ConsoleSink:
         if self._pending:
             line = self._line(self._pending, datetime.now())
             if self._out.isatty():
+                # Colours only on a terminal: in a file they would be codes between the words.
                 line = _coloured(line, alarming=any(event.skipped or event.is_nan for event in self._pending))
             with colours():
                 self._print(line)

@@ -72,6 +72,7 @@ class LineFile:
         """Append a line. After an error, such as a full disk, the next call tries again."""
         if self._file.closed:
             self._file = self._open()
+        # After a deletion, writes would go to a file without a name.
         elif not is_still_at(self._file.fileno(), self._path):
             if self._prints_note and (
                 not self._path.parent.exists() or self._path.parent.stat().st_ino == self._folder
@@ -97,6 +98,7 @@ class LineFile:
     def _open(self) -> TextIO:
         """Open the file for appending; first end a line cut off by a kill."""
         make_folder(self._path.parent)
+        # Else the first record of this run would be a part of the damaged line, and be lost too.
         incomplete = _ends_within_line(self._path)
         self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (open during the run)
         self._folder = self._path.parent.stat().st_ino

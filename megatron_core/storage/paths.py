@@ -41,6 +41,7 @@ class StoragePath(ObjectPath):
     def __init__(self, url: str) -> None:
         self.scheme, _, key = url.partition("://")
         self._key = "/".join(name for name in key.split("/") if name)
+        # The process is a part of the key: after a fork, a child needs connections of its own.
         self._files = _file_system(self.scheme, os.getpid())
 
     def __str__(self) -> str:
@@ -188,6 +189,8 @@ class StoragePath(ObjectPath):
         copy = self.cached_folder() / self.name
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name until it is complete: other ranks of the machine take the copy as soon as it has its
+            # name.
             with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
                 try:
                     for start in range(0, self.stat().st_size, READ_BYTES):
@@ -252,6 +255,7 @@ def _file_system(scheme: str, process: int) -> _Service:
     import fsspec
 
     try:
+        # Without cached listings: other hosts write objects that this one must see.
         return _Service(fsspec.filesystem(scheme, use_listings_cache=False))
     except ImportError as error:
         install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install it"

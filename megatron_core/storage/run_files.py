@@ -85,6 +85,7 @@ class _Copies:
         """Copy the objects that are not the version known here: another machine has continued the run."""
         versions = self._versions()
         for name, stored_file in _found(self._remote):
+            # Versions, not times: clocks of machines differ.
             version, file = stored_file.version(), self.folder / name
             if versions.get(name) != version or not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)

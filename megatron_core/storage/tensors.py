@@ -54,6 +54,7 @@ class SliceInStorage:
         size, within_row = (stop - first) * row, (slice(None), *where[1:])
         if not size:
             return torch.empty((stop - first, *self._shape[1:]), dtype=dtype)[within_row]
+        # Complete rows, although a part of each may suffice: a request takes longer than the bytes between the parts.
         data = bytearray(self._path.read_range(self._begin + first * row, size))
         if len(data) != size:
             raise OSError(f"{self._path} is truncated")

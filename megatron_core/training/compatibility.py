@@ -192,6 +192,7 @@ def stored_config(folder: Path) -> RunConfig:
     data, copies = config.data, tokenizer_folder(folder)
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
+        # The files named by the settings may be gone or changed; the copies are those with which the model was trained.
         if path is not None and copies.is_dir():
             file = copies / Path(path).name
             files[name] = str(file if file.is_file() else copies)
@@ -304,6 +305,7 @@ def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
         return config
     current = config.flat()
     before, after = (_taken(stored_config(checkpoint), config.checkpoint) for checkpoint in (source, folder))
+    # A setting that differs from the first checkpoint was given by a flag or --config, and is kept.
     changed = {name: after[name] for name in before if current[name] == before[name] != after[name]}
     if changed:
         note(f"settings taken from the loaded checkpoint {folder}: {listed(list(changed))}")

@@ -80,6 +80,7 @@ def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dic
         return []
     text = ""
     problem = ""
+    # One rank reads counts and hashes: all ranks have the same files, and many readers would load the file system.
     if world.rank == 0:
         try:
             text = json.dumps(record_sources(config.data, file_reader(config)))

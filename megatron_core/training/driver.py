@@ -166,6 +166,7 @@ def take_step(
     means = [auxiliary.means(group["auxiliary"]) for group in by_group]
     # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
+    # Each group clips by the norm of its own gradients. There is one row if this group does not hear the others.
     own_norm = groups[model.groups.outer.rank() % len(groups)][1]
     skipped = update_weights(optimizer, [data], own_norm, rates.lr, rates.decoupled_lr, rates.weight_decay, skip=skip)
     METER.switch("other")
@@ -190,8 +191,10 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     # Global number of loss terms, and the factor of the losses.
     auxiliary = work.auxiliary
     counts = {} if auxiliary is None else auxiliary.counts
+    # Only ranks with other tokens: tensor-parallel ranks and pipeline stages would count the same tokens again.
     totals = torch.stack([work.terms, *counts.values()])
     all_reduce_(totals, model.groups.group("dp-cp"))
+    # A batch without counted tokens has the loss 0, not NaN.
     total, *counts_of_names = totals.clamp_min_(1.0)
     scale = model.optimizer.loss_scale.scale
     factor = scale / total

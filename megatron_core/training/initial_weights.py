@@ -24,6 +24,7 @@ def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False)
 
     If it ``resumes``, only those that its own checkpoints do not contain.
     """
+    # The checkpoint has all weights, and the folder of the base may be gone.
     if resumes and weights_saved_alone(config) is None:
         return None
     folder = config.optional("pretrained_checkpoint")

@@ -46,6 +46,8 @@ def load_intact(
     while True:
         try:
             return load(reader)
+        # Raised on all ranks at once, so that all of them try the next checkpoint. Weights that were read already are
+        # overwritten.
         except DamagedCheckpoint as error:
             if error.folder in damaged:
                 raise
@@ -87,6 +89,7 @@ def load_state(
     missing = missing_in(reader.state.get("config", {}), config)
     with reader:
         if not reader.continues:
+            # Before the first read: a checkpoint that does not fit leaves the model as it is.
             _check_names(reader, data, None if fresh else optimizer, missing)
         of_features = () if fresh else tuple(pieces_of_features(reader))
         pieces = list(saved_pieces(data, held_weights(data)))

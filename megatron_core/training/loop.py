@@ -34,9 +34,12 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
             hooks.call("before_step")
             result = train_step(run, stop=bool(run.stop_reason), hooks=hooks.step_hooks)
             hooks.call("after_step", result)
+            # Before the save, so that the checkpoint has the validation loss of its weights; another layout compares
+            # its own.
             if is_due(run.state.iteration, config.training.eval_interval):
                 evaluate_split(run, hooks, "validation")
                 evaluated_at = run.state.iteration
+            # In each step, because recovery copies the state between saves.
             hooks.store_values()
             if save_when_due(run, hooks):
                 saved_at = run.state.iteration
@@ -68,6 +71,7 @@ def confirm_layout_change(run: Run, hooks: Callbacks) -> None:
     before, layout = run.state.validation_loss, run.state.layout
     if before is None or layout == run.layout or not run.splits.of("validation") or run.config.training.eval_iters == 0:
         return
+    # The same loss in the new layout shows that the weights were divided as they should be.
     evaluate_split(run, hooks, "validation")
     if run.world.rank == 0:
         print(

@@ -64,6 +64,7 @@ def _with_defaults_of_folders(prog: str, args: list[str] | None, parsed: Command
             settings |= form.settings(model_folder)
         if not settings:
             return config, dry
+        # Parsed again with these defaults: a flag overrides the folder, and the flag's value may equal a default.
         return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     folder = settings_folder(config.checkpoint)
     if config.checkpoint.load is not None and folder is None and dry.dry_run:
@@ -132,6 +133,7 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
     config, world = run.config, run.world
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
+        # Before the first step: a folder that cannot be written ends the run now, not after hours at the first save.
         run.saver.open(is_new=run.state.iteration == 0)
     with lenient_output():
         if world.rank == 0:

@@ -120,6 +120,7 @@ class CheckpointSaver:
         folders = {"save": self.folder} if rank == 0 else {}
         if restarts_fast:
             folders |= self._restarts.folders_to_lock(str(self.folder), rank)
+            # Each host checks a folder of its own; all must know the same runs.
             self._runs = broadcast_from_rank(0, " ".join(runs_of(self.folder)), self.data.device).split()
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         raise_on_all_ranks(problem, self.data.device)
@@ -155,6 +156,7 @@ class CheckpointSaver:
     def _take(self, setting: str, folder: Path) -> str:
         """Create and lock ``folder``; return an error message, or "" on success."""
         try:
+            # Before the lock: nothing is written into the folder of another program, not even a lock.
             refuse_foreign(f"{setting}={str(folder)!r}", folder)
             other = self._folder_of_other_format if setting == "save" else None
             if other is not None:
@@ -241,9 +243,11 @@ class CheckpointSaver:
         save is only printed, because this checkpoint is newer.
         """
         self.open()
+        # A rank that failed alone would leave the others waiting for its part.
         raise_on_all_ranks(self.restore_folders(), self.data.device)
         self._try(self.finish)
         self.optimizer.synchronize()
+        # Gathers of updated weights may still be running (--overlap-param-gather).
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
@@ -262,9 +266,11 @@ class CheckpointSaver:
         if not is_written and settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
             self._running = BackgroundSave(save, self._snapshot.take(updated, changing), self._agree, seconds)
+            # The wait is at the update, not here: forward and backward read the weights while the thread copies them.
             self.optimizer.before_update = self._running.wait_until_copied
         elif not is_written:
             self._write_other_format(save_checkpoint(save, chain(updated, changing), self._agree))
+        # The first permanent checkpoint deletes those of the run that it replaces.
         self._replaced = self._replaced if temporary else ()
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:

@@ -112,6 +112,7 @@ class Run(Trainable):
         config = self.config
         self.loaded = checkpoint is not None
         self.state = load_intact(config, checkpoint, self.world.device, partial(self.load, config))
+        # After the counters: changes of files matter from the consumed samples on.
         self.state.data = compare_data(config, self.state, self.world)
         done = self.state.iteration, self.state.consumed_samples
         remaining = config.training.steps_left(self.groups.replicas, *done, config.data.seq_length)
@@ -301,6 +302,7 @@ def set_up(
     set_process_switches(config)
     # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device, hash_later=True) if copy is None else (copy, config)
+    # Settings from the checkpoint may contradict this layout, which was checked with those of the command line.
     if loaded != config:
         check(loaded, world.size)
         config = loaded
@@ -315,6 +317,7 @@ def set_up(
     splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
     initial = InitialWeights(config, checkpoint, world.device)
+    # A rank's stages may not fit on its device before they are sharded: each unit is drawn and sharded in turn.
     deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,

@@ -84,6 +84,8 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 
     The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
     for bucket in data.all_buckets:
+        # Apart from ``other_pieces``, because a background save copies these while the next step runs, until its
+        # update.
         yield from saved_pieces(data, weight_pieces(bucket, bucket.saved_span))
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, saved=True)
@@ -177,6 +179,7 @@ def open_checkpoint(
         return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
+    # The checkpoint that is intact may be older than the one from which settings were taken at the start.
     if reader.takes_settings:
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config, only_weights=settings.finetune)
@@ -235,6 +238,7 @@ def _refuse_other_runs(settings: CheckpointConfig, *, opened: bool) -> None:
     if settings.save is None or settings.overwrite_checkpoints:
         return
     save, load = location(settings.save), location(settings.load or "")
+    # --load may name the folder of all checkpoints or that of one iteration, and either through links.
     is_same = real(save) in (real(load), os.path.dirname(real(load)))
     resumes = opened and settings.load is not None and not settings.finetune and is_same
     there = () if resumes else complete_iterations(save)

@@ -149,7 +149,8 @@ def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
     state.consumed_tokens += size.tokens
     state.skipped_iterations += skipped
     state.skipped_samples += skipped * size.batch_size
-    state.layout, state.validation_loss = run.layout, None
+    state.layout = run.layout
+    state.validation_loss = None  # it was the loss of the weights before this step
 
 
 @torch.no_grad()
@@ -172,6 +173,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
         plan = run.plans.evaluation(size.num_microbatches)
         losses = run_plan(run, plan, forward_step(run, batches), lengths=message_lengths(batches))
         totals[0] += sum_of(run, losses)
+        # Terms are counted where losses are, on the last stage: other ranks would add the same tokens.
         totals[1] += run.objective.count_terms(batches) if losses and run.split.owns_loss else 0.0
     for stage in run.stages.values():
         stage.train()
@@ -184,6 +186,7 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
     """Load this rank's micro-batches of the next step to its device, and prefetch those of the following step."""
     batches = run.train_loader.step(run.first_sample(size), size.num_microbatches, size.sequence_length)
     if run.state.iteration + 1 < run.total_iterations:
+        # Worker processes read the next batch while this one is computed.
         after = run.step_after(size.end)
         run.train_loader.prefetch(run.first_sample(after), after.num_microbatches, after.sequence_length)
     return run.micro_batches(batches)
