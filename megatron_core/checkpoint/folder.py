@@ -131,7 +131,8 @@ def refuse_foreign(
     tracked, fault = _tracked(save)
     folders = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
     folders += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
-    foreign = next((path.name for path in folders if _is_there(path) and not is_replaceable(path, is_ours)), None)
+    present = (path for path in folders if path.is_symlink() or path.exists())
+    foreign = next((path.name for path in present if not is_replaceable(path, is_ours)), None)
     if (save / TRACKER).is_symlink():
         what = f"has a symbolic link named {TRACKER}"
     elif foreign is not None:
@@ -145,10 +146,6 @@ def refuse_foreign(
 def is_replaceable(folder: Path, is_ours: Callable[[Path], bool] = is_own) -> bool:
     """Whether a new checkpoint may take the name of ``folder``; files of others in it then move to the new one."""
     return is_ours(folder) or (folder / REMAINS).is_file()
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
@@ -216,7 +213,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         raise CheckpointError(form.refusal(f"load={load}", root, step))
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
-        incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)
+        # With a rank's file, a folder without a manifest is a damaged checkpoint, not an empty folder.
+        folders = (root, *sorted(root.glob("iter_*")))
+        incomplete = next((path for path in folders if any(path.glob("rank_*.safetensors"))), None)
         if incomplete is not None:
             raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
@@ -243,12 +242,6 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         newest = iteration_folder(root, complete[-1]).name
         newer = f"{root} also has {newest}, newer than the one in {TRACKER}; load it with --ckpt-step {complete[-1]}"
     return Candidates(tuple(iteration_folder(root, number) for number in before), note=newer)
-
-
-def _is_written(folder: Path) -> bool:
-    """Whether ``folder`` contains a rank's file; without a manifest it is then a damaged checkpoint, not an empty
-    folder."""
-    return any(folder.glob("rank_*.safetensors"))
 
 
 def find_checkpoint(load: str, step: int | None = None) -> Path | None:

@@ -106,13 +106,9 @@ def write_config(
 
     Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
     """
-    text = changed_settings(config) if changed_only else yaml.safe_dump(_as_dicts(config), sort_keys=False)
+    sections = {name: asdict(section) for name, section in config.sections().items()}
+    text = changed_settings(config) if changed_only else yaml.safe_dump(sections, sort_keys=False)
     Output(named, Path(path), WRITTEN).write(f"{_HEADER}; --config FILE uses them again.\n{text}")
-
-
-def _as_dicts(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """The settings of each section by name."""
-    return {name: asdict(section) for name, section in config.sections().items()}
 
 
 def changed_settings(config: RunConfig) -> str:

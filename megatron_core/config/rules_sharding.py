@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from megatron_core.config.compression import UNCOMPRESSED, compression_kinds
-from megatron_core.config.parallel import SHARDING_STRATEGIES, ParallelConfig
+from megatron_core.config.parallel import SHARDING_STRATEGIES
 from megatron_core.config.recompute import RecomputeModule
 from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest
 from megatron_core.config.run import RunConfig
@@ -42,7 +42,9 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
 def sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of ZeRO, offload and compression that contradict each other."""
     yield from _stage_problems(config, world_size)
-    yield from _compression_problems(config.parallel)
+    legal = *UNCOMPRESSED, *compression_kinds()
+    if config.parallel.grad_compression not in legal:
+        yield f"grad_compression={config.parallel.grad_compression} is unknown; legal: {', '.join(legal)}"
     yield from _offload_problems(config)
     yield from _storage_problems(config)
 
@@ -53,8 +55,8 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield exclusive(f"data_parallel_sharding_strategy={strategy}", f"zero_stage={parallel.zero_stage}")
     instances = parallel.num_distributed_optimizer_instances
     for what, size in (
-        ("data-parallel", _data_ranks(config, world_size)),
-        ("expert", _expert_copies(config, world_size)),
+        ("data-parallel", world_size // max(parallel.model_parallel_size, 1) * parallel.context_parallel_size),
+        ("expert", world_size // max(parallel.expert_model_size, 1)),
     ):
         if instances >= 1 and leaves_rest(size, instances):
             yield (
@@ -64,12 +66,6 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             return
     if parallel.dp_zero_stage == 0 and parallel.use_distributed_optimizer:
         yield exclusive("zero_stage=0", "use_distributed_optimizer=True (zero_stage=1)")
-
-
-def _compression_problems(parallel: ParallelConfig) -> Iterator[str]:
-    legal = *UNCOMPRESSED, *compression_kinds()
-    if parallel.grad_compression not in legal:
-        yield f"grad_compression={parallel.grad_compression} is unknown; legal: {', '.join(legal)}"
 
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
@@ -101,12 +97,3 @@ def _storage_problems(config: RunConfig) -> Iterator[str]:
             f"optimizer={optimizer.optimizer} has state of whole matrices, which must be on the device; "
             "remove --optimizer-cpu-offload and --optimizer-offload-dir"
         )
-
-
-def _data_ranks(config: RunConfig, world_size: int) -> int:
-    """Ranks over which a dense parameter is sharded: data times context parallel."""
-    return world_size // max(config.parallel.model_parallel_size, 1) * config.parallel.context_parallel_size
-
-
-def _expert_copies(config: RunConfig, world_size: int) -> int:
-    return world_size // max(config.parallel.expert_model_size, 1)
