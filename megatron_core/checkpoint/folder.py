@@ -231,6 +231,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         fault = f"names iteration {tracked}, which does not exist"
     if step is not None:
         return Candidates((iteration_folder(root, step),), named=True)
+    # A lost tracker must not make a run start from scratch: manifests show which checkpoints are complete.
     if fault or tracked is None:
         note = f"{root / TRACKER} {fault or 'does not exist'}: loading the newest complete checkpoint in the folder"
         return Candidates(tuple(iteration_folder(root, number) for number in reversed(complete)), note=note)

@@ -233,6 +233,7 @@ class BackgroundSave:
         self._problem = ""
         self._copied = Event()
         run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
+        # A daemon: after an error the process must not wait for a slow disk without a limit (``join``).
         self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 

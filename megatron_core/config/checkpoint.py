@@ -120,6 +120,7 @@ class CheckpointConfig(Extensible):
 
     def for_resume(self) -> CheckpointConfig:
         """The settings for a job that resumes from the checkpoints of this one."""
+        # A job that resumes must not start from scratch if its folder is gone.
         return replace(
             self,
             load=self.save,

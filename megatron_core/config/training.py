@@ -73,6 +73,7 @@ class TrainingConfig(Extensible):
 
     def final_batch_size(self, data_parallel_size: int) -> int:
         """Number of sequences per optimizer step, after defaults and at the end of a ramp."""
+        # The last size does not depend on the length of a sample.
         steps = parse_steps(self.step_batch_size_schedule or (), 1)
         return self.global_batch_size or (steps[-1][1] if steps else self.micro_batch_size * data_parallel_size)
 

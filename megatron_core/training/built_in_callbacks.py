@@ -65,6 +65,7 @@ class StopRequests(Callback):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
+            # Only recorded: the handler may run within a collective, which all ranks must finish together.
             self._signalled_at, self.run.stop_reason = now, signal.Signals(number).name
         elif number == signal.SIGINT and now - self._signalled_at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
@@ -93,6 +94,7 @@ class Reports(Callback):
         """Send the event of the step; folders of reports that were deleted are created again before."""
         run, size = self.run, result.size
         run.saver.restore_folders()
+        # The device has finished the step, because its results have been read on the host.
         seconds = time.perf_counter() - self._began
         added_fields = [fields(result) for fields in run.event_fields]
         flops = size.tokens * flops_per_token(run.config.model, size.sequence_length, run.vocab_size)

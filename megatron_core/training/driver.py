@@ -155,6 +155,7 @@ def take_step(
         "statistics": work.terms.new_zeros(0) if hooks.statistics is None else hooks.statistics(),
         "load": load.flatten(),
     }
+    # In float64: float32 counts tokens exactly only up to 2^24.
     report = torch.cat(list(values.values()))
     all_reduce_(report, model.groups.group(WORLD))
     rows = read_reports(torch.cat([report, divisor.view(1)]), model, alone=alone)

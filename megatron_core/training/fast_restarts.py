@@ -32,6 +32,7 @@ class FastRestarts:
 
         Errors: ``CheckpointError`` on all ranks.
         """
+        # One lock for the job: the folder is the same on all ranks.
         return {"non_persistent_global_ckpt_dir": self.folder(save)} if rank == 0 else {}
 
     def notes(self) -> Iterator[str]:

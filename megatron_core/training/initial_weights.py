@@ -65,6 +65,7 @@ class InitialWeights:
     def draw(self, name: str, parameter: nn.Parameter) -> None:
         """Draw a parameter, or leave it uninitialized if it will be loaded."""
         if self.are_drawn or any(added.contain(name) for added in self._missing):
+            # By name and element, so that a model has the same weights in every layout.
             draw_by_name(name, parameter, self.config.training.seed)
 
     def draw_missing(self, stages: Iterable[GPTModel]) -> None:

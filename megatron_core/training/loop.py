@@ -53,6 +53,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
             hooks.store_values()
         if config.checkpoint.save and saved_at != run.state.iteration and not run.bad_steps:
             save(run, hooks)
+        # Before the end is reported, because a background save may still fail.
         run.saver.finish()
         report_end(run)
 

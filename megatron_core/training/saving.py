@@ -293,6 +293,7 @@ class CheckpointSaver:
             self.config.checkpoint.ckpt_format,
             self._folder_of_other_format,
         )
+        # Checkpoints for a fast restart are in another folder, and are soon replaced.
         if form == "native" or folder is None or native.parent != self.folder:
             return
         if iteration_of(native) % (settings.ckpt_format_interval or 1):

@@ -119,6 +119,7 @@ def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
                 length = bucket.weights.numel() // size
                 is_full = tensor.numel() == bucket.weights.numel()
                 span = slice(0, tensor.numel()) if is_full else slice(rank * length, (rank + 1) * length)
+                # Each rank has errors of its own; its number in the name keeps them apart.
                 label = f"compression.{state_name}.{rank}" if is_full else f"compression.{state_name}"
                 for name, parameter, start, stop, offset in bucket.pieces(span):
                     local = tuple(parameter.shape)
