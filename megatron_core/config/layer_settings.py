@@ -1,6 +1,8 @@
-"""Settings of the parts of a layer: norms, activation, latent attention, rotary positions, and muP's multipliers."""
+"""Settings of the parts of a layer: norms, activation, latent attention, positions, muP, recompute; sizes of parts."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_core.config import conditions as c
@@ -202,3 +204,86 @@ class RotaryConfig:
     def has_longrope(self) -> bool:
         """Whether the longest text of the run chooses the rotary frequencies."""
         return self.use_rope_scaling and self.rope_scaling_type == "longrope"
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """The attention or the MLP of a layer."""
+
+    no_op: bool = False
+    """Whether the layer does not have it."""
+    linear: bool = False
+    """Whether a matrix ``[h, h]`` replaces it."""
+    size: int | None = None
+    """Number of key-value groups, or width of the MLP; None: that of the model."""
+
+    def sized(self, size: int) -> LayerPart:
+        """The part with ``size``, if it has a size and none of its own."""
+        return self if self.no_op or self.linear or self.size is not None else replace(self, size=size)
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """The parts of a layer."""
+
+    attention: LayerPart = LayerPart()
+    """Its attention; the size is the number of key-value groups."""
+    mlp: LayerPart = LayerPart()
+    """Its MLP; the size is the width."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the layer returns its input."""
+        return self.attention.no_op and self.mlp.no_op
+
+    @property
+    def has_sizes_of_model(self) -> bool:
+        """Whether no part has a size of its own."""
+        return self.attention.size is None and self.mlp.size is None
+
+    def sized(self, groups: int, width: int) -> LayerBlock:
+        """The layer with the sizes of the model where it has none of its own."""
+        return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))
+
+
+WHOLE_BLOCK = LayerBlock()
+"""A layer with attention and an MLP of the sizes of the model."""
+
+
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FREE)
+class RecomputeConfig:
+    """Activations that are not stored on the device between forward and backward."""
+
+    recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING)
+    """Activations that backward recomputes. full: of whole layers. selective: of --recompute-modules."""
+    recompute_modules: tuple[RecomputeModule, ...] = setting(
+        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, is_refinement=True
+    )
+    """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
+    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these
+    modules as a whole. moe_act: the activation function of experts."""
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, needs=c.FULL_RECOMPUTE, aliases="activations_checkpoint_method", is_refinement=True
+    )
+    """With full recompute. uniform: keep the input of every --recompute-num-layers layers. block: recompute the first
+    --recompute-num-layers layers of each stage."""
+    recompute_num_layers: int | None = setting(
+        None,
+        r.COUNT,
+        needs=c.FULL_RECOMPUTE,
+        aliases="activations_checkpoint_num_layers checkpoint_num_layers",
+        is_refinement=True,
+    )
+    """uniform: number of layers between stored inputs. block: number of recomputed layers of each stage."""
+    cpu_offloading: bool = setting(False, when=c.GPU)
+    """Move activations to the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
+    cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"))
+    """Number of first layers of each stage with offloaded activations (with full recompute: stored inputs)."""
+
+    def recomputes(self, module: str) -> bool:
+        """Whether backward recomputes ``module``, one of ``--recompute-modules``."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules

@@ -7,16 +7,17 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.layer_block import WHOLE_BLOCK, LayerBlock
 from megatron_core.config.layer_settings import (
+    WHOLE_BLOCK,
     ActivationConfig,
     LatentAttentionConfig,
+    LayerBlock,
     MuPConfig,
     NormConfig,
+    RecomputeConfig,
     RotaryConfig,
 )
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.recompute import RecomputeConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.feature import Extensible
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import get_args
 
-from megatron_core.config.compression import UNCOMPRESSED, compression_kinds
-from megatron_core.config.parallel import SHARDING_STRATEGIES
-from megatron_core.config.recompute import RecomputeModule
+from megatron_core.config.layer_settings import RecomputeModule
+from megatron_core.config.parallel import SHARDING_STRATEGIES, UNCOMPRESSED, compression_kinds
 from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest
 from megatron_core.config.run import RunConfig
 

@@ -9,11 +9,10 @@ from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.parallel import ParallelConfig, compression_of
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import BadStepConfig, OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts

@@ -13,8 +13,8 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
+from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
 from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters

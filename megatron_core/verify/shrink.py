@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.config.layer_block import LayerBlock
+from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.config.layout import Layout
 from megatron_core.config.setting import declarations
 from megatron_core.config.training import BadStepConfig

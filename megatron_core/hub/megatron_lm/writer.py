@@ -29,7 +29,7 @@ from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
-from megatron_core.config.layer_block import LayerBlock
+from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.errors import CheckpointError
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
