@@ -1,7 +1,5 @@
 """Divides files of a checkpoint into chunks and over readers, and makes messages of parts of chunks."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ all files for itself.
 # messages of a round are sent in windows of a few, so that memory does not grow with the number of ranks. Damage is
 # reported on all ranks after the last round, so that no rank waits.
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 tyro prints a box for each group of settings, with a text for each flag; ``shown`` selects parts of it.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The linear layers in a transformer layer, for rules about them and for counting their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

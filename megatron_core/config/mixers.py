@@ -1,7 +1,5 @@
 """The kind of each layer: attention, a recurrence, both, or neither."""
 
-from __future__ import annotations
-
 from megatron_core.config.attention import AttentionKind, Projection, attention_of, kinds_of_features, loaded_kind
 from megatron_core.config.model import ModelConfig
 

@@ -8,8 +8,6 @@ A setting is a field of a configuration class::
 The type, the name (Megatron-LM's flag) and the help text below it complete the declaration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum, auto

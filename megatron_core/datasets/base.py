@@ -1,7 +1,5 @@
 """The interface between training and data sets, and the data of an evaluation that reads a whole set."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict

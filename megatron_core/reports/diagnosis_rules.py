@@ -4,8 +4,6 @@ The share of a cause is its part of all ranks' time, so that causes can be compa
 predicted saving as a part of a step's time. Thresholds and sources are listed in docs/monitoring.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Recorded loads of experts, and experts with almost no tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Notes of runs on GPUs and on several nodes: the kernel and the memory of attention, links between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Times and memory of a run's steps: records of each rank, goodput, Megatron's timers, and the straggler report."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ again, and load the newest copy that all of them have. A step is a function of s
 at the end are those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math

@@ -8,8 +8,6 @@ docs/resilience.md describes the verdicts. With ``replay_interval`` each copy al
 in steps that are not suspicious, before their update.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

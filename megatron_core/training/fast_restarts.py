@@ -1,7 +1,5 @@
 """Checkpoints for a fast restart, of which only the newest is kept: where they are written and found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 

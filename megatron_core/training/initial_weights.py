@@ -1,7 +1,5 @@
 """The weights in another folder with which a run starts, and the weights that features add to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

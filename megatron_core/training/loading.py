@@ -1,7 +1,5 @@
 """Loading a checkpoint into the tensors of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path

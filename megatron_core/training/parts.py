@@ -1,7 +1,5 @@
 """A feature's objects in a training run, and the points of a step at which they act."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

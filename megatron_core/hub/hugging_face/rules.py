@@ -1,7 +1,5 @@
 """Rules for settings of config.json that need more than a renamed key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The text model in a multimodal folder, which also holds a vision tower or another encoder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

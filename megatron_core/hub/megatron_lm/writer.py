@@ -4,8 +4,6 @@ Both are folders of ``torch.distributed.checkpoint``: each rank writes the tenso
 and rank 0 the file ``.metadata``, which names each box. A box may have several names, which share its bytes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

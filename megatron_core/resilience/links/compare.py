@@ -1,7 +1,5 @@
 """Compares the recorded checksums of all ranks, and describes each wrong delivery."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
