@@ -231,6 +231,14 @@ def test_the_table_forbids_something(importer: str, imported: str) -> None:
     assert forbidden_import("tensor_parallel.layers", "parallel.current") is None
 
 
+def test_rules_do_not_import_one_another() -> None:
+    """A rule reads settings and returns messages; what several rules share is in ``config.rule_helpers``."""
+    rules = sorted((ROOT / PACKAGE / "config").glob("rules_*.py"))
+    assert len(rules) > 5
+    for path in rules:
+        assert not re.findall(r"^from megatron_core\.config\.rules_\w+ import", path.read_text(), re.M), path.name
+
+
 def test_low_levels_import_little_from_outside() -> None:
     found = []
     for path in LIBRARY:

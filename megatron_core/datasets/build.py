@@ -83,7 +83,7 @@ def divide_files(
         train, valid, test = divided(paths.phases[-1], parse_split(data.split or DEFAULT_SPLIT))
         return Splits(train, valid, test)
     named_files = named_paths(data, paths)
-    train_paths, valid_paths, test_paths = paths.own
+    train_paths, valid_paths, test_paths = paths.by_split
     named = {name: undivided((path,), "valid") for name, path in named_files.items()}
     return Splits(
         undivided(train_paths, "train"),

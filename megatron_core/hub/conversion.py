@@ -21,7 +21,7 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
-from megatron_core.config.token_ids import read_token_ids
+from megatron_core.config.ranges import read_token_ids
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.multi_token.settings import MultiTokenConfig

@@ -1,7 +1,5 @@
 """Notes of runs on GPUs and on several nodes: the kernel and the memory of attention, links between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -53,12 +51,12 @@ def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
     if device.type != "cuda" or model.attention_backend == "unfused":
         return None
     tp = parallel.tensor_model_parallel_size
-    kind = attention_of(model)
+    attention = attention_of(model)
     dtype = getattr(torch, config.training.compute_dtype)
     # Values are padded to the channels of keys (``fused_attention``).
-    shape = config.data.seq_length, kind.query_head_size
+    shape = config.data.seq_length, attention.query_head_size
     query = torch.empty(1, max(model.num_attention_heads // tp, 1), *shape, dtype=dtype, device=device)
-    key = torch.empty(1, kind.key_value_heads(tp), *shape, dtype=dtype, device=device)
+    key = torch.empty(1, attention.key_value_heads(tp), *shape, dtype=dtype, device=device)
     choice = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=query.shape[1] != key.shape[1])
     return SDPBackend(choice).name.lower().replace("_", " ").removesuffix(" attention") + " attention"
 
@@ -70,9 +68,9 @@ def dropout_notes(config: RunConfig, device: torch.device) -> Iterator[str]:
     trains = not config.training.skip_train
     if device.type != "cuda" or model.attention_dropout == 0.0 or model.attention_backend == "unfused" or not trains:
         return
-    parts = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    num_parts = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     dtype = getattr(torch, config.training.compute_dtype)
-    weights = config.training.micro_batch_size * model.num_attention_heads * config.data.seq_length**2 // 2 // parts
+    weights = config.training.micro_batch_size * model.num_attention_heads * config.data.seq_length**2 // 2 // num_parts
     yield (
         f"attention_dropout={model.attention_dropout} computes attention without flash kernels, and keeps its weights "
         f"for backward: {weights * dtype.itemsize / 2**30:.2g} GiB for each copy, layer and micro-batch; "

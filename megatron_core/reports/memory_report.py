@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_core.config.compression import added_moments
+from megatron_core.config.parallel import added_moments
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes

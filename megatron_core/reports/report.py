@@ -12,10 +12,11 @@ import yaml
 from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
+from megatron_core.monitor.events import ExpertLoad
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.expert_load import recorded_loads
 from megatron_core.reports.goodput import LOST
 from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, embedded_picture, html_table, page, three_digits
 from megatron_core.reports.plot import validations
@@ -142,7 +143,8 @@ def _changes(summary: RunSummary) -> list[tuple[float, str]]:
 
 
 def _loss(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
-    curves = {"training": _curve(summary, "loss"), **_validation(summary)}
+    curves = {"training": _curve(summary, "loss")}
+    curves |= {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
     curves |= {f"training of {name}": _curve(other, "loss") for name, other in compared.items()}
     drawn = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
@@ -151,11 +153,6 @@ def _loss(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
     return chart(drawn, "iteration", "loss per token", _changes(summary)) + by_source + more
-
-
-def _validation(summary: RunSummary) -> dict[str, list[tuple[float, float]]]:
-    """The losses of each set of validation data."""
-    return {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
 
 
 def _names(summary: RunSummary, metric: str) -> list[str]:

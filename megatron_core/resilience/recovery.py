@@ -6,8 +6,6 @@ again, and load the newest copy that all of them have. A step is a function of s
 at the end are those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math
@@ -41,9 +39,9 @@ from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, copies_to_load
+from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
-from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
 """Time limit of the rendezvous after a failure, in seconds."""

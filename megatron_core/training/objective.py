@@ -4,8 +4,6 @@ The plain objective is the mean over tokens. A feature may have another one (``F
 and distillation, which compare the model with a frozen one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 It has the interface of ``Watchdog``, which it replaces: that ends the process, this lets it continue.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from megatron_core.training import stop
-from megatron_core.training.stop import StopRequests
+from megatron_core.training import built_in_callbacks as stop
+from megatron_core.training.built_in_callbacks import StopRequests
 from tests.runs import tiny_run
 
 
