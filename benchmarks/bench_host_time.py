@@ -98,7 +98,9 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def torch_step(model: nn.Module, loss_of: Callable[[Tensor], Tensor], shape: dict[str, Any], dtype: torch.dtype) -> Step:
+def torch_step(
+    model: nn.Module, loss_of: Callable[[Tensor], Tensor], shape: dict[str, Any], dtype: torch.dtype
+) -> Step:
     """A step of torch's AdamW; with 16 bits the weights that it updates are copies in float32."""
     model.to(dtype)
     weights = list(model.parameters())

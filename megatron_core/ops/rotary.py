@@ -31,14 +31,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     positions = cos.dim() - 1
-    shapes = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
     if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
-        raise ConfigError(f"rope: {shapes}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
+        raise ConfigError(f"rope: {_shapes(x, cos, sin)}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
     fits = all(size in (1, extent) for size, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
     if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
         raise ConfigError(
-            f"rope: {shapes}; the tables must have the same shape, the first dims of x (or 1), and one column per "
-            "rotated pair of channels"
+            f"rope: {_shapes(x, cos, sin)}; the tables must have the same shape, the first dims of x (or 1), and one "
+            "column per rotated pair of channels"
         )
     for name, table in (("cos", cos), ("sin", sin)):
         if (table.dtype, table.device) != (wide(x.dtype), x.device):
@@ -48,30 +47,40 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             )
 
 
+def _shapes(x: Tensor, cos: Tensor, sin: Tensor) -> str:
+    return f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
+
+
 @operator("rope")
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     _check(x, cos, sin)
     # The kernel takes up to two dims of heads with strides of their own: query heads of a fused projection are grouped.
     y = new_like(x)
-    heads = _five_dims(x, cos.dim() - 1)
+    x = contiguous_last_dim(x)
+    sizes, strides = _five_dims(x, cos.dim() - 1)
     cos = cos.contiguous()
     sin = sin.contiguous()
     native.call(
         "rope",
         x,
-        *(*heads.shape, 2 * cos.shape[-1], heads, *heads.stride()[:-1]),
+        *(*sizes, 2 * cos.shape[-1], x, *strides[:-1]),
         *(cos, sin, *_table_strides(cos), interleaved, inverse, y),
     )
     return y
 
 
-def _five_dims(x: Tensor, positions: int) -> Tensor:
-    """``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims; a view if channels are contiguous."""
-    x = contiguous_last_dim(x)
-    x = x if positions == 2 else x.unsqueeze(0)
-    while x.dim() < 5:
-        x = x.unsqueeze(2)
-    return x
+def _five_dims(x: Tensor, positions: int) -> tuple[list[int], list[int]]:
+    """Sizes and strides of ``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims."""
+    # Numbers instead of views, each of which takes as long as a small kernel.
+    sizes = list(x.shape)
+    strides = list(x.stride())
+    if positions == 1:
+        sizes.insert(0, 1)
+        strides.insert(0, 0)
+    missing = 5 - len(sizes)
+    sizes[2:2] = [1] * missing
+    strides[2:2] = [0] * missing
+    return sizes, strides
 
 
 def _table_strides(table: Tensor) -> tuple[int, int]:
