@@ -30,20 +30,25 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    positions = cos.dim() - 1
-    if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
+    # Plain tests instead of loops: this runs for every layer, forward and backward.
+    extents = x.shape
+    table = cos.shape
+    has_batch = len(table) == 3
+    if not (has_batch or len(table) == 2) or not 0 <= len(extents) - len(table) <= 2:
         raise ConfigError(f"rope: {_shapes(x, cos, sin)}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
-    fits = all(size in (1, extent) for size, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
-    if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
+    fits = table[0] in (1, extents[0]) and (not has_batch or table[1] in (1, extents[1]))
+    if table != sin.shape or not fits or not 2 <= 2 * table[-1] <= extents[-1]:
         raise ConfigError(
             f"rope: {_shapes(x, cos, sin)}; the tables must have the same shape, the first dims of x (or 1), and one "
             "column per rotated pair of channels"
         )
-    for name, table in (("cos", cos), ("sin", sin)):
-        if (table.dtype, table.device) != (wide(x.dtype), x.device):
+    dtype = wide(x.dtype)
+    device = x.device
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        if tensor.dtype != dtype or tensor.device != device:
             raise ConfigError(
-                f"rope: {name} is {table.dtype} on {table.device}; for x, which is {x.dtype} on {x.device}, it must "
-                f"be {wide(x.dtype)} on {x.device}"
+                f"rope: {name} is {tensor.dtype} on {tensor.device}; for x, which is {x.dtype} on {device}, it must "
+                f"be {dtype} on {device}"
             )
 
 
@@ -85,8 +90,10 @@ def _five_dims(x: Tensor, positions: int) -> tuple[list[int], list[int]]:
 
 def _table_strides(table: Tensor) -> tuple[int, int]:
     """Strides of ``s`` and ``b`` in ``[s, b, r/2]``; 0 for a dim of size 1, which broadcasts."""
-    table = table if table.dim() == 3 else table.unsqueeze(0)
-    length, batch = (0 if table.shape[dim] == 1 else table.stride(dim) for dim in (0, 1))
+    sizes = table.shape
+    strides = table.stride()
+    length = 0 if len(sizes) == 2 or sizes[0] == 1 else strides[0]
+    batch = 0 if sizes[-2] == 1 else strides[-2]
     return length, batch
 
 
