@@ -40,7 +40,7 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")
 REAL = {name: getattr(dist, name) for name in WRITTEN if hasattr(dist, name)}
 """The functions of torch, before any of them is replaced."""
 DEVICE: Callable[[], AbstractContextManager[Any]] = nullcontext
-"""What a rank enters first; the tests simulate a GPU here."""
+"""The context that a rank enters first; the tests simulate a GPU here."""
 
 
 class Arriving:

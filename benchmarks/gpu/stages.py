@@ -34,7 +34,7 @@ TRACES = (
     "launches", "gradient reduction", "zero3 gathers", "tensor parallel", "expert all-to-all", "activation offload",
     "optimizer offload",
 )  # fmt: skip
-"""What ``trace.py`` reads from the profiler's trace."""
+"""Measurements that ``trace.py`` reads from the profiler's trace."""
 TESTED = {
     **{
         name: f"tests/ops/test_{name}.py"
@@ -150,6 +150,8 @@ def _build(device: str) -> Stage:
     nvcc = os.environ.get("CUDACXX") or "nvcc"
     if device == "cpu":
         obstacle = "--device cpu uses the libraries that are installed"
+    elif not (ROOT / "csrc").exists():
+        obstacle = "the sources are not here, as in a container; the installed package has its libraries"
     elif shutil.which("cmake", path=PATH) is None:
         obstacle = "cmake was not found; install it (pip install cmake), or use libraries that are built already"
     elif shutil.which(nvcc, path=PATH) is None:
