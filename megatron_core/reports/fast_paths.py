@@ -1,4 +1,4 @@
-"""The fast paths of a run on a GPU, their conditions, and why one is off; at the start of a run and in megatron-doctor."""
+"""The fast paths of runs on GPUs, their conditions, and why one is off; for the start of a run and megatron-doctor."""
 
 from __future__ import annotations
 
