@@ -2,7 +2,6 @@
 
 import math
 from ctypes import Array, c_int64
-from functools import cache
 from typing import Any
 
 import torch
@@ -67,12 +66,7 @@ def _numbers(key: Tensor, query: Tensor, *tensors: Tensor) -> tuple[Array, Array
     length, batch, heads, channels = query.shape
     strides = [stride for tensor in (query, *tensors) for stride in tensor.stride()[:3]]
     # In memory instead of 17 arguments: the numbers of tensors differ between forward and backward.
-    return _array(5)(batch, heads, key.shape[2], length, channels), _array(len(strides))(*strides)
-
-
-@cache
-def _array(length: int) -> type[Array]:
-    return c_int64 * length
+    return (c_int64 * 5)(batch, heads, key.shape[2], length, channels), (c_int64 * len(strides))(*strides)
 
 
 def _scale(query: Tensor) -> float:

@@ -11,11 +11,9 @@ def check_rows(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters:
     all have the dtype and the device of ``x``."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim must not be empty")
-    dtype = x.dtype
-    device = x.device
     for tensors, shape in ((like, x.shape), (parameters, x.shape[-1:])):
         for name, tensor in tensors.items():
-            if tensor is None or (tensor.shape == shape and tensor.dtype == dtype and tensor.device == device):
+            if tensor is None or (tensor.shape == shape and tensor.dtype == x.dtype and tensor.device == x.device):
                 continue
             if tensor.shape != shape:
                 wanted = f"for x {list(x.shape)} it must be {list(shape)}"

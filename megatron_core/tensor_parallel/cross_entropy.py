@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_core.errors import LayoutError
 from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts
-from megatron_core.ops.operator import apply_without_transforms
+from megatron_core.ops.operator import quick_apply
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
@@ -50,13 +50,8 @@ def vocab_parallel_cross_entropy(
         )
     vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, num_parts
     # Only the losses: the second output holds statistics for backward.
-    if torch.compiler.is_compiling():
-        apply = _VocabParallelCrossEntropy.apply
-    else:
-        # ``Function.apply`` inspects the signature of a function with a ``setup_context`` in every call: 30 us.
-        apply = _WithoutForwardMode.apply if torch._C._are_functorch_transforms_active() else _apply_plainly
-    losses: Tensor = apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
-    return losses
+    apply = _VocabParallelCrossEntropy.apply if torch.compiler.is_compiling() else _apply_eagerly
+    return apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 
 
 @dataclass(frozen=True)
@@ -117,13 +112,10 @@ class VocabularyLoss:
             largest = maximum.amax(0)
             # Each part's sum is relative to its own maximum; rescaled to the largest one, no exponential overflows.
             exp_sum = tree_sum((exp_sum * (maximum - largest).exp()).unbind())
-            z_target = z_target.sum(0)
-            z_sum = z_sum.sum(0)
-        log_sum = exp_sum.log()
-        if not self.label_smoothing:
-            return log_sum + (largest - z_target), torch.stack([largest, exp_sum])
-        losses = log_sum + (1.0 - self.label_smoothing) * (largest - z_target)
-        losses += self.label_smoothing * (largest - z_sum / self.vocab_size)
+            z_target, z_sum = z_target.sum(0), z_sum.sum(0)
+        losses = exp_sum.log() + (1.0 - self.label_smoothing) * (largest - z_target)
+        if self.label_smoothing:
+            losses += self.label_smoothing * (largest - z_sum / self.vocab_size)
         return losses, torch.stack([largest, exp_sum])
 
     def gradient(
@@ -181,7 +173,7 @@ class _WithoutForwardMode(_VocabParallelCrossEntropy):
         raise NotImplementedError(f"vocab_parallel_cross_entropy has no forward-mode derivative; {INSTEAD}")
 
 
-_apply_plainly = apply_without_transforms(_WithoutForwardMode)
+_apply_eagerly = quick_apply(_WithoutForwardMode)
 
 
 class _LogitsGradient(torch.autograd.Function):

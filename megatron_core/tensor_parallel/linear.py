@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
-from megatron_core.ops.operator import apply_without_transforms, define
+from megatron_core.ops.operator import define, quick_apply
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.compiled import group_named
 from megatron_core.parallel.groups import process_group
@@ -104,10 +104,7 @@ def parallel_linear(
     # Evaluation needs no autograd function, whose overhead counts when one token at a time is generated.
     if products is None and not training:
         return _output(x, weight, bias, comm)
-    # Under torch.func's transforms torch explains that the function does not support them.
-    apply = _ParallelLinear.apply if torch._C._are_functorch_transforms_active() else _apply_linear
-    output: Tensor = apply(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
-    return output
+    return _apply_linear(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -132,7 +129,7 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
 
 
-_apply_linear = apply_without_transforms(_ParallelLinear)
+_apply_linear = quick_apply(_ParallelLinear)
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:

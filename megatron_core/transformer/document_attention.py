@@ -28,12 +28,17 @@ def _operator() -> Any:
     return varlen_attn if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
 
 
+def has_varlen() -> bool:
+    """Whether torch has the operator."""
+    return _operator() is not None
+
+
 def takes_variable_lengths(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether ``variable_length_attention`` supports these tensors: on a GPU, in 16 bits, heads of one legal size."""
     size = query.shape[-1]
     legal = size % 8 == 0 and size <= WIDEST and key.shape[-1] == size == value.shape[-1]
     narrow = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and narrow and legal and _operator() is not None
+    return query.is_cuda and narrow and legal and has_varlen()
 
 
 def variable_length_attention(

@@ -24,12 +24,7 @@ def rotary_table(
     """
     # float32 has 24 bits: at position 100,000 the angle of the fastest pair would be wrong in the third digit.
     angles = position_ids.t().to(torch.float64)[:, :, None] * frequencies
-    cos = angles.cos()
-    sin = angles.sin()
-    if magnitude != 1.0:
-        cos = magnitude * cos
-        sin = magnitude * sin
-    return cos.to(dtype), sin.to(dtype)
+    return (magnitude * angles.cos()).to(dtype), (magnitude * angles.sin()).to(dtype)
 
 
 def plain_frequencies(channels: int, base: float, device: torch.device | None = None) -> Tensor:

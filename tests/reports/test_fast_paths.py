@@ -23,7 +23,7 @@ HOPPER = Platform(
     capability=(9, 0),
     has_triton=True,
     has_grouped_products=True,
-    varlen_arguments=frozenset({"window_size", "enable_gqa"}),
+    has_varlen=True,
     native=None,
 )
 """The container's torch on an H100 or H200."""
@@ -52,7 +52,7 @@ def test_the_container_has_every_path_of_its_gpu() -> None:
 
 
 def test_an_older_torch_names_what_is_off_and_the_version_that_has_it() -> None:
-    old = replace(HOPPER, torch="2.8.0+cu128", cuda="12.8", has_grouped_products=False, varlen_arguments=frozenset())
+    old = replace(HOPPER, torch="2.8.0+cu128", cuda="12.8", has_grouped_products=False, has_varlen=False)
     old = replace(old, has_triton=False, native="libmegatron_cuda.so was not built")
     assert names_off(old) == [path.name for path in FAST_PATHS if path.is_needed(RunConfig.from_flat(EVERYTHING))]
     notes = list(disabled_paths(RunConfig.from_flat(EVERYTHING), old))
@@ -68,7 +68,7 @@ def test_an_older_torch_names_what_is_off_and_the_version_that_has_it() -> None:
 
 
 def test_a_run_names_only_paths_that_it_needs() -> None:
-    nothing = replace(HOPPER, torch="2.8.0", has_grouped_products=False, varlen_arguments=frozenset(), has_triton=False)
+    nothing = replace(HOPPER, torch="2.8.0", has_grouped_products=False, has_varlen=False, has_triton=False)
     plain = {name: None for name in ("num_experts", "moe_ffn_hidden_size", "window_size", "fp8_format")}
     plain |= {"reset_attention_mask": False, "fp8_recipe": "delayed"}
     assert names_off(nothing, **plain) == ["weight gradients added to float32 in one product"]
