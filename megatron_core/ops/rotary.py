@@ -33,22 +33,20 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     # Plain tests instead of loops: this runs for every layer, forward and backward.
     extents = x.shape
     table = cos.shape
-    has_batch = len(table) == 3
-    if not (has_batch or len(table) == 2) or not 0 <= len(extents) - len(table) <= 2:
+    if len(table) not in (2, 3) or not 0 <= len(extents) - len(table) <= 2:
         raise ConfigError(f"rope: {_shapes(x, cos, sin)}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
-    fits = table[0] in (1, extents[0]) and (not has_batch or table[1] in (1, extents[1]))
+    fits = table[0] in (1, extents[0]) and (len(table) == 2 or table[1] in (1, extents[1]))
     if table != sin.shape or not fits or not 2 <= 2 * table[-1] <= extents[-1]:
         raise ConfigError(
             f"rope: {_shapes(x, cos, sin)}; the tables must have the same shape, the first dims of x (or 1), and one "
             "column per rotated pair of channels"
         )
     dtype = wide(x.dtype)
-    device = x.device
     for name, tensor in (("cos", cos), ("sin", sin)):
-        if tensor.dtype != dtype or tensor.device != device:
+        if tensor.dtype != dtype or tensor.device != x.device:
             raise ConfigError(
-                f"rope: {name} is {tensor.dtype} on {tensor.device}; for x, which is {x.dtype} on {device}, it must "
-                f"be {dtype} on {device}"
+                f"rope: {name} is {tensor.dtype} on {tensor.device}; for x, which is {x.dtype} on {x.device}, it must "
+                f"be {dtype} on {x.device}"
             )
 
 
@@ -65,23 +63,16 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool)
     sizes, strides = _five_dims(x, cos.dim() - 1)
     cos = cos.contiguous()
     sin = sin.contiguous()
-    native.call(
-        "rope",
-        x,
-        *(*sizes, 2 * cos.shape[-1], x, *strides[:-1]),
-        *(cos, sin, *_table_strides(cos), interleaved, inverse, y),
-    )
+    numbers: list[native.Value] = [*sizes, 2 * cos.shape[-1], x, *strides[:-1], cos, sin, *_table_strides(cos)]
+    native.call("rope", x, *numbers, interleaved, inverse, y)
     return y
 
 
 def _five_dims(x: Tensor, positions: int) -> tuple[list[int], list[int]]:
     """Sizes and strides of ``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims."""
     # Numbers instead of views, each of which takes as long as a small kernel.
-    sizes = list(x.shape)
-    strides = list(x.stride())
-    if positions == 1:
-        sizes.insert(0, 1)
-        strides.insert(0, 0)
+    sizes = [1] * (2 - positions) + list(x.shape)
+    strides = [0] * (2 - positions) + list(x.stride())
     missing = 5 - len(sizes)
     sizes[2:2] = [1] * missing
     strides[2:2] = [0] * missing

@@ -15,7 +15,7 @@ from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import missing
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.ops import native
-from megatron_core.transformer.document_attention import has_varlen
+from megatron_core.transformer.document_attention import varlen_operator
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Platform:
             capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
             has_triton=find_spec("triton") is not None,
             has_grouped_products=hasattr(torch.nn.functional, "grouped_mm"),
-            has_varlen=has_varlen(),
+            has_varlen=varlen_operator() is not None,
             native=native.unavailable_reason("rms_norm", "cuda", torch.bfloat16),
         )
 

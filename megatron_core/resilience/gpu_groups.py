@@ -53,7 +53,8 @@ def obstacle_to_reuse(device: torch.device) -> str | None:
             return f"the GPU or its communicators are not usable: {str(error).splitlines()[0][:200]}"
         return None
 
-    return within(ABORT_SECONDS, release, f"aborting NCCL's communicators did not end within {ABORT_SECONDS:g} s")
+    late: str | None = f"aborting NCCL's communicators did not end within {ABORT_SECONDS:g} s"
+    return within(ABORT_SECONDS, release, late)
 
 
 def replace_process(prefix: str, reason: str) -> NoReturn:

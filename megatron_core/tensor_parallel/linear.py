@@ -261,7 +261,7 @@ def _input_and_weight_grads(
     The communication of each overlaps with the computation of the other.
     """
     # One rank has the two products alone. The objects below, which order exchanges, take longer than small products.
-    if comm.is_local and products is PLAIN_PRODUCTS and not is_collecting(weight):
+    if comm.is_local and products is PLAIN_PRODUCTS and getattr(weight, "grad_queue", None) is None:
         grad_x = input_grad(grad_y, weight) if needs_x else None
         return grad_x, weight_grad(weight, x, grad_y) if needs_weight else None
     # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
@@ -301,7 +301,8 @@ def _start_input_grad(
 def _is_deferred(gradients: LinearGradients, x: Tensor, comm: LinearComm) -> bool:
     """Queue the weight gradient if a split backward attached a queue to the weight; returns whether it did."""
     weight = gradients.weight
-    if not is_collecting(weight):
+    queue = getattr(weight, "grad_queue", None)
+    if queue is None or not queue.is_collecting:
         return False
 
     def job() -> None:
@@ -311,14 +312,8 @@ def _is_deferred(gradients: LinearGradients, x: Tensor, comm: LinearComm) -> boo
 
     # W of a split backward (Qi et al. 2024): the queue runs in what would be a bubble of the pipeline. The input is
     # gathered only then, so that a waiting job does not keep the whole sequence.
-    cast(Any, weight).grad_queue.put(job)
+    queue.put(job)
     return True
-
-
-def is_collecting(weight: nn.Parameter) -> bool:
-    """Whether a split backward computes this weight's gradient later."""
-    queue = getattr(weight, "grad_queue", None)
-    return queue is not None and bool(queue.is_collecting)
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:

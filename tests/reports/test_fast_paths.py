@@ -81,7 +81,7 @@ def test_the_installed_torch() -> None:
     assert installed.torch == torch.__version__
     off = {line.split(": ")[0] for line in describe_paths(installed) if not line.endswith(": on")}
     assert ("one product for all experts" in off) == (grouped._grouped_mm is None)
-    assert ("variable-length attention of packed documents" in off) == (document_attention._operator() is None)
+    assert ("variable-length attention of packed documents" in off) == (document_attention.varlen_operator() is None)
     if not torch.cuda.is_available():
         assert "native CUDA kernels" in off
         assert sum("FP8" in name for name in off) >= 2
