@@ -1,6 +1,8 @@
 """Notes of runs on GPUs and on several nodes: the kernel and the memory of attention, links between nodes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -86,6 +88,20 @@ def gpu_notes(config: RunConfig, groups: ParallelGroups, device: torch.device) -
     size = tokens * config.model.hidden_size * dtype.itemsize
     # Attention and MLP reduce their outputs, and in backward the gradients of their inputs.
     yield from tensor_parallel_notes(groups, ranks_per_node(groups.grid.world_size), size, messages=4)
+
+
+def gpu_state(device: torch.device) -> dict[str, float]:
+    """``reserved``: bytes of torch's allocator; ``fragments``: the share of them without tensors; ``busy``: share of
+    time with kernels, if NVML is installed (nvidia-ml-py). Empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    reserved = torch.cuda.memory_reserved(device)
+    state = {"reserved": reserved, "fragments": 1 - torch.cuda.memory_allocated(device) / max(reserved, 1)}
+    if find_spec("pynvml") is not None:
+        # NVML has errors of its own; a number of a report must not end the training.
+        with suppress(Exception):
+            state["busy"] = torch.cuda.utilization(device) / 100
+    return state
 
 
 def describe_allocator(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.gpu_notes import gpu_state
 from megatron_core.reports.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
 from megatron_core.reports.timers import slowest_ranks, timer_lines
@@ -142,7 +143,7 @@ class Measurements(Callback):
     def _write(self, iteration: int, memory: Mapping[str, int], complete: bool = False) -> None:
         stretch = (self._first, iteration, unix_time(), self._stretch, memory, self._skipped, complete)
         if self._writer is not None:
-            self.goodput.add(self._writer.write(*stretch))
+            self.goodput.add(self._writer.write(*stretch, gpu=gpu_state(self.run.world.device)))
         self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()
 
     def _print_timers(self) -> None:

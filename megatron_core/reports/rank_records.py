@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_core.errors import DataError, shortened, visible
@@ -51,14 +52,17 @@ class RankWriter:
         memory: Mapping[str, int],
         skipped: int,
         complete: bool = False,
+        gpu: Mapping[str, float] = MappingProxyType({}),
     ) -> Record:
-        """Append the range of steps ``first_step`` to ``last_step``; return its record."""
+        """Append the range of steps ``first_step`` to ``last_step``, and the ``gpu_state`` at its end; return its
+        record."""
         record: Record = {
             "kind": "times", "first": first_step, "last": last_step,
             "at": round(began, 3), "seconds": _short(times.seconds),
             "phases": {name: _short(seconds) for name, seconds in times.phases.items()},
             "traffic": {name: {k: _short(v) for k, v in asdict(t).items()} for name, t in times.traffic.items()},
             "memory": dict(memory), "skipped": skipped, **({"complete": True} if complete else {}),
+            **({"gpu": {name: _short(value) for name, value in gpu.items()}} if gpu else {}),
         }  # fmt: skip
         self._file.try_write(json.dumps(record), "record_times")
         return record

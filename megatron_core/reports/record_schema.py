@@ -37,7 +37,7 @@ TIMES = {
     "first": whole(), "last": whole(), "at": SECONDS, "seconds": SECONDS, "phases": mapping(SECONDS),
     "traffic": mapping(TRAFFIC),
 }  # fmt: skip
-TIMES_OPTIONAL = {"memory": mapping(whole()), "skipped": whole(), "complete": flag}
+TIMES_OPTIONAL = {"memory": mapping(whole()), "gpu": mapping(real()), "skipped": whole(), "complete": flag}
 
 
 def wrong_metrics(record: dict[str, Any]) -> list[str]:

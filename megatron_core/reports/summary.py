@@ -95,6 +95,12 @@ class RunSummary:
         """Share of forward and backward in the time of all ranks."""
         return self._part(times.compute for times in self.ranks.values())
 
+    @property
+    def scaling_efficiency(self) -> float:
+        """Share of the ranks' time in which they do not wait for messages of other ranks."""
+        exposed = (sum(traffic["exposed"] for traffic in times.traffic.values()) for times in self.ranks.values())
+        return 1.0 - self._part(exposed)
+
     def worst_share(self, phase: str) -> tuple[float, int]:
         """Largest share of a phase in a rank's time, and this rank, for which the others wait."""
         shares = {rank: t.phases.get(phase, 0.0) / t.seconds for rank, t in self.ranks.items() if t.seconds}
