@@ -87,7 +87,7 @@ class Operator:
             return self._implementation(*self._converted(arguments))
         # A backward operator in a plain backward pass: nothing would be recorded.
         direct = not (self._differentiable or torch.is_grad_enabled())
-        if _are_plain(arguments):
+        if are_plain(arguments):
             return self._implementation(*self._converted(arguments)) if direct else self._apply(*arguments)
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
 
@@ -109,7 +109,7 @@ def quick_apply(function: Any) -> Callable[..., Any]:
     return lambda *inputs: (function.apply if torch._C._are_functorch_transforms_active() else plain)(*inputs)
 
 
-def _are_plain(arguments: Sequence[Any]) -> bool:
+def are_plain(arguments: Sequence[Any]) -> bool:
     """Whether all tensors are their memory, and no transform of torch.func, mode or profiler needs the dispatcher."""
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()  # such as a default device
     if modes or torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
@@ -137,8 +137,9 @@ def operator(name: str) -> Callable[[Callable], Operator]:
     return lambda implementation: Operator(implementation, name)
 
 
-def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], Any]:
-    """Make the decorated function an operator with this name that mutates the arguments ``mutates_args``.
+def define(name: str, mutates_args: Sequence[str] = (), fake: Callable | None = None) -> Callable[[Callable], Any]:
+    """Make the decorated function an operator with this name that mutates the arguments ``mutates_args``; ``fake``
+    allocates its outputs, if it mutates arguments and has outputs.
 
     torch.library.custom_op is not used, because its first call imports torch._dynamo: 1.5 s per process.
     """
@@ -151,6 +152,8 @@ def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], 
         def run(*arguments: Any) -> Any:
             result = implementation(*arguments)
             for index_ in changed:
+                if arguments[index_] is None:
+                    continue
                 # torch.library does this only for functions registered by custom_op; without it autograd would not
                 # notice the change.
                 torch.autograd.graph.increment_version(arguments[index_])
@@ -158,8 +161,8 @@ def define(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], 
 
         torch.library.define(full, torch.library.infer_schema(implementation, mutates_args=mutates_args))
         torch.library.impl(full, "CompositeExplicitAutograd", run if changed else implementation)
-        if changed:
-            torch.library.register_fake(full, lambda *arguments: None)
+        if fake is not None or changed:
+            torch.library.register_fake(full, fake or (lambda *arguments: None))
         return getattr(torch.ops.megatron_core, name).default
 
     return decorate

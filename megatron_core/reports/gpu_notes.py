@@ -11,6 +11,8 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.transformer.document_attention import takes_variable_lengths
+from megatron_core.transformer.flex_attention import flex_obstacle
 
 WITHIN = 450e9
 """Bytes per second and direction of a GPU to others of its node (NVLink 4)."""
@@ -47,12 +49,22 @@ def tensor_parallel_notes(groups: ParallelGroups, per_node: int, message_bytes: 
 
 
 def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
-    """Name of torch's kernel for the causal attention of training, such as ``flash attention``; None on a CPU."""
+    """The kernels of causal attention in training, such as ``flash attention; windows: FlexAttention``; None on a CPU.
+
+    See ``transformer.core_attention`` for the choice.
+    """
     model = config.model
-    parallel = config.parallel
-    if device.type != "cuda" or model.attention_backend == "unfused":
+    if device.type != "cuda":
         return None
-    tp = parallel.tensor_model_parallel_size
+    if model.attention_backend == "unfused":
+        return "the formula for all queries and keys, as requested"
+    blocks = "the formula in blocks of queries"
+    if model.attention_dropout:
+        return f"{blocks}, because of attention_dropout"
+    flex = blocks if flex_obstacle(device) is not None else "FlexAttention"
+    if model.attn_logit_softcapping is not None or model.attention_backend == "flex":
+        return flex
+    tp = config.parallel.tensor_model_parallel_size
     attention = attention_of(model)
     dtype = getattr(torch, config.training.compute_dtype)
     # Values are padded to the channels of keys (``fused_attention``).
@@ -60,7 +72,12 @@ def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
     query = torch.empty(1, max(model.num_attention_heads // tp, 1), *shape, dtype=dtype, device=device)
     key = torch.empty(1, attention.key_value_heads(tp), *shape, dtype=dtype, device=device)
     choice = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=query.shape[1] != key.shape[1])
-    return SDPBackend(choice).name.lower().replace("_", " ").removesuffix(" attention") + " attention"
+    kernels = [SDPBackend(choice).name.lower().replace("_", " ").removesuffix(" attention") + " attention"]
+    if model.has_windows:
+        kernels.append(f"windows: {flex}")
+    if config.data.reset_attention_mask:
+        kernels.append(f"documents: {'variable lengths' if takes_variable_lengths(query, key, key) else flex}")
+    return "; ".join(kernels)
 
 
 def dropout_notes(config: RunConfig, device: torch.device) -> Iterator[str]:

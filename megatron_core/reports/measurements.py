@@ -57,7 +57,7 @@ class Measurements(Callback):
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         # On a GPU each time of a transfer needs two events, so that transfers are timed in some steps only.
-        METER.start(run.groups, run.world.device, Sampling() if run.world.device.type == "cuda" else None)
+        METER.start(run.groups, run.world.device, Sampling.on(run.world.device))
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -205,6 +205,11 @@ SAMPLED_FIRST = 3
 
 class Sampling:
     """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Sampling | None":
+        """The sampling for a device; None on a CPU, where a time costs no events."""
+        return cls() if device.type == "cuda" else None
 
     def __init__(self) -> None:
         self._is_on = True

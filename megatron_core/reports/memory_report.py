@@ -95,7 +95,7 @@ class MemoryPrediction(RunPart):
         if self.run.world.device.type == "cuda":
             from megatron_core.reports.gpu_notes import chosen_kernel
 
-            yield f"attention without mask: {chosen_kernel(self.run.config, self.run.world.device)} (torch)"
+            yield f"attention: {chosen_kernel(self.run.config, self.run.world.device)}"
 
     def notes(self) -> Iterator[str]:
         """See ``gpu_notes``."""

@@ -63,9 +63,9 @@ class MatrixProducts:
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
-    ) -> tuple[Tensor, Any]:
-        """y_SBO of ``parallel_linear``, and data for ``gradients``."""
-        return _output(x, weight, bias, comm), None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """y_SBO of ``parallel_linear``, the tensor to save for the weight gradient, and data for ``gradients``."""
+        return _output(x, weight, bias, comm), x, None
 
     def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> LinearGradients:
         """The products of backward from the gathered ``grad_y`` and the data of ``output``."""
@@ -110,13 +110,13 @@ def parallel_linear(
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, comm, products, training):
-        ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight = weight
         ctx.comm = comm
         ctx.has_bias = bias is not None
         ctx.products = products
-        y, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
+        y, saved_x, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
+        ctx.save_for_backward(saved_x, weight)  # the weight too, so that autograd detects a change before backward
         return y
 
     @staticmethod

@@ -80,7 +80,7 @@ class MoELayer(nn.Module):
         if self.fc1_latent_proj is not None:
             x = self.fc1_latent_proj(x)
         sent = self.dispatcher.dispatch(
-            x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers
+            x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers, once=context.once
         )
         if not self.overlaps:
             share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
