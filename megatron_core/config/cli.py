@@ -67,8 +67,8 @@ CommandLine: TypeAlias = tuple[RunConfig, DryRun]
 
 
 def _with_features(line_class: type[_CommandLine]) -> type[_CommandLine]:
-    """Derive a class from ``line_class`` with a field for each section, with the settings of all features, and for each flag
-    of a feature that stands for settings."""
+    """Derive a class with a field for each section, with the settings of all features, and for each flag of a feature
+    that stands for settings."""
     base: Any = line_class
     flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
     derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), flags)
