@@ -67,8 +67,8 @@ CommandLine: TypeAlias = tuple[RunConfig, DryRun]
 
 
 def _with_features(line_class: type[_CommandLine]) -> type[_CommandLine]:
-    """Derive a class from ``line_class`` with a field for each section, with the settings of all features, and for each
-    flag of a feature that stands for settings."""
+    """Derive a class with a field for each section, with the settings of all features, and for each flag of a feature
+    that stands for settings."""
     base: Any = line_class
     flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
     derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), flags)
@@ -145,6 +145,7 @@ def _parse(
         parse_flags(complete, prog=prog, args=words, default=complete(**defaults.sections()), config=_FLAT)  # exits
     if topic is not None:
         _print_help(_with_features(line_class), topic, prog, defaults or RunConfig())
+    # tyro ends the program at the first flag that it does not know; here all faults are collected for one message.
     translation = Translation.of(words, _types(line_class))
     path = _last_value(translation.flags, "--config")
     names = {plain(flag) for flag, _ in grouped(translation.flags)}
