@@ -12,10 +12,10 @@ from megatron_core.monitor.build import SinkContext, build_sinks, metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent
 from megatron_core.monitor.lenient import LenientSink
-from megatron_core.monitor.sampling import Sampling
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.measurements import Sampling
 from megatron_core.reports.rank_records import RankWriter
 from megatron_core.training.state import TrainState
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
-from megatron_core.ops.operator import define
+from megatron_core.ops.operator import define, quick_apply
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.compiled import group_named
 from megatron_core.parallel.groups import process_group
@@ -104,7 +104,7 @@ def parallel_linear(
     # Evaluation needs no autograd function, whose overhead counts when one token at a time is generated.
     if products is None and not training:
         return _output(x, weight, bias, comm)
-    return _ParallelLinear.apply(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
+    return _apply_linear(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -129,7 +129,12 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
 
 
+_apply_linear = quick_apply(_ParallelLinear)
+
+
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:
+    if comm.is_local:
+        return linear(x, weight, bias)
     if comm.is_pipelined:
         return pipelined_output(x, weight, bias, comm)
     return reduced_output(linear(gather_input(x, comm), weight, bias), comm)
@@ -255,8 +260,12 @@ def _input_and_weight_grads(
 
     The communication of each overlaps with the computation of the other.
     """
+    # One rank has the two products alone. The objects below, which order exchanges, take longer than small products.
+    if comm.is_local and products is PLAIN_PRODUCTS and getattr(weight, "grad_queue", None) is None:
+        grad_x = input_grad(grad_y, weight) if needs_x else None
+        return grad_x, weight_grad(weight, x, grad_y) if needs_weight else None
     # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
-    grad_x: Tensor | None = None
+    grad_x = None
     reducing: Handle = Done()
     is_pipelined = comm.is_pipelined and products.has_pipelined_backward
     if comm.scatter_sequence and is_pipelined and needs_x:

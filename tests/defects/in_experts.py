@@ -169,8 +169,8 @@ IN_EXPERTS = (
     Defect(
         "all copies of a token go to the first of the ranks that share its expert",
         "transformer.moe.dispatch:AllToAll._holders_on",
-        "torch.tensor(self.holders, device=device)",
-        "torch.tensor([own[:1] * len(own) for own in self.holders], device=device)",
+        "copied_to(self.holders, torch.int64, device)",
+        "copied_to([own[:1] * len(own) for own in self.holders], torch.int64, device)",
         "experts, tp2",
         culprit="output of decoder.layers.0.mlp",
     ),

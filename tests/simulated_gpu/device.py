@@ -285,7 +285,8 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return to
     if isinstance(to, OnGPU):
         LOG.mark(to)
-    if isinstance(to, OnGPU):
+        if FRAME.stream is not None:  # written by that stream, which needs not wait for it
+            LOG.written[to.untyped_storage().data_ptr()] = FRAME.stream.known
         for memory, values in LOG.arriving:  # the device works in order: earlier copies are complete
             if memory.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
                 memory.copy_(values)
