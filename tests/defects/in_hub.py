@@ -57,8 +57,8 @@ IN_HUB = (
     Defect(
         "the positions of a rank choose the factors of rotary frequencies",
         "models.gpt.model:GPTModel._rotary",
-        "self.model_config, channels, self.max_sequence_length",
-        "self.model_config, channels, position_ids.shape[1]",
+        "self.model_config, self.rotary_channels, self.max_sequence_length",
+        "self.model_config, self.rotary_channels, position_ids.shape[1]",
         "phi-3 with longrope, cp2",
         culprit="output of decoder.layers.0.self_attention",
     ),
