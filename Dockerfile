@@ -1,7 +1,7 @@
 # Images with the built wheel: CPU (`docker build --target cpu .`) and CUDA (`docker build .`, the default).
 # This file is checked by tests/examples/test_dockerfile.py and hadolint; no engine has built it yet, see docs/containers.md.
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
-ARG CUDA_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 FROM ${PYTHON_IMAGE} AS wheel
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -22,7 +22,7 @@ RUN useradd --create-home --uid 1000 trainer
 COPY --from=wheel /wheels /wheels
 # The wheel has no version to pin: it is the one of this source.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu torch==2.8.0+cpu \
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu \
     && wheel=$(find /wheels -name "*.whl") \
     && pip install --no-cache-dir "${wheel}[fast,server,storage]" \
     && rm -rf /wheels
@@ -48,13 +48,17 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_core megatron_core
-# The kernels for GPUs are compiled here, by the image's nvcc. The package is this source and has no version to pin.
+# This torch and CUDA have every fast path of megatron_core/reports/fast_paths.py. The kernels for GPUs are compiled here, by
+# the image's nvcc. make gpu needs pytest and transformers. The package is this source and has no version to pin.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu128 torch==2.8.0+cu128 \
-    && pip install --no-cache-dir ".[fast,server,storage]"
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 torch==2.13.0+cu130 \
+    && pip install --no-cache-dir ".[fast,server,storage]" pytest==9.2.0 pytest-timeout==2.4.0 hypothesis==6.170.17 \
+    transformers==5.24.0
+COPY --chown=1000 benchmarks /workspace/benchmarks
 COPY --chown=1000 examples /workspace/examples
+COPY --chown=1000 tests /workspace/tests
 COPY --chown=1000 tools /workspace/tools
-COPY --chown=1000 pretrain_gpt.py /workspace/
+COPY --chown=1000 Makefile pretrain_gpt.py pyproject.toml /workspace/
 RUN chown 1000 /workspace
 WORKDIR /workspace
 USER 1000

@@ -18,8 +18,8 @@
 # site-version: VERSION=1.0 adds the site to the branch gh-pages, with a selector of versions
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
-# gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
-#             in each mode, measures speed; writes runs/gpu.json and runs/gpu.html. GPU_FLAGS="--only train" for a part
+# gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, measures speed, tests
+#             them and a training in each mode and layout; writes runs/gpu.json, .md and .html. GPU_FLAGS="--only train" for a part
 # wheel:      dist/*.whl, with the native libraries in it; CUDA=0 leaves out the CUDA library, half of the time
 # doctor:     what is installed and works on this machine, and what else to install
 # bench:      speed compared with transformers and torch's DDP

@@ -167,8 +167,8 @@ def products(settings: Settings) -> list[Row]:
             if fp8 is None:
                 alone = partial(torch.mm, x, weight.t())
             else:
-                a, b = fp8.quantise("input", x, 1), fp8.quantise("weight", weight, 1).t()
-                alone = partial(product, a, b, torch.bfloat16, fast_accumulation=True)
+                (a,), (b,) = fp8.quantise("input", x, 1), fp8.quantise("weight", weight, 1)
+                alone = partial(product, a, b.t(), torch.bfloat16, fast_accumulation=True)
             single = flops / seconds(alone, settings) / TERA
         before = 2 * settings.runs.index(name)  # rows for this layer
         first = rows[-before].value if before else whole

@@ -64,7 +64,7 @@ class Feature:
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.
     """
     compressions: tuple[Any, ...] = ()
-    """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    """Rows ``config.parallel.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     transports: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Feature:
     evaluation: str | None = None
     """Class derived from ``training.parts.Evaluation``: what the run evaluates in addition to its validation data."""
     data_part: str | None = None
-    """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
+    """Class derived from ``training.data.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
     start: str | None = None
@@ -134,6 +134,7 @@ class Extensible:
             return super().__new__(extended(cls))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Extended classes are made in each process: a pickle names the class from which another process makes its own.
         core = _core_of(type(self))
         return _restored, (core if extended(core) is type(self) else type(self), vars(self))
 
@@ -190,6 +191,7 @@ def features() -> tuple[Feature, ...]:
 
 @cache
 def _listed_features() -> tuple[Feature, ...]:
+    # By name, because the features import the core.
     listed: tuple[Feature, ...] = import_module("megatron_core.features").FEATURES
     return listed
 

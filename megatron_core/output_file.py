@@ -129,6 +129,7 @@ def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
     """
     refuse_url(named, path)
     path = Path(path)
+    # In a shared folder, another user could place a link that leads to any file of this user.
     if path.is_symlink() and not _is_stream(path):
         raise ConfigError(f"{named}: {path} is a symbolic link, which is not allowed here; give the file itself")
     if not path.is_file():
@@ -217,6 +218,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         with open(partial, "xb") as file:
             yield file
             file.flush()
+            # The content reaches the disk before the name, so that a crash leaves the old file or the new one.
             os.fsync(file.fileno())
         with suppress(FileNotFoundError):
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
@@ -305,6 +307,7 @@ def make_folder(folder: str | Path) -> None:
     """
     refuse_url(str(folder), folder)
     real = os.path.realpath(folder)
+    # Links on the way and their targets: either could belong to another user.
     for path in dict.fromkeys((os.path.abspath(folder), real)):
         folder_path = Path(path)
         for ancestor in [*reversed(folder_path.parents), folder_path][1:]:

@@ -25,8 +25,9 @@ class Terminal(io.TextIOWrapper):
         """Write to the buffer of ``stream``, which remains usable."""
         super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
         self.exact = stream
-        self.has_colours = False
         """The stream without escaping."""
+        self.has_colours = False
+        """Whether colours are written as they are; see ``colours``."""
 
     def write(self, text: str) -> int:
         """Write ``text``, escaped."""

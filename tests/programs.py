@@ -113,6 +113,7 @@ def _wait(processes: list[BaseProcess], seconds: float) -> None:
     ):
         if not wait(running, timeout=max(deadline - time.monotonic(), 0)):
             return
+        time.sleep(0.005)  # a program that closes the descriptors that it inherits looks as if it had ended
 
 
 def _end(processes: list[BaseProcess]) -> None:

@@ -30,7 +30,7 @@ WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 """Run all cases, and more drawn examples."""
 CASES = 3
 """Cases of a test that starts ranks or programs."""
-OPTIONAL_SHARE = 3
+OPTIONAL_SHARE = 4
 OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
 STARTERS = {"Popen", "multiprocessing", "run_ranks", "run_ranks_of", "run_simulated", "subprocess", "trace_training"}

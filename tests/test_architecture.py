@@ -59,6 +59,7 @@ LEVELS = {
     "reports": 8,
     "inference": 8,  # serves chats
     "any_model": 9,
+    "post_training": 9,
     "verify": 10,
     "drop_in": 10,  # ``megatron`` and ``deepspeed`` below it are separate packages
     "commands": 11,
@@ -228,6 +229,14 @@ def test_no_module_cycle() -> None:
 def test_the_table_forbids_something(importer: str, imported: str) -> None:
     assert forbidden_import(importer, imported)
     assert forbidden_import("tensor_parallel.layers", "parallel.current") is None
+
+
+def test_rules_do_not_import_one_another() -> None:
+    """A rule reads settings and returns messages; what several rules share is in ``config.rule_helpers``."""
+    rules = sorted((ROOT / PACKAGE / "config").glob("rules_*.py"))
+    assert len(rules) > 5
+    for path in rules:
+        assert not re.findall(r"^from megatron_core\.config\.rules_\w+ import", path.read_text(), re.M), path.name
 
 
 def test_low_levels_import_little_from_outside() -> None:

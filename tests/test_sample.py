@@ -90,8 +90,9 @@ def test_optional_parts(file: str, optional: bool) -> None:
 
 def test_a_module_of_an_optional_part_keeps_a_share_of_its_tests() -> None:
     optional, core = TESTS / "any_model" / "test_x.py", TESTS / "transformer" / "test_x.py"
-    for path, kept in ((optional, 4), (core, 10)):
-        cases: Any = [Case(f"test_{number}", _directly, path=path) for number in range(4 * OPTIONAL_SHARE - 2)]
+    count = 4 * OPTIONAL_SHARE - 2
+    for path, kept in ((optional, 4), (core, count)):
+        cases: Any = [Case(f"test_{number}", _directly, path=path) for number in range(count)]
         assert len(cases) - len(left_out(cases)) == kept
     table: Any = [Case("test", _directly, path=optional) for _ in range(9)]
     assert len(left_out(table)) == 8

@@ -1,11 +1,12 @@
-"""Check everything on one GPU: kernels, a training in each mode, speed; one record and one page.
+"""Check everything on one GPU or several: speed, kernels, a training in each mode and layout; one record, two pages.
 
     make gpu                                # or python -m benchmarks.gpu
     python -m benchmarks.gpu --only train   # the stages whose name begins with a text
     python -m benchmarks.gpu --minutes 9 --continue  # after each other: where commands may not take longer
     python -m benchmarks.gpu --device cpu   # the same program with tiny models, on a machine without a GPU
 
-Each stage is a process with a time limit; one that fails, hangs or is killed is reported, and the others run. Needs
+The speed of two trainings is measured first, and printed and stored as soon as it is known. Each stage is a process
+with a time limit; one that fails, hangs or is killed is reported with the line where it was, and the others run. Needs
 no network: packages that the machine lacks are installed from wheels in the folder ``wheels``. The exit status is 1 if
 a stage failed.
 """
@@ -17,6 +18,8 @@ import contextlib
 import datetime
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -28,10 +31,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
+from benchmarks.gpu.figures import headline
 from benchmarks.gpu.stages import PACKAGES, PATH, ROOT, TOGETHER, Stage, all_stages
 
 TAIL = 6000
 """Characters of the output of a failed stage in the record."""
+STACK_SECONDS = 3.0
+"""Time in which a stage at its limit prints its stacks."""
 
 
 def run_stage(
@@ -49,20 +55,27 @@ def run_stage(
     figures_file.unlink(missing_ok=True)
     command = [*stage.command, *(("--out", str(figures_file)) if stage.has_figures else ())]
     modules = os.pathsep.join(filter(None, (str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **(settings or {}), **stage.environment, "PYTHONPATH": modules, "PATH": PATH}
+    # At the limit every process of the stage prints where it is.
+    stacks = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **stacks, **(settings or {}), **stage.environment, "PYTHONPATH": modules, "PATH": PATH}
     began, status = time.monotonic(), None
+    culprit = ""
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
+            # A stack is printed by SIGABRT, which would also store all memory of the process.
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
         except OSError as error:
             return outcome(stage, "failed", reason=f"{command[0]} cannot be started: {error}")
         try:
             while status is None and time.monotonic() < began + limit and not (stop and stop.is_set()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(max(min(began + limit - time.monotonic(), 0.5), 0.0))
+            if status is None:
+                culprit = ask_where(process, log)
         finally:
             kill_group(process)
     seconds = time.monotonic() - began
@@ -74,7 +87,7 @@ def run_stage(
         return outcome(stage, "ok", seconds, figures=figures, log=shown)
     if status is None and limit < stage.limit:
         return outcome(stage, "skipped", seconds, reason="the time budget ended; give a larger --minutes", log=shown)
-    reason = why(status, limit, figures)
+    reason = why(status, limit, figures) + (f", {culprit}" if culprit else "")
     output_tail = log.read_bytes()[-TAIL:].decode(errors="replace")
     return outcome(stage, "failed", seconds, reason=reason, figures=figures or {}, output=output_tail, log=shown)
 
@@ -101,6 +114,32 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def ask_where(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Let all processes of a stage print their stacks and end; the innermost line of this project, and of torch."""
+    length = log.stat().st_size
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STACK_SECONDS)
+    with log.open("rb") as output:
+        output.seek(length)
+        return culprit_of(output.read().decode(errors="replace"))
+
+
+def culprit_of(stacks: str) -> str:
+    """A phrase for the innermost line of the main thread's stack, and the innermost one of this project."""
+    main_threads = re.findall(r"^Current thread .*?(?=^\S|\Z)", stacks, re.DOTALL | re.MULTILINE)
+    frames = [re.findall(r'File "(.+)", line (\d+) in (\S+)', thread) for thread in main_threads]
+    # The last stack is the one of a rank, where there are ranks; their parent only waits.
+    lines = next((stack for stack in reversed(frames) if stack), [])
+    if not lines:
+        return ""
+    ours = next((frame for frame in lines if frame[0].startswith(str(ROOT)) and "/.venv/" not in frame[0]), None)
+    shown = [lines[0], *([ours] if ours not in (None, lines[0]) else [])]
+    places = (f"{path.removeprefix(f'{ROOT}/')}:{line} in {function}" for path, line, function in shown)
+    return f"in {', called at '.join(places)}"
 
 
 def read_figures(path: Path) -> dict[str, Any] | None:
@@ -166,7 +205,8 @@ def run_all(stages: Sequence[Stage], record: Record, budget: float, together: in
 
     for is_small, some in groupby((stage for stage in stages if stage.name not in known), lambda each: each.is_small):
         for stage, found in _outcomes(list(some), run, together if is_small else 1, stop):
-            print(f"{stage.name:32} {found['status']:8} {found['seconds']:7.1f} s  {found['reason'] or ''}", flush=True)
+            told = found["reason"] or headline(found["figures"])
+            print(f"{stage.name:32} {found['status']:8} {found['seconds']:7.1f} s  {told}", flush=True)
             if stage.name == "environment" and found["status"] == "failed":
                 blocked = "the stage environment failed, see its reason"
             record.stages.append(found)
@@ -201,6 +241,18 @@ def kept_stages(path: Path, stages: Sequence[Stage], device: str) -> list[dict[s
     return [each for each in found["stages"] if each["name"] in wanted and each["status"] != "skipped"]
 
 
+def without_gpu() -> str | None:
+    """Why no stage can run on a GPU of this machine; None if torch sees one."""
+    # In another process, which may take long or be killed by a broken driver.
+    seen = "import torch; print('yes' if torch.cuda.is_available() else f'torch {torch.__version__} sees none')"
+    try:
+        result = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=120.0)
+    except subprocess.TimeoutExpired:
+        return "torch.cuda.is_available() did not return within 120 s"
+    answer = (result.stdout.strip() or result.stderr.strip()).splitlines()
+    return None if answer[-1:] == ["yes"] else "; ".join(answer[-1:]) or f"python ended with {result.returncode}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, write, and say what failed."""
     parser = argparse.ArgumentParser(
@@ -226,6 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(stage.name for stage in stages))
         return 0
+    if given.device == "cuda" and (reason := without_gpu()) is not None:
+        print(f"make gpu needs an NVIDIA GPU and torch with CUDA, and {reason}; --device cpu tests the program itself")
+        return 1
     out, together = given.out.resolve(), TOGETHER if given.device == "cuda" else 1
     kept = kept_stages(out, all_stages(given.device), given.device) if given.continues else []
     return check(stages, out, given.device, 60.0 * given.minutes, kept=kept, together=together)
@@ -258,7 +313,8 @@ def check(
     skipped = sum(stage["status"] == "skipped" for stage in record.stages)
     passed = len(record.stages) - len(failed) - skipped
     names = f" ({', '.join(stage['name'] for stage in failed)}; output in {out.with_suffix('')})" if failed else ""
-    print(f"{passed} ok, {skipped} skipped, {len(failed)} failed{names}; record {out}, page {html}")
+    pages = f"{html} and {html.with_suffix('.md').name}"
+    print(f"{passed} ok, {skipped} skipped, {len(failed)} failed{names}; record {out}, pages {pages}")
     is_whole = {stage.name for stage in stages} <= {stage["name"] for stage in record.stages}
     return 0 if is_whole and page is not None and page["status"] == "ok" and not failed else 1
 

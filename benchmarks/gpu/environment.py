@@ -50,6 +50,8 @@ def gpu() -> tuple[dict[str, object], list[str]]:
     """The GPU as torch sees it, and what is wrong."""
     import torch
 
+    from megatron_core.reports.fast_paths import Platform, describe_paths
+
     seen: dict[str, object] = {"torch": torch.__version__, "torch_cuda": torch.version.cuda or "none"}
     for name in ("triton", "transformers", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -71,6 +73,7 @@ def gpu() -> tuple[dict[str, object], list[str]]:
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
+    seen["fast_paths"] = list(describe_paths(Platform.current()))
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda")).sum().item()  # a kernel starts and ends
     if (device.major, device.minor) < OLDEST:
         seen["note"] = f"the native kernels need compute capability 8.0, and {device.name} has {seen['capability']}"

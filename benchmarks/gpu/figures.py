@@ -26,12 +26,32 @@ def out_file() -> Path | None:
     return found
 
 
-def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+def write_figures(path: Path | None, figures: dict[str, Any], *, shows: bool = True) -> None:
     """Print figures, and write them to ``path``. Numbers that are not finite are written as text."""
     text = json.dumps(_finite(figures), indent=2, allow_nan=False)
-    print(text)
+    if shows:
+        print(text)
     if path is not None:
-        path.write_text(text + "\n", encoding="utf-8")
+        # A stage that is killed leaves the figures before or these, and no half of a file.
+        replacement = path.with_suffix(".new")
+        replacement.write_text(text + "\n", encoding="utf-8")
+        replacement.replace(path)
+
+
+def headline(figures: dict[str, Any]) -> str:
+    """The numbers of a stage that are worth a line of the terminal."""
+    words = []
+    if (rate := figures.get("tokens_per_second")) is not None:
+        words.append(f"{rate:,.0f} tokens/s")
+    for name, label in (("mfu", "MFU"), ("of_products", "of products"), ("hidden", "hidden")):
+        if figures.get(name) is not None:
+            words.append(f"{figures[name]:.1%} {label}")
+    if figures.get("launches_per_layer") is not None:
+        words.append(f"{figures['launches_per_layer']:.0f} {figures['counted']} for each layer")
+        words.append(f"{figures['host_waits_per_step']:.0f} host waits for each step")
+    if isinstance(difference := figures.get("largest_difference"), float):
+        words.append(f"differs by {difference:.1e}")
+    return ", ".join(words)
 
 
 def skip(path: Path | None, reason: str) -> None:

@@ -10,9 +10,12 @@ are relative to the same bfloat16 rates in the first two, so that all lines comp
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +31,13 @@ from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.parallel.initialization import draws_alike
 from megatron_core.planner.hardware import known_hardware, read_hardware
+from megatron_core.planner.smaller import predicted_bytes
 from megatron_core.reports.reference_rate import measure_product_rate
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 
 WARM_UPS, STEPS = 3, 8
+OnStep = Callable[[Run, list[float]], None]
 SHEET = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 """FLOP/s of dense products in bfloat16 by NVIDIA's data sheets, of the SXM modules."""
 COMMON: dict[str, Any] = {
@@ -93,28 +98,48 @@ def settings_of(name: str, device: str, micro_batch: int | None = None) -> dict[
     return settings | {"micro_batch_size": size, "global_batch_size": size}
 
 
-def step_seconds(run: Run, device: str) -> list[float]:
-    """Seconds of each step after the warm-up."""
-    found = []
+def step_seconds(run: Run, device: str, on_step: OnStep = lambda run, seconds: None) -> list[float]:
+    """Seconds of each step after the warm-up; ``on_step`` is called with those so far."""
+    seconds: list[float] = []
     for _ in range(WARM_UPS + STEPS):
         began = time.perf_counter()
         train_step(run)
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return found[WARM_UPS:]
+        seconds.append(time.perf_counter() - began)
+        if len(seconds) > WARM_UPS:
+            on_step(run, seconds[WARM_UPS:])
+    return seconds[WARM_UPS:]
 
 
-def largest_that_fits(name: str, device: str) -> tuple[Run, list[float], list[int]]:
-    """Measure; halve the micro-batch while memory runs out. Returns the micro-batches that did not fit, too."""
-    refused: list[int] = []
+def predicted_size(name: str, device: str, free: float) -> tuple[int, list[int]]:
+    """The largest micro-batch whose predicted memory fits into ``free`` bytes, at least 1, and the larger ones."""
     size = settings_of(name, device)["micro_batch_size"]
+    refused: list[int] = []
+    while size > 1:
+        config = RunConfig.from_flat(settings_of(name, device, size))
+        needed = predicted_bytes(config, 1, int(settings_of(name, device)["vocab_size"]))
+        if needed <= free:
+            break
+        print(f"{name}: --micro-batch-size {size} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
+        refused.append(size)
+        size //= 2
+    return size, refused
+
+
+def largest_that_fits(
+    name: str, device: str, on_step: OnStep = lambda run, seconds: None
+) -> tuple[Run, list[float], list[int]]:
+    """Measure; halve the micro-batch while memory would or does run out. Returns the sizes that did not fit, too."""
+    # Running out of memory costs a set-up, and on a device that others use too it would be their failure.
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else math.inf
+    size, refused = predicted_size(name, device, free)
     while True:
         try:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             run = set_up(RunConfig.from_flat(settings_of(name, device, size)), world_on(device))
-            return run, step_seconds(run, device), refused
+            return run, step_seconds(run, device, on_step), refused
         except Exception as error:
             if size == 1 or allocation_that_failed(error) is None:
                 raise
@@ -139,29 +164,40 @@ def rates(device: str) -> dict[str, float | None]:
     }
 
 
-def measure(name: str, device: str) -> dict[str, Any]:
-    """The figures of one model."""
-    reference = rates(device)
-    run, seconds, refused = largest_that_fits(name, device)
+def figures_of(run: Run, seconds: list[float], device: str, reference: dict[str, float | None]) -> dict[str, Any]:
+    """The figures of the steps so far."""
     settings = run.config
-    memory = peak_memory_bytes()
     tokens = settings.training.micro_batch_size * settings.data.seq_length
     per_second = tokens / statistics.median(seconds)
     flops = per_second * flops_per_token(settings.model, settings.data.seq_length, run.vocab_size)
+    products = reference["of_products"]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "parameters": sum(p.numel() for stage in run.stages.values() for p in stage.parameters()),
         "tokens_per_second": per_second,
         "tflops": flops / 1e12,
         **{figure: flops / rate if rate else None for figure, rate in reference.items()},
-        "memory_gib": memory / 2**30,
+        "product_tflops": products / 1e12 if products else None,
+        "memory_gib": peak_memory_bytes() / 2**30,
         "micro_batch_size": settings.training.micro_batch_size,
         "seq_length": settings.data.seq_length,
-        "out_of_memory": refused,
         "step_seconds": seconds,
         # False: large weights were drawn on the CPU, which takes minutes.
         "draws_weights": device == "cuda" and draws_alike(run.world.device),
     }
+
+
+def measure(name: str, device: str, out: Path | None = None) -> dict[str, Any]:
+    """The figures of one model; those of the steps so far are stored in ``out`` after each step."""
+    reference = rates(device)
+
+    def keep(run: Run, seconds: list[float]) -> None:
+        if out is not None:
+            write_figures(out, figures_of(run, seconds, device, reference) | {"steps": len(seconds)}, shows=False)
+        print(f"step {len(seconds)} of {STEPS}: {seconds[-1]:.4f} s", flush=True)
+
+    run, seconds, refused = largest_that_fits(name, device, keep)
+    return figures_of(run, seconds, device, reference) | {"out_of_memory": refused}
 
 
 def main() -> int:
@@ -175,7 +211,7 @@ def main() -> int:
         reason = scaled_product_unavailable_reason(block_size(settings), torch.device("cuda", 0))
         if reason is not None:
             skip(given.out, f"FP8 would not be faster than bfloat16 here: {reason}")
-    write_figures(given.out, measure(given.shape, given.device))
+    write_figures(given.out, measure(given.shape, given.device, given.out))
     return 0
 
 

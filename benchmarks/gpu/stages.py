@@ -24,6 +24,17 @@ SHAPES = (
     "gpt 1b, window, bounded scores",
 )  # fmt: skip
 """Models that ``speed.py`` measures."""
+FIRST = ("gpt 1b", "llama 8b, 8 layers")
+"""The first stages after the build, so that a run that ends early has measured the speed of two trainings."""
+LAYOUTS = (
+    "tp2 sp", "pp2 1f1b", "pp2 zb_h1", "dp2 zero1", "dp2 zero3", "dp2 ep2", "cp2", "tp2 sp, cuda graphs",
+)  # fmt: skip
+"""Layouts of two ranks that ``layouts.py`` compares with one rank."""
+TRACES = (
+    "launches", "gradient reduction", "zero3 gathers", "tensor parallel", "expert all-to-all", "activation offload",
+    "optimizer offload",
+)  # fmt: skip
+"""Measurements that ``trace.py`` reads from the profiler's trace."""
 TESTED = {
     **{
         name: f"tests/ops/test_{name}.py"
@@ -89,15 +100,24 @@ class Stage:
 
 
 def all_stages(device: str) -> list[Stage]:
-    """Every stage for ``cuda`` or ``cpu``, in order: the ones that others need, small ones, speed, slow checks."""
+    """Every stage for ``cuda`` or ``cpu``, in order: the ones that others need, two
+    speeds, correctness, the other speeds, slow checks."""
     trainings = [_own(f"train {mode}", "training", 180.0, mode, "--device", device) for mode in MODES]
-    speeds = [_own(f"speed {shape}", "speed", 240.0, shape, "--device", device) for shape in SHAPES]
+    # The limits of speeds include torch.compile of all layers, those of layouts the start of four worlds.
+    speeds = [_own(f"speed {shape}", "speed", 240.0, shape, "--device", device) for shape in (*FIRST, *SHAPES)]
+    layouts = [_own(f"layout {name}", "layouts", 240.0, name, "--device", device) for name in LAYOUTS]
+    layouts.append(_own("layout verify", "layouts", 480.0, "verify", "--device", device))
+    traces = [_own(f"trace {name}", "trace", 180.0, name, "--device", device) for name in TRACES]
     benchmarks = BENCHMARKS if device == "cuda" else TINY_BENCHMARKS
     first = [*_packages(), _own("environment", "environment", 120.0, "--device", device), _build(device)]
     stages = [
         *(replace(stage, is_repeated=True) for stage in first),
+        *speeds[: len(FIRST)],
+        traces[0],
         *(replace(stage, is_small=True) for stage in (*_kernels(device), *trainings)),
-        *speeds,
+        *layouts,
+        *traces[1:],
+        *(stage for stage in speeds[len(FIRST) :] if stage not in speeds[: len(FIRST)]),
         *(
             Stage(f"benchmark {name}", (sys.executable, "-m", *command, "--no-keep"), 420.0)
             for name, command in benchmarks.items()
@@ -117,8 +137,10 @@ def _packages() -> list[Stage]:
 
 def _own(name: str, module: str, limit: float, *arguments: str) -> Stage:
     command = (sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments)
-    needs_gpu = "cuda graphs" in name and arguments[-1] == "cpu"
-    obstacle = "CUDA graphs need a GPU" if needs_gpu else None
+    on_cpu = arguments[-1:] == ("cpu",)
+    obstacle = "CUDA graphs need a GPU" if "cuda graphs" in name and on_cpu else None
+    if module == "trace" and arguments[0] != TRACES[0] and on_cpu:
+        obstacle = "transfers overlap on a GPU"
     return Stage(name, command, limit, has_figures=True, obstacle=obstacle)
 
 
@@ -128,6 +150,8 @@ def _build(device: str) -> Stage:
     nvcc = os.environ.get("CUDACXX") or "nvcc"
     if device == "cpu":
         obstacle = "--device cpu uses the libraries that are installed"
+    elif not (ROOT / "csrc").exists():
+        obstacle = "the sources are not here, as in a container; the installed package has its libraries"
     elif shutil.which("cmake", path=PATH) is None:
         obstacle = "cmake was not found; install it (pip install cmake), or use libraries that are built already"
     elif shutil.which(nvcc, path=PATH) is None:
@@ -135,7 +159,7 @@ def _build(device: str) -> Stage:
             f"{nvcc} was not found, so operations use a library built before or their references in PyTorch; install "
             "the CUDA toolkit, and add nvcc to the PATH or set CUDACXX to it"
         )
-    return _own("build", "build", 600.0) if obstacle is None else Stage("build", ("cmake",), 600.0, obstacle=obstacle)
+    return _own("build", "build", 150.0) if obstacle is None else Stage("build", ("cmake",), 600.0, obstacle=obstacle)
 
 
 def _kernels(device: str) -> list[Stage]:

@@ -43,10 +43,10 @@ template <typename F, typename Word, typename V> MEGATRON_BOTH Word narrow_of(V 
   return narrow | ((word >> 24) & 0x80u);
 }
 
-// largest / amax in float; `power_of_two`: rounded down to a power of two; NaN if amax is not finite. An amax below
-// 1e-12, such as that of zeros, is replaced by 1e-12.
-MEGATRON_BOTH float scale_of(double largest, double amax, bool power_of_two) {
-  double scale = largest / (amax > 1e-12 ? amax : 1e-12);
+// largest / amax / divisor in float; `power_of_two`: rounded down to a power of two; NaN if amax is not finite. An amax
+// below 1e-12, such as that of zeros, is replaced by 1e-12.
+MEGATRON_BOTH float scale_of(double largest, double amax, bool power_of_two, double divisor = 1.0) {
+  double scale = largest / (amax > 1e-12 ? amax : 1e-12) / divisor;
   if (power_of_two) {  // clear the mantissa
     uint64_t bits;
     memcpy(&bits, &scale, sizeof bits);
@@ -55,5 +55,31 @@ MEGATRON_BOTH float scale_of(double largest, double amax, bool power_of_two) {
   }
   return float(scale + amax * 0.0);
 }
+
+// The arguments of megatron_fp8_roll, and its work for number i.
+struct Roll {
+  int64_t steps;
+  bool takes_largest;
+  double divisor, largest[3];
+  float *latest, *history, *scale, *inverse;
+
+  MEGATRON_BOTH void step(int64_t i) const {
+    const int64_t role = i % 3;
+    float* entries = history + i / 3 * steps * 3 + role;
+    float amax = latest[i];
+    if (!(amax > 0.0f && amax <= 3.402823466e+38f)) amax = entries[0];
+    float most = amax;
+    for (int64_t s = steps - 1; s > 0; --s) {
+      const float earlier = entries[(s - 1) * 3];
+      entries[s * 3] = earlier;
+      if (takes_largest && earlier > most) most = earlier;
+    }
+    entries[0] = amax;
+    latest[i] = 0.0f;
+    const float by = most > 0.0f ? scale_of(largest[role], most, false, divisor) : 1.0f;
+    scale[i] = by;
+    inverse[i] = 1.0f / by;
+  }
+};
 
 }  // namespace megatron

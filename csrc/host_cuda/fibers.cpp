@@ -28,6 +28,7 @@ unsigned current;
 const std::function<void()>* running_kernel;
 std::string error;
 bool last_thread_first = false;
+int64_t launches = 0;
 
 void pause(State state) {
   fibers[current].state = state;
@@ -86,6 +87,7 @@ void run_block() {
 
 const char* run_blocks(int64_t blocks, int64_t threads, const std::function<void()>& kernel) {
   static std::string reported;
+  ++launches;
   if (blocks < 1 || threads < 1 || threads > 1024 || threads % kWarp) return "invalid configuration argument";
   if (fibers.size() < size_t(threads)) fibers = std::vector<Fiber>(threads);
   running_kernel = &kernel;
@@ -109,6 +111,9 @@ float __shfl_xor_sync(unsigned mask, float value, int lane) {
   pause(State::kAtShuffle);
   return fibers[own ^ unsigned(lane)].offered[turn];
 }
+
+// The number of kernels launched so far.
+MEGATRON_API int64_t megatron_launches() { return megatron::launches; }
 
 // The order in which a block's threads run: a result that depends on it reveals a missing barrier.
 MEGATRON_API void megatron_last_thread_first(int64_t yes) { megatron::last_thread_first = yes != 0; }

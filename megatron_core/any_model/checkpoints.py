@@ -74,7 +74,7 @@ class EngineCheckpoints:
                 self._optimizer,
                 vocab_size=0,
                 tokenizer=None,
-                further=self._further,
+                added_pieces=self._further,
             )
         state.param_groups = [
             {name: _numbers(group[name]) for name in CHANGED_BY_SCHEDULERS if name in group}

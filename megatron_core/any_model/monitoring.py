@@ -15,6 +15,7 @@ from megatron_core.monitor.lenient import LenientSink
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.measurements import Sampling
 from megatron_core.reports.rank_records import RankWriter
 from megatron_core.training.state import TrainState
 
@@ -80,7 +81,7 @@ class StepMonitor:
         if path is not None and settings.record_times:
             self._writer = RankWriter(Path(path), rank, about)
         self._goodput.add({"kind": "start", **about})
-        METER.start(self._groups, self._world.device)
+        METER.start(self._groups, self._world.device, Sampling.on(self._world.device))
         self._began = time.perf_counter()
         atexit.register(self.close)
 

@@ -202,7 +202,7 @@ class PipelineEngine(Engine):
         work = StepWork(
             self.plans.training(count),
             self._forward_step(micros, loss_function, pipeline.message),
-            torch.tensor(float(count), dtype=torch.float64, device=self.world.device),
+            torch.full((), count, dtype=torch.float64, device=self.world.device),
         )
         outcome = take_step(
             pipeline,

@@ -25,7 +25,8 @@ class TensorBox:
 def parameter_pieces(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[TensorBox]:
     """The boxes of whole parameters, named ``model.NAME``."""
     for name, parameter in named:
-        shape, numel = tuple(parameter.shape), parameter.numel()
+        shape = tuple(parameter.shape)
+        numel = parameter.numel()
         yield from pieces_of(f"model.{name}", spec_of(parameter), shape, 0, numel, parameter.data.view(-1))
 
 
@@ -34,12 +35,14 @@ def pieces_of(
 ) -> Iterator[TensorBox]:
     """The boxes of ``flat``, which holds the elements ``start ... stop - 1`` of this rank's part of the tensor
     ``name``."""
+    # A shard of a flat buffer ends anywhere in a row. It is stored as boxes of the global tensor, not as a flat range,
+    # so that any other layout can intersect them with its own.
     for local, number in flat_boxes(local_shape, start, stop):
         memory = flat[number - start : number - start + local.numel].view(local.shape)
-        for part in spec.parts:
-            common = part.local.intersect(local)
+        for indices in spec.parts:
+            common = indices.local.intersect(local)
             if common is not None:  # padding belongs to no part
-                offset = tuple(b - a for a, b in zip(part.local.start, part.whole.start, strict=True))
+                offset = tuple(b - a for a, b in zip(indices.local.start, indices.whole.start, strict=True))
                 yield TensorBox(
-                    name, spec.global_shape, common.shifted(offset), memory[common.within(local)], part.owned
+                    name, spec.global_shape, common.shifted(offset), memory[common.within(local)], indices.owned
                 )

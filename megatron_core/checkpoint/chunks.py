@@ -1,16 +1,19 @@
 """Divides files of a checkpoint into chunks and over readers, and makes messages of parts of chunks."""
 
-from __future__ import annotations
-
 import math
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box
+from megatron_core.locations import in_storage
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Differs between running kernels; only on Linux."""
 CHUNK_BYTES = 2**24
 """Bytes that are read at a time."""
 ALIGNMENT = 16
@@ -27,14 +30,16 @@ class Span:
     """Number of the tensor in the manifest."""
     box: Box
     dtype: torch.dtype
-    at: int
+    offset: int
     """Offset in the chunk."""
 
     def values(self, data: Tensor) -> Tensor:
         """The values of the span in the bytes ``data`` of the chunk."""
-        own = data[self.at : self.at + self.box.numel * self.dtype.itemsize]
-        own = own.clone() if own.data_ptr() % self.dtype.itemsize else own
-        return viewed(own, self.dtype, self.box.shape)
+        # A view in a wider dtype must begin at a multiple of its size. Tensors of several dtypes follow each other in a
+        # file without padding, so that some do not.
+        stored = data[self.offset : self.offset + self.box.numel * self.dtype.itemsize]
+        stored = stored.clone() if stored.data_ptr() % self.dtype.itemsize else stored
+        return viewed(stored, self.dtype, self.box.shape)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Chunk:
 
 Needs = Mapping[int, Sequence[Box]]
 """Boxes that a rank needs, by number of the tensor."""
-Part = tuple[Span, Box, Box]
+Overlap = tuple[Span, Box, Box]
 """The intersection of a span with a needed box: the span, the needed box, the intersection."""
 
 
@@ -58,11 +63,29 @@ def readers_of(files: Mapping[str, int], ranks: int) -> dict[str, int]:
 
     Rank r therefore reads the file of rank r if the number of ranks is that of the saving job.
     """
-    total, before, found = sum(files.values()), 0, {}
+    total = sum(files.values())
+    before = 0
+    readers = {}
     for name, size in sorted(files.items()):
-        found[name] = min(ranks - 1, (2 * before + size) * ranks // max(1, 2 * total))
+        # The middle of the file decides, in integers: all ranks compute the same readers without a message.
+        readers[name] = min(ranks - 1, (2 * before + size) * ranks // max(1, 2 * total))
         before += size
-    return found
+    return readers
+
+
+def page_cache_of(folder: Path) -> str:
+    """A name that is equal on ranks whose reads of files in ``folder`` share a page cache; empty in object storage, and
+    if the folder cannot be read."""
+    if in_storage(folder) is not None:
+        return ""
+    try:
+        status = folder.stat()
+    except OSError:
+        return ""
+    # Not the host's name: containers of one kernel have different names but one page cache, and hosts may have equal
+    # names. Device and inode tell whether the path is the same folder in both.
+    kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    return f"{kernel} {status.st_dev} {status.st_ino}"
 
 
 def group_of(rank: int, hosts: Sequence[str], files: int) -> list[int]:
@@ -72,8 +95,8 @@ def group_of(rank: int, hosts: Sequence[str], files: int) -> list[int]:
     Hashes are those of consecutive bytes, so one rank has to read a whole file. With few files this rank would send
     them to all hosts while other disks are idle.
     """
-    own = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    return own if all(hosts) and files < len(set(hosts)) else list(range(len(hosts)))
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return neighbours if all(hosts) and files < len(set(hosts)) else list(range(len(hosts)))
 
 
 def window_of(sender: int, receiver: int, ranks: int) -> int:
@@ -88,33 +111,39 @@ def window_of(sender: int, receiver: int, ranks: int) -> int:
 
 def blocks_of(box: Box, itemsize: int) -> Iterator[Box]:
     """Split ``box`` into parts of at most ``CHUNK_BYTES`` bytes that are consecutive in memory."""
-    size, shape = box.numel * itemsize, box.shape
+    size = box.numel * itemsize
+    shape = box.shape
     if size <= CHUNK_BYTES:
         yield box
         return
+    # Only a split of the outermost dimension keeps each block consecutive in the file.
     dim = next(dim for dim, length in enumerate(shape) if length > 1)
     rows = max(1, CHUNK_BYTES * shape[dim] // size)
-    for first in range(box.start[dim], box.stop[dim], rows):
-        last = min(first + rows, box.stop[dim])
-        start = (*box.start[:dim], first, *box.start[dim + 1 :])
-        yield from blocks_of(Box(start, (*box.stop[:dim], last, *box.stop[dim + 1 :])), itemsize)
+    for begin in range(box.start[dim], box.stop[dim], rows):
+        end = min(begin + rows, box.stop[dim])
+        start = (*box.start[:dim], begin, *box.start[dim + 1 :])
+        yield from blocks_of(Box(start, (*box.stop[:dim], end, *box.stop[dim + 1 :])), itemsize)
 
 
 def chunks_of(file: str, size: int, boxes: Iterable[tuple[int, int, torch.dtype, Box]]) -> Iterator[Chunk]:
     """Split a file of ``size`` bytes with ``boxes`` (offset, number of the tensor, dtype, box) into chunks."""
-    start, spans = 0, list[Span]()
-    for offset, tensor, dtype, whole in sorted(boxes, key=lambda each: each[0]):
-        for box in blocks_of(whole, dtype.itemsize):
+    start = 0
+    spans = list[Span]()
+    # Chunks cover the file without gaps, with its header and padding, because the hash is that of all bytes. They end
+    # between blocks, so that each block is in one chunk.
+    for offset, tensor, dtype, stored_box in sorted(boxes, key=lambda entry: entry[0]):
+        for box in blocks_of(stored_box, dtype.itemsize):
             stop = offset + box.numel * dtype.itemsize
             if spans and stop - start > CHUNK_BYTES:
                 yield Chunk(file, start, offset, spans)
-                start, spans = offset, []
+                start = offset
+                spans = []
             spans.append(Span(tensor, box, dtype, offset - start))
             offset = stop
     yield Chunk(file, start, size, spans)
 
 
-def parts_of(chunk: Chunk, needs: Needs) -> Iterator[Part]:
+def overlaps_of(chunk: Chunk, needs: Needs) -> Iterator[Overlap]:
     """The parts of ``chunk`` that a rank needs, in the order in which they are sent."""
     for span in chunk.spans:
         for box in needs.get(span.tensor, ()):
@@ -123,22 +152,22 @@ def parts_of(chunk: Chunk, needs: Needs) -> Iterator[Part]:
                 yield span, box, common
 
 
-def places_of(parts: Iterable[Part]) -> list[int]:
+def places_of(overlaps: Iterable[Overlap]) -> list[int]:
     """Offsets of the parts in their message, and its size."""
-    places = [0]
-    for span, _, common in parts:
+    offsets = [0]
+    for span, _, common in overlaps:
         size = common.numel * span.dtype.itemsize
-        places.append(places[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
-    return places
+        offsets.append(offsets[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
+    return offsets
 
 
-def packed(parts: Sequence[Part], data: Tensor) -> Tensor:
-    """The message with ``parts`` of the chunk ``data``."""
-    places = places_of(parts)
-    message = torch.zeros(places[-1], dtype=torch.uint8)
-    for (span, _, common), at in zip(parts, places, strict=False):
-        part = message[at : at + common.numel * span.dtype.itemsize]
-        viewed(part, span.dtype, common.shape).copy_(span.values(data)[common.within(span.box)])
+def packed(overlaps: Sequence[Overlap], data: Tensor) -> Tensor:
+    """The message with ``overlaps`` of the chunk ``data``."""
+    offsets = places_of(overlaps)
+    message = torch.zeros(offsets[-1], dtype=torch.uint8)
+    for (span, _, common), offset in zip(overlaps, offsets, strict=False):
+        room = message[offset : offset + common.numel * span.dtype.itemsize]
+        viewed(room, span.dtype, common.shape).copy_(span.values(data)[common.within(span.box)])
     return message
 
 

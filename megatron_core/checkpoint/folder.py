@@ -79,7 +79,8 @@ def run_id(save: Path, *, restart: bool) -> str:
 
 def write_runs(save: Path, runs: Sequence[str]) -> None:
     """Write the ids that ``runs_of`` reads. Errors: ``CheckpointError`` if the file belongs to another program."""
-    path, hidden = save / RUN, save / f"{RUN}.new"
+    path = save / RUN
+    hidden = save / f"{RUN}.new"
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which is not allowed here; remove it")
     if not all(re.fullmatch("[0-9a-f]{32}", run) for run in runs_of(save)):
@@ -101,6 +102,8 @@ def replace_file(path: Path, hidden: Path, data: bytes) -> None:
 def is_own(folder: Path) -> bool:
     """Whether ``folder`` is empty or a checkpoint of this program, even a damaged one."""
     with suppress(OSError):
+        # The first bytes suffice: a manifest of a large model has many megabytes, and a damaged one still says whose it
+        # is.
         if f'"format": "{FORMAT}"'.encode() in read_part(folder / MANIFEST, 0, 100):
             return True
     if not folder.is_dir():
@@ -126,14 +129,15 @@ def refuse_foreign(
     if (save / MANIFEST).is_file() and is_own(save):
         what = f"is itself a checkpoint ({MANIFEST})"
     tracked, fault = _tracked(save)
-    found = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
-    found += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
-    foreign = next((path.name for path in found if _is_there(path) and not is_replaceable(path, is_ours)), None)
+    folders = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
+    folders += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
+    present = (path for path in folders if path.is_symlink() or path.exists())
+    foreign = next((path.name for path in present if not is_replaceable(path, is_ours)), None)
     if (save / TRACKER).is_symlink():
         what = f"has a symbolic link named {TRACKER}"
     elif foreign is not None:
         what = f"holds {foreign}, which is not a checkpoint of this program (but, for example, of Megatron-LM)"
-    elif fault and not any(map(is_ours, found)):
+    elif fault and not any(map(is_ours, folders)):
         what = f"holds {TRACKER} of another program"
     if what:
         raise CheckpointError(f"{named} {what}, so nothing can be saved there; choose another folder")
@@ -142,10 +146,6 @@ def refuse_foreign(
 def is_replaceable(folder: Path, is_ours: Callable[[Path], bool] = is_own) -> bool:
     """Whether a new checkpoint may take the name of ``folder``; files of others in it then move to the new one."""
     return is_ours(folder) or (folder / REMAINS).is_file()
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
@@ -159,8 +159,10 @@ def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Colle
         what = f"is the --save folder of another run (it contains {CONFIG})"
     is_default = real(folder) == real(save / TEMPORARY_FOLDER)
     for number in () if what else complete_iterations(folder):
-        path, text = iteration_folder(folder, number), b""
+        path = iteration_folder(folder, number)
+        text = b""
         with suppress(OSError):
+            # The text is searched, not parsed: a damaged checkpoint of another run must not be deleted either.
             text = (path / MANIFEST).read_bytes()  # possibly damaged
         if not any(f'"run": "{run}"'.encode() in text for run in runs):
             has_run = b'"run": "' in text
@@ -178,8 +180,8 @@ def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Colle
 def complete_iterations(root: Path) -> list[int]:
     """The iterations of the complete checkpoints in ``root``, ascending."""
     numbers = (path.parent.name.removeprefix("iter_") for path in root.glob(f"iter_*/{MANIFEST}"))
-    found = {int(number) for number in numbers if number.isascii() and number.isdigit()}
-    return sorted(number for number in found if (iteration_folder(root, number) / MANIFEST).is_file())
+    iterations = {int(number) for number in numbers if number.isascii() and number.isdigit()}
+    return sorted(number for number in iterations if (iteration_folder(root, number) / MANIFEST).is_file())
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         raise CheckpointError(form.refusal(f"load={load}", root, step))
     tracked, fault = (step, "") if step is not None else _tracked(root)
     if tracked is None and not complete:
-        incomplete = next((path for path in (root, *sorted(root.glob("iter_*"))) if _is_written(path)), None)
+        # With a rank's file, a folder without a manifest is a damaged checkpoint, not an empty folder.
+        folders = (root, *sorted(root.glob("iter_*")))
+        incomplete = next((path for path in folders if any(path.glob("rank_*.safetensors"))), None)
         if incomplete is not None:
             raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
@@ -227,21 +231,18 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         fault = f"names iteration {tracked}, which does not exist"
     if step is not None:
         return Candidates((iteration_folder(root, step),), named=True)
+    # A lost tracker must not make a run start from scratch: manifests show which checkpoints are complete.
     if fault or tracked is None:
         note = f"{root / TRACKER} {fault or 'does not exist'}: loading the newest complete checkpoint in the folder"
         return Candidates(tuple(iteration_folder(root, number) for number in reversed(complete)), note=note)
+    # The tracker decides, not the highest number: it is written last, and names what a save has completed. A newer
+    # folder is only reported.
     before = [number for number in reversed(complete) if number <= tracked]
     newer = ""
     if complete[-1] > tracked:
         newest = iteration_folder(root, complete[-1]).name
         newer = f"{root} also has {newest}, newer than the one in {TRACKER}; load it with --ckpt-step {complete[-1]}"
     return Candidates(tuple(iteration_folder(root, number) for number in before), note=newer)
-
-
-def _is_written(folder: Path) -> bool:
-    """Whether ``folder`` contains a rank's file; without a manifest it is then a damaged checkpoint, not an empty
-    folder."""
-    return any(folder.glob("rank_*.safetensors"))
 
 
 def find_checkpoint(load: str, step: int | None = None) -> Path | None:
@@ -304,7 +305,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, setting: str = "save") -> None:
-        self.folder, self.setting = folder, setting
+        self.folder = folder
+        self.setting = setting
         self.unsupported = ""
         """The error if the file system does not support locks."""
         self._file = no_follow(folder / LOCK, os.O_RDWR | os.O_CREAT)
@@ -320,11 +322,13 @@ class FolderLock:
                 ) from None
             self.unsupported = error.strerror or str(error)
             return
+        # An empty file may be one that was created a moment ago; any other text belongs to another program.
         if os.pread(self._file, 8, 0).strip(b"\0") not in (b"", b"process "):
             self.release()
             raise CheckpointError(
                 f"{setting}={str(folder)!r}: {LOCK} is a file of another program; choose another folder"
             )
+        # Only the holder writes its name, so that a run that is refused reads who holds the lock.
         os.truncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 

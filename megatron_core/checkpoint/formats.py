@@ -1,7 +1,5 @@
 """Formats of other programs. A run imports one only if a setting names it, or if a folder has no checkpoint of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

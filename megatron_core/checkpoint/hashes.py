@@ -62,7 +62,8 @@ class HashingFile:
     def __init__(self, path: Path) -> None:
         remote = in_storage(path)
         self._file = _DiskFile(path) if remote is None else remote.writer()
-        self._hash, self._size = xxh3_128(), 0
+        self._hash = xxh3_128()
+        self._size = 0
 
     def __enter__(self) -> HashingFile:
         return self
@@ -101,13 +102,15 @@ def sync_folder(folder: Path) -> None:
 
 def inside(folder: Path, name: str) -> Path:
     """The path of the file ``name`` in ``folder``; ``ValueError`` if it is outside the folder, also through links."""
-    parts = PurePosixPath(name).parts
-    plain = "\\" not in name and "\0" not in name and "/".join(parts) == name
-    if not parts or not plain or name.startswith("/") or ".." in parts:
+    names = PurePosixPath(name).parts
+    plain = "\\" not in name and "\0" not in name and "/".join(names) == name
+    if not names or not plain or name.startswith("/") or ".." in names:
         raise ValueError(f"the file {name[:200]!r} is not a path inside the folder")
     path = folder
-    for part in parts:
-        path = path / part
+    for component in names:
+        path = path / component
+        # A name comes from the manifest, which anyone may have written: a link could lead out of the folder although
+        # the name does not.
         if path.is_symlink():
             raise ValueError(f"{name[:200]!r} goes through a symbolic link; files must be in the folder itself")
     return path
@@ -115,15 +118,18 @@ def inside(folder: Path, name: str) -> Path:
 
 def content_hash(path: Path) -> str:
     """The hash of a file's content."""
-    found, buffer, remote = xxh3_128(), bytearray(READ_BYTES), in_storage(path)
+    digest = xxh3_128()
+    buffer = bytearray(READ_BYTES)
+    remote = in_storage(path)
     if remote is not None:
         for start in range(0, path.stat().st_size, READ_BYTES):
-            found.update(remote.read_range(start, READ_BYTES))
-        return found.hexdigest()
+            digest.update(remote.read_range(start, READ_BYTES))
+        return digest.hexdigest()
+    # Unbuffered: Python's buffer would copy each byte once more.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            found.update(memoryview(buffer)[:count])
-    return found.hexdigest()
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 def damaged_files(folder: Path, files: Mapping[str, StoredFile], *, share: int = 0, shares: int = 1) -> list[str]:
@@ -137,14 +143,16 @@ def damage(folder: Path, files: Mapping[str, StoredFile], *, share: int = 0, sha
     With several callers, caller ``share`` of ``shares`` checks a part of about equal size, so that each byte is read
     once.
     """
-    own = dict(_share(files, share, shares))
+    share_of_files = dict(_share(files, share, shares))
     with ThreadPoolExecutor(THREADS) as pool:
-        faults = pool.map(lambda item: _fault(folder, *item), own.items())
-        return {name: fault for name, fault in zip(own, faults, strict=True) if fault}
+        faults = pool.map(lambda item: _fault(folder, *item), share_of_files.items())
+        return {name: fault for name, fault in zip(share_of_files, faults, strict=True) if fault}
 
 
 def _share(files: Mapping[str, StoredFile], share: int, shares: int) -> Iterable[tuple[str, StoredFile]]:
     loads = [0] * shares
+    # Largest files first, each to the share with the fewest bytes: every caller computes the same shares without a
+    # message. An empty file counts as one byte, or all of them would be in one share.
     for name, file in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
         least = loads.index(min(loads))
         loads[least] += file.size + 1

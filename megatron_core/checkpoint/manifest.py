@@ -86,6 +86,8 @@ class Manifest:
             "files": {name: {"bytes": file.size, HASH: file.hash} for name, file in sorted(self.files.items())},
             "tensors": {name: _entry(tensor) for name, tensor in sorted(self.tensors.items())},
         }
+        # The checksum is the last key and covers the bytes before it: a reader needs no canonical form of JSON to
+        # compare it.
         text = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
         write_file(path, text + CHECKSUM + _checksum(text) + b'"\n}')
 
@@ -101,10 +103,11 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: nested too deeply") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as a checkpoint's manifest: {_short(error)}") from None
+        # Format and version come before the checksum, which another version may compute differently.
         if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-            found = content if isinstance(content, dict) else {}
+            top = content if isinstance(content, dict) else {}
             raise CheckpointError(
-                f"{path} says format {_short(repr(found.get('format')))} version {_short(repr(found.get('version')))}; "
+                f"{path} says format {_short(repr(top.get('format')))} version {_short(repr(top.get('version')))}; "
                 f"this release reads {FORMAT!r} version {VERSION}"
             )
         text, _, checksum = data.rpartition(CHECKSUM)
@@ -119,6 +122,7 @@ class Manifest:
     def _of(cls, content: dict[str, Any], folder: Path) -> Manifest:
         """Build a manifest from JSON ``content``; ``ValueError`` for the first invalid entry."""
         iteration = _number(content, "iteration")
+        # The folder's name is how a run chooses an iteration; renamed by hand, it would resume with other counters.
         named = re.fullmatch(r"iter_(\d{7,})", folder.name)
         if named and int(named[1]) != iteration:
             raise ValueError(f"it is of iteration {iteration}, but in {folder.name}")
@@ -128,7 +132,8 @@ class Manifest:
             file = _of_type({name: entry}, name, dict)
             files[name] = StoredFile(_number(file, "bytes"), _of_type(file, HASH, str))
         tensors = {n: _tensor(n, entry, files) for n, entry in _of_type(content, "tensors", dict).items()}
-        state, save_id = _of_type(content, "state", dict), _of_type(content, "save_id", str)
+        state = _of_type(content, "state", dict)
+        save_id = _of_type(content, "save_id", str)
         if state.get("iteration", iteration) != iteration:
             raise ValueError(f"its iteration is {iteration} and {_short(repr(state['iteration']))}")
         return cls(iteration, save_id, state, tensors, files)
@@ -143,22 +148,24 @@ def _short(text: object) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    # json would keep the last of two equal keys; readers that keep the first would see another checkpoint.
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
-    return found
+    return entries
 
 
-def _of_type(entry: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def _of_type(entry: Mapping[str, Any], name: str, expected: type[T]) -> T:
     value = entry.get(name)
-    if type(value) is not kind:  # isinstance would accept True as an int
-        raise ValueError(f"{name} is {_short(repr(value))}, not of type {kind.__name__}")
+    if type(value) is not expected:  # isinstance would accept True as an int
+        raise ValueError(f"{name} is {_short(repr(value))}, not of type {expected.__name__}")
     return value
 
 
 def _number(entry: Mapping[str, Any], name: str) -> int:
     value = _of_type(entry, name, int)
+    # Sizes in torch are signed 64-bit integers.
     if not 0 <= value < 2**63:
         raise ValueError(f"{name} is {_short(value)}, which is out of range")
     return value
@@ -175,13 +182,18 @@ def _entry(tensor: StoredTensor) -> dict[str, Any]:
 
 def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     entry = _of_type({name: entry}, name, dict)
-    shape, dtype, boxes = _numbers(entry, "shape"), _of_type(entry, "dtype", str), []
+    shape = _numbers(entry, "shape")
+    dtype = _of_type(entry, "dtype", str)
+    boxes = []
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"{name} has the dtype {_short(repr(dtype))}; known: {', '.join(sorted(TORCH_DTYPES))}")
-    for part in _of_type(entry, "boxes", list):
-        part = _of_type({f"a box of {name}": part}, f"a box of {name}", dict)
+    for item in _of_type(entry, "boxes", list):
+        item = _of_type({f"a box of {name}": item}, f"a box of {name}", dict)
         box = StoredBox(
-            _of_type(part, "file", str), _of_type(part, "key", str), _numbers(part, "start"), _numbers(part, "stop")
+            _of_type(item, "file", str),
+            _of_type(item, "key", str),
+            _numbers(item, "start"),
+            _numbers(item, "stop"),
         )
         within = len(box.start) == len(box.stop) == len(shape) and all(
             a <= b <= size for a, b, size in zip(box.start, box.stop, shape, strict=True)
@@ -223,12 +235,13 @@ def collect(
             stop = tuple(a + n for a, n in zip(start, shape, strict=True))
             dtypes[tensor] = dtype
             boxes.setdefault(tensor, []).append(StoredBox(report["name"], key, start, stop))
-    for tensor, parts in boxes.items():
-        stored = sum(part.box.numel for part in parts)
+    # Each element has one owning rank, so boxes do not overlap, and their total shows whether an element is missing.
+    for tensor, located in boxes.items():
+        stored = sum(box.box.numel for box in located)
         if stored != prod(shapes[tensor]):
             raise CheckpointError(
                 f"{folder}: {tensor} has {prod(shapes[tensor])} elements, but the ranks wrote {stored}; the checkpoint "
                 "was not completed"
             )
-    tensors = {name: StoredTensor(shapes[name], dtypes[name], tuple(parts)) for name, parts in boxes.items()}
+    tensors = {name: StoredTensor(shapes[name], dtypes[name], tuple(located)) for name, located in boxes.items()}
     return Manifest(iteration, save_id, state, tensors, files)

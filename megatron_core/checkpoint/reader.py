@@ -17,15 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
+from megatron_core.checkpoint.chunks import page_cache_of
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
-from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import in_storage
-from megatron_core.parallel.texts import gather_from_all_ranks, listed
+from megatron_core.parallel.texts import gather_from_all_ranks, listed, raise_on_all_ranks
 
 
 class CheckpointReader(StateReader):
@@ -55,7 +55,7 @@ class CheckpointReader(StateReader):
     def kinds(self) -> list[str]:
         """The stored kinds of optimizer state."""
         stored = (name.split(".") for name in self.manifest.tensors)
-        return sorted({parts[1] for parts in stored if parts[0] == "optimizer"})
+        return sorted({words[1] for words in stored if words[0] == "optimizer"})
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor."""
@@ -71,18 +71,18 @@ class CheckpointReader(StateReader):
         self.is_hashed = with_tensors
         if with_tensors:
             return damaged_files(self.folder, files, share=share, shares=shares)
-        others = {name: file for name, file in files.items() if name not in self.manifest.files_of_tensors}
+        without_tensors = {name: file for name, file in files.items() if name not in self.manifest.files_of_tensors}
         sizes = wrong_sizes(self.folder, files) if is_first else []
-        return [*sizes, *damaged_files(self.folder, others, share=share, shares=shares)]
+        return [*sizes, *damaged_files(self.folder, without_tensors, share=share, shares=shares)]
 
     def read(self, name: str) -> Tensor:
         """Read the whole tensor ``name`` in its stored dtype."""
         tensor = self.manifest.tensors[name]
-        whole = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        values = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         origin = Box((0,) * len(tensor.shape), tensor.shape)
-        for box, values in self.boxes(name):
-            whole[box.within(origin)] = values
-        return whole
+        for box, box_values in self.boxes(name):
+            values[box.within(origin)] = box_values
+        return values
 
     def boxes(self, name: str) -> Iterator[tuple[Box, Tensor]]:
         """Read the stored boxes of the tensor ``name`` one at a time; yield each with its values."""
@@ -130,8 +130,8 @@ class CheckpointReader(StateReader):
                 common = piece.box.intersect(stored.box)
                 if common is None:
                     continue
-                part = self._slice(tensor, stored)[common.within(stored.box)]
-                piece.memory[common.within(piece.box)] = part.to(piece.memory)
+                values = self._slice(tensor, stored)[common.within(stored.box)]
+                piece.memory[common.within(piece.box)] = values.to(piece.memory)
                 filled += common.numel
             self._check_filled(piece, filled)
 
@@ -142,18 +142,18 @@ class CheckpointReader(StateReader):
         Files whose hashes have not been compared are hashed meanwhile. Errors: ``CheckpointError`` on all ranks, for
         damaged files ``DamagedCheckpoint``; the memory of the pieces may have wrong values then.
         """
-        named, problem = list[tuple[str, TensorBox]](), ""
+        named = list[tuple[str, TensorBox]]()
+        problem = ""
         try:
             for piece in pieces:
                 tensor = self._tensor(piece)
-                parts = (piece.box.intersect(stored.box) for stored in tensor.boxes)
-                self._check_filled(piece, sum(part.numel for part in parts if part is not None))
+                overlaps = (piece.box.intersect(stored.box) for stored in tensor.boxes)
+                self._check_filled(piece, sum(overlap.numel for overlap in overlaps if overlap is not None))
                 named.append((self._source(piece.name), piece))
         except CheckpointError as error:
             problem = str(error)
-        fault = next(filter(None, gather_from_all_ranks(problem, device)), "")
-        if fault:
-            raise CheckpointError(fault)
+        # A rank that raised alone would leave the others waiting for its messages.
+        raise_on_all_ranks(problem, device)
         OnePass(self.folder, self.manifest, device, hashed=not self.is_hashed).fill(named)
         self.is_hashed = True
 
@@ -165,6 +165,8 @@ class CheckpointReader(StateReader):
             )
 
     def _source(self, name: str) -> str:
+        # Main weights are the float32 values of which 16-bit weights are rounded copies: read from them, weights of any
+        # dtype lose nothing, and a run may change its dtype.
         if name.startswith("model."):
             main = "optimizer.main." + name.removeprefix("model.")
             return main if self.has(main) else name
@@ -189,15 +191,15 @@ class CheckpointReader(StateReader):
         """The lazily read slice of a box, checked against the manifest."""
         path = self.folder / stored.file
         try:
-            found = self._file(stored.file).get_slice(stored.key)
+            lazy_slice = self._file(stored.file).get_slice(stored.key)
         except SafetensorError as error:
             raise CheckpointError(f"{path} has no {stored.key}: {error}") from None
-        if (tuple(found.get_shape()), found.get_dtype()) != (stored.box.shape, tensor.dtype):
+        if (tuple(lazy_slice.get_shape()), lazy_slice.get_dtype()) != (stored.box.shape, tensor.dtype):
             raise CheckpointError(
-                f"{path}: {stored.key} is {found.get_dtype()} {list(found.get_shape())}, not {tensor.dtype} "
+                f"{path}: {stored.key} is {lazy_slice.get_dtype()} {list(lazy_slice.get_shape())}, not {tensor.dtype} "
                 f"{list(stored.box.shape)} as {MANIFEST} says; the checkpoint is damaged"
             )
-        return found
+        return lazy_slice
 
     def _file(self, name: str) -> safe_open:
         if name not in self._files:
@@ -211,6 +213,8 @@ class CheckpointReader(StateReader):
                 metadata = file.metadata() or {}
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+            # Names, shapes and sizes of two saves are equal: only the id tells whether a file was copied from another
+            # one.
             expected = (self.manifest.save_id, str(self.manifest.iteration))
             if (metadata.get("save_id"), metadata.get("iteration")) != expected:
                 raise CheckpointError(
@@ -224,8 +228,8 @@ class CheckpointReader(StateReader):
 
 def _kind(name: str) -> str:
     """``model``, or ``optimizer.`` and the name of the state."""
-    parts = name.split(".")
-    return parts[0] if parts[0] == "model" else ".".join(parts[:2])
+    words = name.split(".")
+    return words[0] if words[0] == "model" else ".".join(words[:2])
 
 
 def open_newest(
@@ -252,7 +256,10 @@ def open_newest(
     refused: list[str] = []
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for folder in candidates.folders:
-        reader, fault, host = None, "", page_cache_of(folder)
+        reader = None
+        fault = ""
+        host = page_cache_of(folder)
+        # One rank of each host compares the sizes of all files: the others ask the same file system.
         is_first = gather_from_all_ranks(host, device).index(host) == rank
         try:
             fault = damaged.get(folder, "")
@@ -262,6 +269,7 @@ def open_newest(
                 fault = "; ".join(reader.verify(rank, size, with_tensors=not hash_later, is_first=is_first))
         except CheckpointError as error:
             fault = str(error)
+        # Ranks hash different files; all of them must choose the same checkpoint.
         faults = list(dict.fromkeys(text for text in gather_from_all_ranks(fault, device) if text))
         if reader is not None and not faults:
             if refused:
@@ -285,14 +293,11 @@ def find_newest(load: str, step: int | None, temporary: Path | None = None, *, v
     refused: list[str] = []
     for folder in candidates.folders:
         try:
-            manifest = Manifest.read(folder / MANIFEST)
+            reader = CheckpointReader(folder)
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        others = {name: file for name, file in manifest.files.items() if name not in manifest.files_of_tensors}
-        faults = []
-        if verify:
-            faults = [*wrong_sizes(folder, manifest.files), *damaged_files(folder, others)]
+        faults = reader.verify(with_tensors=False) if verify else []
         if not faults:
             return folder
         refused.append("; ".join(dict.fromkeys(faults)))
@@ -311,11 +316,11 @@ def _refuse_all(load: str, candidates: Candidates, refused: list[str]) -> None:
 
 def _candidates(load: str, step: int | None, temporary: Path | None) -> Candidates:
     """The candidates in ``load``, preceded by the one in ``temporary`` if it is newer."""
-    found = find_candidates(load, step)
-    newest = None if found.named or temporary is None else find_checkpoint(str(temporary))
-    if newest is None or (found.folders and iteration_of(newest) <= iteration_of(found.folders[0])):
-        return found
-    return replace(found, folders=(newest, *found.folders))
+    candidates = find_candidates(load, step)
+    newest = None if candidates.named or temporary is None else find_checkpoint(str(temporary))
+    if newest is None or (candidates.folders and iteration_of(newest) <= iteration_of(candidates.folders[0])):
+        return candidates
+    return replace(candidates, folders=(newest, *candidates.folders))
 
 
 def note(text: str) -> None:

@@ -67,6 +67,7 @@ def give_name(partial: Path, final: Path, is_ours: Callable[[Path], bool] = is_o
 
     ``is_ours`` recognizes checkpoints of the format. Errors: ``CheckpointError`` if ``final`` is not one of them.
     """
+    # A killed run may have hidden the checkpoint of this iteration under the name that is discarded next.
     restore_replaced(final.parent)
     replaced = final.with_name(f".{final.name}.replaced")
     discard(replaced)
@@ -76,6 +77,7 @@ def give_name(partial: Path, final: Path, is_ours: Callable[[Path], bool] = is_o
             return replaced
         if not is_replaceable(final, is_ours):
             raise CheckpointError(f"{final} is not a checkpoint of this program, so it is not replaced; move it away")
+        # Exchanging the names leaves no moment without a checkpoint of this iteration; two renames do.
         if _exchange(partial, final):
             return partial
         final.rename(replaced)
@@ -94,8 +96,8 @@ def _exchange(first: Path, second: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    here = _RELATIVE_TO_CURRENT
-    if rename(here, os.fsencode(first), here, os.fsencode(second), _EXCHANGE) == 0:
+    directory = _RELATIVE_TO_CURRENT
+    if rename(directory, os.fsencode(first), directory, os.fsencode(second), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _NO_EXCHANGE:
@@ -111,21 +113,23 @@ def remove(folder: Path) -> None:
     """
     if not is_own(folder):
         return
-    own = own_files(folder)
-    others = files_below(folder) - own
-    if not others and in_storage(folder) is None:
+    deleted = own_files(folder)
+    foreign = files_below(folder) - deleted
+    if not foreign and in_storage(folder) is None:
         hidden = folder.with_name(f".{folder.name}.removed")
         discard(hidden)
         folder.rename(hidden)
         discard(hidden)
         return
-    if others:
+    if foreign:
         with suppress(FileNotFoundError):
+            # If the run is killed here, the next one reads from this copy which files it has still to delete.
             (folder / REMAINS).write_bytes((folder / MANIFEST).read_bytes())
-        _report(folder, others)
+        _report(folder, foreign)
     (folder / MANIFEST).unlink(missing_ok=True)
-    _delete(folder, own - {REMAINS})
-    if others:
+    _delete(folder, deleted - {REMAINS})
+    if foreign:
+        # Empty: nothing is left to delete, but the folder may still take a new checkpoint of the iteration.
         (folder / REMAINS).write_bytes(b"")
 
 
@@ -139,29 +143,33 @@ def discard(hidden: Path) -> None:
         return
     if not hidden.is_dir():
         return
-    own = own_files(hidden)
-    others, final = files_below(hidden) - own, shown(hidden)
-    if others and final is not None and in_storage(hidden) is None:
+    deleted = own_files(hidden)
+    foreign = files_below(hidden) - deleted
+    final = shown(hidden)
+    if foreign and final is not None and in_storage(hidden) is None:
         final.mkdir(exist_ok=True)
         if not (final / MANIFEST).exists() and not (final / DISTRIBUTED_STATE).exists():
+            # Marks the folder as one whose name a new checkpoint of the iteration may take.
             (final / REMAINS).touch()
-        for name in sorted(others):
+        for name in sorted(foreign):
             _move(hidden / name, final / name)
-        _report(final, others)
-    _delete(hidden, own)
+        _report(final, foreign)
+    _delete(hidden, deleted)
 
 
 def _move(source: Path, target: Path) -> None:
     """Move a file; another name is chosen if the target exists."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    number, free = 1, target
+    number = 1
+    free = target
     while os.path.lexists(free):
-        free, number = target.with_name(f"{target.name}.{number}"), number + 1
+        free = target.with_name(f"{target.name}.{number}")
+        number = number + 1
     source.rename(free)
 
 
-def _report(folder: Path, others: Collection[str]) -> None:
-    print(f"note: {folder} keeps {listed(sorted(others))}: not of the deleted checkpoint", flush=True)
+def _report(folder: Path, foreign: Collection[str]) -> None:
+    print(f"note: {folder} keeps {listed(sorted(foreign))}: not of the deleted checkpoint", flush=True)
 
 
 def _delete(folder: Path, names: set[str]) -> None:
@@ -189,6 +197,7 @@ def remove_hidden(save: Path) -> None:
             discard(hidden)
     for manifest in save.glob(f"iter_*/{REMAINS}"):
         folder = manifest.parent
+        # A manifest under this name lists the files of a deletion that did not end.
         if not (folder / MANIFEST).exists() and manifest.stat().st_size:
             _delete(folder, own_files(folder) - {REMAINS})
             manifest.write_bytes(b"")
@@ -200,7 +209,7 @@ def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int 
     if keep_last is None and keep_every is None:
         return
     upto = [number for number in complete_iterations(save) if number <= newest]
-    kept: Collection[int] = upto[-(keep_last or 1) :]
+    recent: Collection[int] = upto[-(keep_last or 1) :]
     for number in upto:
-        if number not in kept and (keep_every is None or number % keep_every):
+        if number not in recent and (keep_every is None or number % keep_every):
             remove(iteration_folder(save, number))

@@ -39,6 +39,8 @@ class Snapshot:
 
         ``later`` must not change until that function returns; ``now`` are copied immediately.
         """
+        # Pieces that may change before the thread has run are copied now, in the caller. The others change only in the
+        # update, which waits, so that their copies overlap with the step.
         first, second = ([piece for piece in pieces if piece.owned] for pieces in (later, now))
         offsets = _offsets(first + second)
         device = next((piece.memory.device for piece in first + second if piece.memory.is_cuda), None)
@@ -48,8 +50,8 @@ class Snapshot:
         if self._buffer.numel() < offsets[-1]:
             self._buffer = _host_bytes(offsets[-1], device)
         copies = []
-        for piece, at in zip(first + second, offsets, strict=False):
-            room = self._buffer[at : at + piece.memory.nbytes]
+        for piece, offset in zip(first + second, offsets, strict=False):
+            room = self._buffer[offset : offset + piece.memory.nbytes]
             copies.append(replace(piece, memory=room.view(piece.memory.dtype).view(piece.memory.shape)))
         _copy(second, copies[len(first) :])
         ready = None if device is None else torch.cuda.current_stream(device).record_event()
@@ -59,6 +61,7 @@ class Snapshot:
                 return _copy(first, copies)
             # A thread's default device is GPU 0, where torch.cuda.stream would use memory.
             torch.cuda.set_device(device)
+            # On the current stream, copies would wait between the kernels of the next step and delay them.
             stream = torch.cuda.Stream(device)
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
@@ -70,6 +73,7 @@ class Snapshot:
 
 def _offsets(pieces: Sequence[TensorBox]) -> list[int]:
     """Offsets of the copies of ``pieces`` in a buffer, and its size."""
+    # Multiples of 64 bytes: each copy can be viewed in its own dtype.
     return [0, *accumulate(-(-piece.memory.nbytes // 64) * 64 for piece in pieces)]
 
 

@@ -127,24 +127,30 @@ class Save:
         if in_storage(self.folder) is not None:
             self.report.write_text(text)
             return
+        # Rank 0 counts files of this name, so a report appears complete, by a rename.
         hidden = self.report.with_suffix(".unreported")
         write_file(hidden, text.encode())
         hidden.rename(self.report)
 
     def wait_for_reports(self, seconds: float) -> None:
         """Wait until every rank has reported; an error after ``seconds`` without a new report."""
-        deadline, known = time.monotonic() + seconds, -1
+        deadline = time.monotonic() + seconds
+        known = -1
         pause = POLL_SECONDS if in_storage(self.folder) is None else REMOTE_POLL_SECONDS
-        while (found := len(list(self.partial.glob("*.report")))) < self.ranks:
-            if found > known:
-                deadline, known = time.monotonic() + seconds, found
+        while (count := len(list(self.partial.glob("*.report")))) < self.ranks:
+            if count > known:
+                # The limit is one for progress: a large job may write for longer than any fixed limit.
+                deadline = time.monotonic() + seconds
+                known = count
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{self.ranks - found} of {self.ranks} ranks did not write within {seconds:g} s")
+                raise CheckpointError(f"{self.ranks - count} of {self.ranks} ranks did not write within {seconds:g} s")
             time.sleep(pause)
 
     def publish(self) -> None:
         """On rank 0, complete the checkpoint from the reports: manifest, final name, tracker."""
         self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
+        # The order protects the previous checkpoint: the new one has its final name before the tracker names it, and
+        # both before anything is deleted. A crash in between leaves a complete checkpoint that the tracker names.
         before = self._give_name()
         track(self.folder, self.iteration)
         discard(before)
@@ -174,6 +180,7 @@ class Save:
                 raise CheckpointError(f"{report['name']}: {report['error']}")
             if "file" in report:
                 files[report["name"]] = StoredFile(**report["file"])
+        # The temporary folder becomes the checkpoint: only files of the manifest may be in it.
         for path in self.partial.glob("*.report"):
             path.unlink()
         for name, source in self.extra_files.items():
@@ -184,6 +191,7 @@ class Save:
         manifest = collect(self.contents, self.iteration, save_id.read_text(), self.state, reports, files)
         save_id.unlink()
         manifest.write(self.contents / MANIFEST)
+        # Before the rename: a name must not reach the disk before the files behind it.
         sync_folder(self.contents)
 
     def give_up(self) -> None:
@@ -220,9 +228,12 @@ class BackgroundSave:
     """
 
     def __init__(self, save: Save, snapshot: tuple[list[TensorBox], Callable[[], None]], agree: Agree, seconds: float):
-        self._save, self._agree, self._problem = save, agree, ""
+        self._save = save
+        self._agree = agree
+        self._problem = ""
         self._copied = Event()
         run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
+        # A daemon: after an error the process must not wait for a slow disk without a limit (``join``).
         self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -231,6 +242,7 @@ class BackgroundSave:
             try:
                 complete()
             finally:
+                # Also after an error: the step waits for this event, and training continues without the checkpoint.
                 self._copied.set()
             self._save.write(pieces)
             if self._save.rank == 0:
@@ -287,6 +299,7 @@ def save_tensors(
     except OSError as error:
         raise CheckpointError(f"{save.final} cannot be written: {error}") from error
     finally:
+        # After a success the folder has its final name, and there is nothing to delete.
         save.give_up()
     return save.final
 
@@ -311,18 +324,18 @@ def write_safetensors(
     ``entries`` are their names, dtypes and shapes. Returns the size and hash of the file, which is on disk.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
+    offset = 0
     for name, dtype, shape in entries:
         size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, at + size)}
-        at += size
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
     with HashingFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            for part in _parts(tensor.detach()):
-                file.write(part.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+            for rows in _parts(tensor.detach()):
+                file.write(rows.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
         return file.close()
 
 

@@ -30,6 +30,7 @@ from megatron_core.ops import native
 from megatron_core.ops.backend import OPS
 from megatron_core.ops.libraries import LIBRARIES
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
+from megatron_core.reports.fast_paths import Platform, describe_paths
 from megatron_core.terminal import parse_flags
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
@@ -246,6 +247,7 @@ def examine(settings: DoctorFlags) -> int:
         show_section("devices", devices())
         show_section("operations with --kernel-backend auto", kernel_lines())
         show_section("optional libraries", other_libraries())
+        show_section("fast paths of GPUs", describe_paths(Platform.current()))
         if results:
             show_section("collectives", [sentence for _, sentence in results])
         show_section("recommended to install", list(advice()) or ["nothing: all is installed"])

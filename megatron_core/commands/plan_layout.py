@@ -195,7 +195,7 @@ def vocabulary(config: RunConfig) -> int:
     """The vocabulary size, as in a dry run."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
-    from megatron_core.tokenizers.vocabulary import vocabulary_or_assumed  # importing tokenizers takes a while
+    from megatron_core.tokenizers.build import vocabulary_or_assumed  # importing tokenizers takes a while
 
     return vocabulary_or_assumed(config)
 

@@ -26,7 +26,7 @@ from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.output_file import Output, json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.tokenizers.build import vocabulary_size
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.comparison import (
     OF_EVERY_LAYOUT,

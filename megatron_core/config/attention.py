@@ -7,7 +7,7 @@ belong to the core attention of queries, keys and values, which all kinds share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Literal
@@ -74,6 +74,7 @@ class AttentionKind:
 
     def key_value_heads(self, tp: int) -> int:
         """Key and value heads of the core attention on a rank."""
+        # With fewer groups than ranks, several ranks compute the same group.
         return max(self.model.query_groups // tp, 1)
 
     def cached_elements(self, tp: int) -> int:
@@ -242,10 +243,10 @@ class MultiLatent(AttentionKind):
         model, heads = self.model, self.model.num_attention_heads // tp
         hidden, rank, q_rank = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
         queries = "heads x (qk_head_dim + qk_pos_emb_head_dim)"
-        found = [] if q_rank is None else [Projection(hidden, q_rank, module="linear_q_down_proj")]
+        down = [] if q_rank is None else [Projection(hidden, q_rank, module="linear_q_down_proj")]
         query_module = "linear_q_proj" if q_rank is None else "linear_q_up_proj"
         return [
-            *found,
+            *down,
             Projection(q_rank or hidden, heads * self.query_head_size, "outputs", False, queries, query_module),
             Projection(hidden, rank + model.qk_pos_emb_head_dim, module="linear_kv_down_proj"),
             Projection(
@@ -273,23 +274,23 @@ class MultiLatent(AttentionKind):
 
 
 _KINDS: tuple[type[AttentionKind], ...] = (GroupedQuery, MultiLatent)
-ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in _KINDS}
+ATTENTION_KINDS: dict[str, type[AttentionKind]] = {row.name: row for row in _KINDS}
 """All kinds of attention by name."""
 
 
-def add_attention(kind: type[AttentionKind]) -> None:
+def add_attention(row: type[AttentionKind]) -> None:
     """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
-    if kind.name in ATTENTION_KINDS:
-        raise ConfigError(f"attention_kind {kind.name!r} is already registered; choose another name")
-    ATTENTION_KINDS[kind.name] = kind
+    if row.name in ATTENTION_KINDS:
+        raise ConfigError(f"attention_kind {row.name!r} is already registered; choose another name")
+    ATTENTION_KINDS[row.name] = row
 
 
 def attention_of(model: ModelConfig) -> AttentionKind:
     """The attention of the layers of ``model``; while rules are checked, an unknown kind counts as grouped-query."""
     name = model.attention_name
     hooks = kinds_of_features()
-    kind = loaded_kind(hooks[name]) if name in hooks else ATTENTION_KINDS.get(name, GroupedQuery)
-    return kind(model)
+    attention_class = loaded_kind(hooks[name]) if name in hooks else ATTENTION_KINDS.get(name, GroupedQuery)
+    return attention_class(model)
 
 
 def kinds_of_features() -> dict[str, str]:
@@ -300,8 +301,8 @@ def kinds_of_features() -> dict[str, str]:
 @cache
 def loaded_kind(hook: str) -> type[AttentionKind]:
     """The class that a feature's hook names."""
-    kind: type[AttentionKind] = load_hook(hook)
-    return kind
+    attention_class: type[AttentionKind] = load_hook(hook)
+    return attention_class
 
 
 QUERY_BLOCK = 256
@@ -317,22 +318,3 @@ def computed_weights(model: ModelConfig, length: int) -> int:
         return length**2
     starts = range(0, length, QUERY_BLOCK)
     return sum(min(QUERY_BLOCK, length - start) * min(start + QUERY_BLOCK, length) for start in starts)
-
-
-def attention_problems(model: ModelConfig) -> Iterator[str]:
-    """Check the choice of the kind, and the settings that it refuses."""
-    legal = [kind.name for kind in ATTENTION_KINDS.values() if kind.flag is None]
-    if model.attention_kind not in legal:
-        yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
-        return
-    if model.multi_latent_attention and model.attention_kind != GroupedQuery.name:
-        yield (
-            f"attention_kind={model.attention_kind} and multi_latent_attention=True exclude one another; keep one of "
-            "them"
-        )
-        return
-    kind = attention_of(model)
-    chosen = kind.flag or f"attention_kind={kind.name}"
-    for name, reason in kind.refused.items():
-        if value := getattr(model, name):
-            yield f"{name}={value} cannot be used with {chosen}, {reason}; remove it"

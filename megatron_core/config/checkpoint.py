@@ -108,8 +108,8 @@ class CheckpointConfig(Extensible):
     @property
     def asks_for_checkpoint(self) -> bool:
         """Whether a setting requires a checkpoint in --load."""
-        asked = self.exit_on_missing_checkpoint or self.finetune or self.use_checkpoint_args
-        return asked or self.ckpt_step is not None
+        by_switch = self.exit_on_missing_checkpoint or self.finetune or self.use_checkpoint_args
+        return by_switch or self.ckpt_step is not None
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -120,6 +120,7 @@ class CheckpointConfig(Extensible):
 
     def for_resume(self) -> CheckpointConfig:
         """The settings for a job that resumes from the checkpoints of this one."""
+        # A job that resumes must not start from scratch if its folder is gone.
         return replace(
             self,
             load=self.save,

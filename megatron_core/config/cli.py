@@ -5,11 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeAlias, get_type_hints
 
 import tyro
 
@@ -62,31 +62,25 @@ class _TrainingCommandLine(_CommandLine):
     """Describe a rank instead of training."""
 
 
-Parsed = TypeVar("Parsed", bound=_CommandLine)
 CommandLine: TypeAlias = tuple[RunConfig, DryRun]
 """The settings of a command line, and of its dry run."""
 
 
-def _with_features(kind: type[Parsed]) -> type[Parsed]:
-    """Derive a class from ``kind`` with a field for each section, with the settings of all features, and for each flag
-    of a feature that stands for settings."""
-    base: Any = kind
+def _with_features(line_class: type[_CommandLine]) -> type[_CommandLine]:
+    """Derive a class with a field for each section, with the settings of all features, and for each flag of a feature
+    that stands for settings."""
+    base: Any = line_class
     flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
-    derived: type[Parsed] = _derived(base, tuple(section_types().items()), flags)
+    derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), flags)
     return derived
 
 
 @cache
-def _derived(kind: Any, sections: tuple[tuple[str, type[Any]], ...], flags: tuple[tuple[str, str], ...]) -> Any:
+def _derived(line_class: Any, sections: tuple[tuple[str, type[Any]], ...], flags: tuple[tuple[str, str], ...]) -> Any:
     added: list[tuple[str, Any, Any]] = [(name, section, field(default_factory=section)) for name, section in sections]
     for name, text in flags:
         added.append((name, Annotated[str | None, tyro.conf.arg(help=text)], field(default=None)))
-    return make_dataclass(kind.__name__, added, bases=(kind,), frozen=True, kw_only=True)
-
-
-def _parsed_sections(parsed: _CommandLine) -> dict[str, Any]:
-    """The sections of a parsed command line, whose class is made by ``_with_features``."""
-    return {name: getattr(parsed, name) for name in section_types()}
+    return make_dataclass(line_class.__name__, added, bases=(line_class,), frozen=True, kw_only=True)
 
 
 def parse_run_config(
@@ -100,10 +94,10 @@ def parse_run_config(
     Errors: one ``ConfigError`` for a bad ``--config`` file, unknown flags (with similar names), values of the wrong
     type and flags of Megatron-LM that are not supported.
     """
-    parsed, faults = _parse(_CommandLine, args, prog, defaults)
+    (config, _), faults = _parse(_CommandLine, args, prog, defaults)
     if faults:
         raise ConfigError(numbered(faults, "this command line"))
-    return RunConfig.of_sections(_parsed_sections(parsed))
+    return config
 
 
 def parse_command_line(
@@ -114,8 +108,7 @@ def parse_command_line(
     Faults of flags come in one error with those of the remaining settings, for the number of ranks of the dry run or of
     the launcher (``WORLD_SIZE``).
     """
-    parsed, faults = _parse(_TrainingCommandLine, args, prog, defaults)
-    config, dry = RunConfig.of_sections(_parsed_sections(parsed)), parsed.dry
+    (config, dry), faults = _parse(_TrainingCommandLine, args, prog, defaults)
     if dry != DryRun() and not dry.dry_run:
         faults.append(
             f"world_size={dry.world_size} and rank={dry.rank} have no effect without dry_run; "
@@ -132,8 +125,8 @@ def parse_command_line(
 
 def read_flags(args: list[str], *, prog: str = "pretrain_gpt.py") -> tuple[RunConfig, list[str]]:
     """The settings of the flags in ``args`` that can be used, and a message for each of the others."""
-    parsed, faults = _parse(_CommandLine, args, prog, None)
-    return RunConfig.of_sections(_parsed_sections(parsed)), faults
+    (config, _), faults = _parse(_CommandLine, args, prog, None)
+    return config, faults
 
 
 def training_flags() -> dict[str, Any]:
@@ -142,59 +135,63 @@ def training_flags() -> dict[str, Any]:
 
 
 def _parse(
-    kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
-) -> tuple[Parsed, list[str]]:
+    line_class: type[_CommandLine], args: list[str] | None, prog: str, defaults: RunConfig | None
+) -> tuple[CommandLine, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
-    kind = _with_features(kind)
-    given, is_final = list(sys.argv[1:] if args is None else args), defaults is not None
-    if given[:1] == [PRINT_COMPLETION]:
-        defaults = defaults or RunConfig()
-        parse_flags(kind, prog=prog, args=given, default=kind(**defaults.sections()), config=_FLAT)  # exits
-    topic = requested_topic(given)
+    words, is_final = list(sys.argv[1:] if args is None else args), defaults is not None
+    topic = requested_topic(words)
+    if words[:1] == [PRINT_COMPLETION]:
+        complete, defaults = _with_features(line_class), defaults or RunConfig()
+        parse_flags(complete, prog=prog, args=words, default=complete(**defaults.sections()), config=_FLAT)  # exits
     if topic is not None:
-        _print_help(kind, topic, prog, defaults or RunConfig())
-    found = Translation.of(given, _types(kind))
-    path = _last_value(found.flags, "--config")
-    names = {plain(flag) for flag, _ in grouped(found.flags)}
+        _print_help(_with_features(line_class), topic, prog, defaults or RunConfig())
+    # tyro ends the program at the first flag that it does not know; here all faults are collected for one message.
+    translation = Translation.of(words, _types(line_class))
+    path = _last_value(translation.flags, "--config")
+    names = {plain(flag) for flag, _ in grouped(translation.flags)}
     defaults = defaults or RunConfig()
     for name, shorthand in shorthands().items():
         flag = to_flag(name)
-        value = _last_value(found.flags, flag)
+        value = _last_value(translation.flags, flag)
         if value is None:
             continue
         try:
             chosen, remark = shorthand.settings(value, names if path is None else names | names_in(path))
         except ConfigError as error:
-            found.faults.append(str(error))
+            translation.faults.append(str(error))
             continue
         defaults = RunConfig.from_flat(defaults.flat() | chosen)
         if remark and _is_first_rank():
             print(f"note: {flag}: {remark}", file=sys.stderr)
     if path is not None:
         defaults, faults = config_and_faults(path, defaults, names)
-        found.faults += faults
-    parsed = parse_flags(
-        kind,
-        prog=prog,
-        args=found.flags,
-        default=kind(**defaults.sections()),
-        config=_FLAT,
-        console_outputs=_is_first_rank(),
-    )
-    config = RunConfig.of_sections(_parsed_sections(parsed))
-    if any(unknown_words(config)):
-        return parsed, found.faults  # conditions assume known words
+        translation.faults += faults
+    config, dry = _read(translation, prog, defaults)
+    if any(unknown_words(config.flat())):
+        return (config, dry), translation.faults  # conditions assume known words
     # Leave out refinements of modes that are off; the model of a folder may have them, see read_settings.
     waits = not is_final and settings_from_folder(config)
-    off = {} if waits else without_mode(config, found.flags)
+    off = {} if waits else without_mode(config, translation.flags)
     values = RunConfig().flat()
     if off:
         config = RunConfig.from_flat(config.flat() | {name: values[name] for name in off})
-        parsed = replace(parsed, **config.sections())
-        found.ignored |= {to_flag(name): reason for name, reason in off.items()}
-    if not found.faults:
-        _note(found.ignored)
-    return parsed, found.faults
+        translation.ignored |= {to_flag(name): reason for name, reason in off.items()}
+    if not translation.faults:
+        _note(translation.ignored)
+    return (config, dry), translation.faults
+
+
+def _read(line: Translation, prog: str, defaults: RunConfig) -> CommandLine:
+    """``defaults`` with the values of the flags, all of which are known and can be read."""
+    names = (plain(flag) for flag, _ in grouped(line.flags))
+    named = dict.fromkeys(name if name in line.known else name.removeprefix("no_") for name in names)
+    settings_before, dry_before = defaults.flat(), vars(DryRun())
+    values: dict[str, Any] = dict.fromkeys(line.known, "") | settings_before | dry_before
+    # Only these fields, because tyro takes 0.2 s on every rank for all 500.
+    flags = make_dataclass("Flags", [(name, line.known[name], field(default=values[name])) for name in named])
+    values |= vars(parse_flags(flags, prog=prog, args=line.flags, config=_FLAT, console_outputs=_is_first_rank()))
+    config = RunConfig.from_flat({name: values[name] for name in settings_before})
+    return config, DryRun(**{name: values[name] for name in dry_before})
 
 
 def settings_from_folder(config: RunConfig) -> bool:
@@ -217,13 +214,13 @@ def refinements() -> set[str]:
     return {name for name, declared in settings().items() if declared.is_refinement}
 
 
-def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
+def _print_help(line_class: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
     """Print the help about ``topic`` on the first rank and exit with 0, also if the output pipe is closed early."""
     complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
     with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
-        default, description = kind(**defaults.sections()), _description(prog)
+        default, description = line_class(**defaults.sections()), _description(prog)
         parse_flags(
-            kind, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
+            line_class, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
         )
     complete.seek(0)
     text = shown(complete.read(), topic)
@@ -261,16 +258,16 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
         return  # what cannot be used is an error
     values, defaults = config.flat(), RunConfig().flat()
     flags = Translation.of(list(sys.argv[1:] if args is None else args), training_flags()).flags
-    given = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
-    given -= refinements()  # _parse has named them
-    same = [name for name in values if name in given and values[name] == defaults[name] and values[name] is not False]
+    named = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
+    named -= refinements()  # _parse has named them
+    same = [name for name in values if name in named and values[name] == defaults[name] and values[name] is not False]
     if unread := unread_settings(config, world_size, device="", names=same):
         print(f"note: without effect here: {unread}", file=sys.stderr)
 
 
-def _types(kind: type[_CommandLine]) -> dict[str, Any]:
+def _types(line_class: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
-    dry = get_type_hints(DryRun) if issubclass(kind, _TrainingCommandLine) else {}
+    dry = get_type_hints(DryRun) if issubclass(line_class, _TrainingCommandLine) else {}
     return field_types() | command_line() | dry
 
 
@@ -295,8 +292,8 @@ def _is_first_rank() -> bool:
 
 def _last_value(flags: list[str], name: str) -> str | None:
     """The last value of a flag, as tyro would read it."""
-    found = [values[0] for flag, values in grouped(flags) if flag.replace("_", "-") == name and values]
-    return found[-1] if found else None
+    values_of_flag = [values[0] for flag, values in grouped(flags) if flag.replace("_", "-") == name and values]
+    return values_of_flag[-1] if values_of_flag else None
 
 
 def _note(ignored: dict[str, str]) -> None:

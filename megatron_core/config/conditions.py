@@ -113,7 +113,7 @@ FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment(
 SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))
 MATRICES_ZERO_1 = Condition(
     "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
-    lambda run: run.parallel.dp_zero_stage == 1 and any(kind.scalar_optimizer for kind in run.optimizer.kinds),
+    lambda run: run.parallel.dp_zero_stage == 1 and any(row.scalar_optimizer for row in run.optimizer.kinds),
 )
 MUON_SPLIT_QKV = given("muon_split_qkv")
 PRECISION_AWARE = given("use_precision_aware_optimizer")

@@ -106,25 +106,21 @@ def write_config(
 
     Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
     """
-    text = changed_settings(config) if changed_only else yaml.safe_dump(_as_dicts(config), sort_keys=False)
+    sections = {name: asdict(section) for name, section in config.sections().items()}
+    text = changed_settings(config) if changed_only else yaml.safe_dump(sections, sort_keys=False)
     Output(named, Path(path), WRITTEN).write(f"{_HEADER}; --config FILE uses them again.\n{text}")
-
-
-def _as_dicts(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """The settings of each section by name."""
-    return {name: asdict(section) for name, section in config.sections().items()}
 
 
 def changed_settings(config: RunConfig) -> str:
     """The settings that differ from their defaults, as YAML by section."""
     sections = {
-        name: {key: value for key, value in asdict(part).items() if value != getattr(default, key)}
-        for (name, part), default in zip(config.sections().items(), RunConfig().sections().values(), strict=True)
+        name: {key: value for key, value in asdict(section).items() if value != getattr(default, key)}
+        for (name, section), default in zip(config.sections().items(), RunConfig().sections().values(), strict=True)
     }
     lists = {
-        name: {key: list(value) if isinstance(value, tuple) else value for key, value in part.items()}
-        for name, part in sections.items()
-        if part
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
+        for name, section in sections.items()
+        if section
     }
     return str(yaml.safe_dump(lists, sort_keys=False)) if lists else ""
 
@@ -138,8 +134,8 @@ def _load(path: Path, flag: str = "--config") -> dict[str, Any]:
     try:
         loaded = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{flag} {path} is not valid {kind}: {shortened(str(error))}") from error
+        language = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"{flag} {path} is not valid {language}: {shortened(str(error))}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -175,13 +171,13 @@ def _unknown(name: str, path: str, kinds: dict[str, Any], spellings: Iterable[Sp
         explanation = spelling.explain(name)
         if explanation is not None:
             return f"{explanation[0]} {name} in {path} is not a setting here: {explanation[1]}"
-    shown = name.replace("\n", "\\n")
-    return f"{shown} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
+    in_one_line = name.replace("\n", "\\n")
+    return f"{in_one_line} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
 
 
-def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
+def _checked(name: str, value: Any, setting_type: Any, path: str) -> Any:
     """``value`` converted to the field's type; ``ConfigError`` if it does not fit."""
     try:
-        return convert(value, kind)
+        return convert(value, setting_type)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={quoted(value)} in {path} does not fit; legal: {describe(kind)}") from None
+        raise ConfigError(f"{name}={quoted(value)} in {path} does not fit; legal: {describe(setting_type)}") from None

@@ -89,12 +89,12 @@ class Translation:
     def of(cls, words: list[str], known: Mapping[str, Any]) -> Translation:
         """Translate ``words``; ``known`` has the type of each setting."""
         line = cls(known)
-        for _, part in cls.each(words, known):
-            line.weak += part.weak
-            line.strong += part.strong
-            line.ignored |= part.ignored
-            line.faults += part.faults
-            line.unknown += part.unknown
+        for _, translation in cls.each(words, known):
+            line.weak += translation.weak
+            line.strong += translation.strong
+            line.ignored |= translation.ignored
+            line.faults += translation.faults
+            line.unknown += translation.unknown
         return line
 
     @classmethod
@@ -107,9 +107,9 @@ class Translation:
         for spelling in spellings:
             spelling.groups = groups
         for flag, values in groups:
-            part = cls(known)
-            part._add(flag, values, spellings)
-            yield [flag, *values], part
+            translation = cls(known)
+            translation._add(flag, values, spellings)
+            yield [flag, *values], translation
 
     def has(self, name: str) -> bool:
         """Whether the flag ``name``, with underscores, is that of a setting, or turns one off or on."""
@@ -158,20 +158,20 @@ class Translation:
 
     def add_setting(self, flag: str, name: str, values: list[str]) -> None:
         """Add a setting with its values, or a fault if they are not legal."""
-        kind, single = self.known[name], values
+        setting_type, single = self.known[name], values
         try:
-            if kind is bool:
+            if setting_type is bool:
                 self.add_switch(flag, [flag], values)
                 return
-            if "tuple[int" in str(kind) and len(values) == 1:
+            if "tuple[int" in str(setting_type) and len(values) == 1:
                 values = values[0].split()  # in quotes
-            value = convert(values if _is_list(kind) else only(values), kind)
+            value = convert(values if _is_list(setting_type) else only(values), setting_type)
             values = values if isinstance(value, tuple) else [str(value)]  # 1e3 for an integer
-            if kind == str | None and values[0].startswith("-"):  # a pattern of layers
+            if setting_type == str | None and values[0].startswith("-"):  # a pattern of layers
                 flag, values = f"{flag}={values[0]}", []
         except (TypeError, ValueError, OverflowError):
-            many = len(single) > 1 and not _is_list(kind)
-            legal = describe(kind, "None") + (", one value (in quotes if it has spaces)" if many else "")
+            many = len(single) > 1 and not _is_list(setting_type)
+            legal = describe(setting_type, "None") + (", one value (in quotes if it has spaces)" if many else "")
             self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {legal}")
         else:
             self.strong += [flag, *values]
@@ -214,9 +214,9 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(setting_type: Any) -> bool:
     """Whether a setting of this type takes several values."""
-    return "tuple" in str(kind)
+    return "tuple" in str(setting_type)
 
 
 def only(values: Collection[str]) -> str:

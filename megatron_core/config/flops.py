@@ -45,24 +45,24 @@ def _forward_flops(model: ModelConfig, seq_length: int, vocab_size: int) -> dict
             terms[name] = terms.get(name, 0) + flops
     terms["logits"] = 2 * hidden * vocab_size
     if model.added_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
-        each = sum(layer_flops(model, len(layers), seq_length).values())
-        terms["mtp"] = model.added_layers * (each + 4 * hidden * hidden + terms["logits"])
+        of_layer = sum(layer_flops(model, len(layers), seq_length).values())
+        terms["mtp"] = model.added_layers * (of_layer + 4 * hidden * hidden + terms["logits"])
     return terms
 
 
 def layer_flops(model: ModelConfig, layer_number: int, seq_length: int) -> dict[str, int]:
     """Forward FLOPs of one token in a layer (numbered from 0), by term, as in ``forward_flops_per_token``."""
-    hidden, own, mixer = model.hidden_size, model.of_layer(layer_number), mixer_of(model, layer_number)
+    hidden, layer_model, mixer = model.hidden_size, model.of_layer(layer_number), mixer_of(model, layer_number)
     window = model.window_of_layer(layer_number)
     width = seq_length if window is None or window[0] < 0 else min(seq_length, window[0] + 1)
     scores, values = mixer.score_flops(min(width, model.chunk_of_layer(layer_number) or width))
     projections, matrices = mixer.projections(1), 3 if model.gated_linear_unit else 2
-    mlp = own.ffn_size * matrices if own.has_dense_mlp(layer_number) else 0
+    mlp = layer_model.ffn_size * matrices if layer_model.has_dense_mlp(layer_number) else 0
     terms = {
-        "qkv": 2 * sum(each.elements for each in projections[:-1]),
+        "qkv": 2 * sum(projection.elements for projection in projections[:-1]),
         "scores": scores,
         "values": values,
-        "output": 2 * sum(each.elements for each in projections[-1:]),
+        "output": 2 * sum(projection.elements for projection in projections[-1:]),
         "mlp": 2 * hidden * (hidden if model.block_of(layer_number).mlp.linear else mlp),
     }
     if model.has_experts(layer_number):

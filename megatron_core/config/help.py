@@ -3,8 +3,6 @@
 tyro prints a box for each group of settings, with a text for each flag; ``shown`` selects parts of it.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -61,18 +59,18 @@ class _Group:
         purpose = " ".join(line.strip("│ ") for line in self.about if "──" not in line)
         yield f"{self.name}: {purpose} ({len(self.flags)} flags)" if self.name else "files of settings:"
         known = {_name(flag): flag[0].split()[1] for flag in self.flags}
-        used = [known[name] for name in MOST_USED.get(self.name, ()) if name in known]
+        common_flags = [known[name] for name in MOST_USED.get(self.name, ()) if name in known]
         yield from textwrap.wrap(
-            " ".join(used), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            " ".join(common_flags), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
         )
 
 
 def requested_topic(args: Sequence[str]) -> str | None:
     """Return the word after ``--help`` or ``-h``: "" if there is none, None without ``--help``."""
-    at = next((at for at, word in enumerate(args) if word in ("--help", "-h")), None)
-    if at is None:
+    index = next((index for index, word in enumerate(args) if word in ("--help", "-h")), None)
+    if index is None:
         return None
-    word = args[at + 1] if at + 1 < len(args) else ""
+    word = args[index + 1] if index + 1 < len(args) else ""
     return "" if word.startswith("-") else word
 
 
@@ -93,8 +91,8 @@ def shown(complete: str, topic: str) -> str:
         return "\n".join([*head, *_first_screen(groups), "", *_more(groups)])
     lines: list[str] = []
     for group in groups:
-        if found := [flag for flag in group.flags if word in _text(flag)]:
-            lines += group.box(found)
+        if flags := [flag for flag in group.flags if word in _text(flag)]:
+            lines += group.box(flags)
     return "\n".join(lines) if lines else _nothing(topic, groups)
 
 
@@ -139,7 +137,7 @@ def _filled(flag: Sequence[str], width: int) -> list[str]:
         text = text.replace("(default: True)", "(on by default)")
     size = width - len(_INDENT) - len(" │")
     filled = textwrap.wrap(text, size, break_on_hyphens=False, break_long_words=False)
-    return [*(line for line in flag if line not in texts), *(f"{_INDENT}{part:{size}} │" for part in filled)]
+    return [*(line for line in flag if line not in texts), *(f"{_INDENT}{words:{size}} │" for words in filled)]
 
 
 def _more(groups: Sequence[_Group]) -> list[str]:

@@ -53,15 +53,15 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The inverse of ``str``: words in any order, sizes not given are 1. ``LayoutError`` for other words."""
-        found: dict[str, int | bool | str] = {}
+        values: dict[str, int | bool | str] = {}
         for word in text.split() if text.strip() != "1 process" else ():
             name, value = _field_of(word, text)
-            if name in found:
+            if name in values:
                 raise LayoutError(
                     f"layout {text!r}: {word!r} gives {name} a second time; use each of {_WORDS} at most once"
                 )
-            found[name] = value
-        return cls(**found)  # type: ignore[arg-type]
+            values[name] = value
+        return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:

@@ -1,7 +1,5 @@
 """The linear layers in a transformer layer, for rules about them and for counting their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,9 +33,11 @@ class AddedTensor(NamedTuple):
 def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of attention, or of a recurrence, and of the MLP or the experts."""
     model = model.of_layer(layer_number)
-    for own in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
-        pieces = own.pieces or (own.outputs,)
-        yield LinearLayer(f"self_attention.{own.module}".rstrip("."), own.inputs, pieces, frozen=own.frozen)
+    for projection in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
+        pieces = projection.pieces or (projection.outputs,)
+        yield LinearLayer(
+            f"self_attention.{projection.module}".rstrip("."), projection.inputs, pieces, frozen=projection.frozen
+        )
     yield from mlp_layers(model, parallel, layer_number)
 
 

@@ -1,7 +1,5 @@
 """The kind of each layer: attention, a recurrence, both, or neither."""
 
-from __future__ import annotations
-
 from megatron_core.config.attention import AttentionKind, Projection, attention_of, kinds_of_features, loaded_kind
 from megatron_core.config.model import ModelConfig
 
@@ -58,8 +56,8 @@ def _recurrence(name: str) -> type[AttentionKind]:
 
 def recurrence_of(model: ModelConfig, layer_number: int) -> AttentionKind | None:
     """The recurrence of a layer (numbered from 0); None: it has none."""
-    kind = model.recurrence_of(layer_number)
-    return None if kind is None else _recurrence(kind)(model)
+    name = model.recurrence_of(layer_number)
+    return None if name is None else _recurrence(name)(model)
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:

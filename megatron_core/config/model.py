@@ -7,14 +7,17 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.activation import ActivationConfig
-from megatron_core.config.latent_attention import LatentAttentionConfig
-from megatron_core.config.layer_block import WHOLE_BLOCK, LayerBlock
+from megatron_core.config.layer_settings import (
+    WHOLE_BLOCK,
+    ActivationConfig,
+    LatentAttentionConfig,
+    LayerBlock,
+    MuPConfig,
+    NormConfig,
+    RecomputeConfig,
+    RotaryConfig,
+)
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.mup import MuPConfig
-from megatron_core.config.norms import NormConfig
-from megatron_core.config.recompute import RecomputeConfig
-from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.feature import Extensible
 
@@ -288,8 +291,8 @@ class ModelConfig(
         """Factor on the logits."""
         if not self.use_mup:
             return self.logit_multiplier
-        own = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
-        return self.logit_multiplier * own
+        mup_factor = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+        return self.logit_multiplier * mup_factor
 
     @property
     def query_groups(self) -> int:
@@ -310,6 +313,7 @@ class ModelConfig(
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer (numbered from 0); None: full attention."""
+        # Added layers are as the last one. As in Megatron-LM, every n-th layer is counted from 1.
         skip, layer_number = self.window_attn_skip_freq, min(layer_number, self.num_layers - 1)
         if skip is None or self.window_size is None:
             return self.window_size
@@ -335,6 +339,7 @@ class ModelConfig(
 
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
+        # As in Llama 4: layers without positions see whole documents, and connect the chunks.
         return self.attention_chunk_size if self.has_rotary(layer_number) else None
 
     def has_rotary(self, layer_number: int) -> bool:

@@ -141,7 +141,7 @@ class MoEConfig:
         """The types of the auxiliary losses that balance the load, and their coefficients."""
         kinds: tuple[str, ...] = (self.moe_router_load_balancing_type, *self.moe_further_balancing_types)
         coefficients = (self.moe_aux_loss_coeff * self.balancing_loss, *self.moe_further_aux_loss_coeffs)
-        return {kind: coefficient for kind, coefficient in zip(kinds, coefficients, strict=True) if coefficient}
+        return {loss: coefficient for loss, coefficient in zip(kinds, coefficients, strict=True) if coefficient}
 
     @property
     def balancing_loss(self) -> bool:

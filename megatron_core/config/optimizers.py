@@ -19,7 +19,7 @@ from megatron_core.feature import features
 
 def _read(name: str, optimizer: str) -> Condition:
     """The condition that an optimizer of the run, such as ``optimizer``, reads the setting ``name``."""
-    return Condition(f"--optimizer {optimizer}", lambda run: any(name in kind.settings for kind in run.optimizer.kinds))
+    return Condition(f"--optimizer {optimizer}", lambda run: any(name in row.settings for row in run.optimizer.kinds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,12 @@ class AlgorithmConfig:
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""
         kinds = optimizer_kinds()
-        kind = kinds[self.optimizer]
-        return kind if hidden or kind.scalar_optimizer is None else kinds[getattr(self, kind.scalar_optimizer)]
+        row = kinds[self.optimizer]
+        return row if hidden or row.scalar_optimizer is None else kinds[getattr(self, row.scalar_optimizer)]
 
     def has_moment(self, dtype_setting: str) -> bool:
         """Whether ``dtype_setting`` determines the precision of a moment of an optimizer."""
-        return any(moment.dtype_setting == dtype_setting for kind in self.kinds for moment in kind.moments(self))
+        return any(moment.dtype_setting == dtype_setting for row in self.kinds for moment in row.moments(self))
 
     @property
     def kinds(self) -> tuple[OptimizerKind, ...]:
@@ -142,7 +142,7 @@ class AlgorithmConfig:
     @property
     def has_matrix_state(self) -> bool:
         """Whether an optimizer keeps state of whole matrices."""
-        return any(kind.matrix_elements is not None for kind in self.kinds)
+        return any(row.matrix_elements is not None for row in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -250,15 +250,15 @@ OPTIMIZERS = {row.name: row for row in _CORE}
 
 def optimizer_kinds() -> dict[str, OptimizerKind]:
     """All optimizers by name: those of the core, of features, and of programs."""
-    added = {kind.name: kind for feature in features() for kind in feature.optimizers}
+    added = {row.name: row for feature in features() for row in feature.optimizers}
     return {row.name: row for row in _CORE} | added | OPTIMIZERS
 
 
-def add_optimizer(kind: OptimizerKind) -> None:
+def add_optimizer(row: OptimizerKind) -> None:
     """Add a row to the table. Errors: ``ConfigError`` if the name is taken."""
-    if kind.name in optimizer_kinds():
-        raise ConfigError(f"optimizer {kind.name!r} is already registered; choose another name")
-    OPTIMIZERS[kind.name] = kind
+    if row.name in optimizer_kinds():
+        raise ConfigError(f"optimizer {row.name!r} is already registered; choose another name")
+    OPTIMIZERS[row.name] = row
 
 
 VARIANTS = {

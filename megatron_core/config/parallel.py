@@ -1,7 +1,8 @@
-"""How the model and its batch are split over ranks."""
+"""How the model and its batch are split over ranks, and kinds of lossy sums of gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, section, setting
+from megatron_core.feature import features
 from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.stage_notation import parse_layout
 
@@ -201,6 +203,18 @@ class ParallelConfig:
         return self.tensor_model_parallel_size if etp is None else etp
 
     @property
+    def sequence_unit(self) -> tuple[int, str]:
+        """The required divisor of every sequence length, and the settings that require it, in words."""
+        cp, tp = max(self.context_parallel_size, 1), max(self.tensor_model_parallel_size, 1)
+        tp = tp if self.sequence_parallel else 1
+        of_tp = f"tensor_model_parallel_size={tp} (sequence_parallel=True)"
+        if cp == 1:
+            return tp, of_tp
+        # Ring attention gives each rank two pieces of the sequence, so that all have the same part of the causal mask.
+        of_cp = f"2 x context_parallel_size={cp}"
+        return lcm(2 * cp, cp * tp), of_cp if tp == 1 else f"{lcm(2 * cp, cp * tp)}, for {of_cp} and {of_tp}"
+
+    @property
     def accounted_layers(self) -> int:
         """Number of additional layers, 0 to 2, for which embedding and loss count."""
         return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
@@ -222,3 +236,46 @@ class ParallelConfig:
     def schedule(self, num_layers: int) -> PipelineSchedule:
         """The pipeline schedule after defaults."""
         return self.pipeline_schedule or ("interleaved" if self.num_chunks(num_layers) > 1 else "1f1b")
+
+
+UNCOMPRESSED = "none", "bf16"
+"""Values of ``grad_compression`` without a compressor; bf16 rounds the gradients that are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionKind:
+    """A row of ``Feature.compressions``."""
+
+    name: str
+    """The value of --grad-compression."""
+    build: str
+    """Hook: a function from the ``RunConfig`` to the ``data_parallel.compressor.Compressor``."""
+    bytes_per_parameter: Callable[[int, int, int], float]
+    """Bytes of compressed gradients at the end of a backward, from the bytes of a gradient, the number of data-parallel
+    ranks and the ZeRO stage."""
+    optimizer: str | None = None
+    """The optimizer that is a part of the compression; None: any."""
+    added_moments: int = 0
+    """Number of moments in addition to those of the optimizer."""
+    has_bias_correction: bool = True
+    """Whether its optimizer corrects the bias of the moments if the settings request it."""
+    is_local: bool = False
+    """Whether the weights of data-parallel ranks differ between synchronizations."""
+    updates_outside_of_steps: bool = False
+    """Whether weights depend on more than the update of a step, so that code after the update must not change them."""
+
+
+def compression_kinds() -> dict[str, CompressionKind]:
+    """All kinds by name."""
+    return {row.name: row for feature in features() for row in feature.compressions}
+
+
+def compression_of(parallel: ParallelConfig) -> CompressionKind | None:
+    """The kind that ``grad_compression`` names; None if gradients are summed without a compressor."""
+    return compression_kinds().get(parallel.grad_compression)
+
+
+def added_moments(parallel: ParallelConfig) -> int:
+    """Number of moments that gradient compression adds to those of the optimizer."""
+    compression = compression_of(parallel)
+    return 0 if compression is None else compression.added_moments

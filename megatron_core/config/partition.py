@@ -63,8 +63,8 @@ def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list
         return _runs(_sizes_by_count(parallel, num_layers, num_stages))
     ends = Ends.of(config, vocab_size)
     if config.model.layers_differ_in_size and not ends.as_layers:
-        each = [sum(layer_flops(config.model, n, config.data.seq_length).values()) for n in range(num_layers)]
-        return partition_by_cost(each, num_stages, round(ends.output * sum(each) / num_layers))
+        layer_costs = [sum(layer_flops(config.model, n, config.data.seq_length).values()) for n in range(num_layers)]
+        return partition_by_cost(layer_costs, num_stages, round(ends.output * sum(layer_costs) / num_layers))
     return partition(num_layers, num_stages, ends)
 
 
@@ -79,19 +79,20 @@ def partition_by_cost(costs: Sequence[int], num_stages: int, output: int = 0) ->
 
     def runs(most: int) -> list[range]:
         """Stages that cost at most ``most``, from the last one on; some layers are left if ``most`` is too low."""
-        found, stop = list[range](), len(costs)
+        stages, stop = list[range](), len(costs)
         for stage in reversed(range(num_stages)):
             start, cost = stop, output * (stage == num_stages - 1)
             while start > stage and cost + costs[start - 1] <= most:
                 start -= 1
                 cost += costs[start]
-            found.insert(0, range(start, stop))
+            stages.insert(0, range(start, stop))
             stop = start
-        return found
+        return stages
 
     def fits(most: int) -> bool:
         return runs(most)[0].start == 0 and all(runs(most))
 
+    # A higher bound never needs more stages, so the lowest one that fits is found by bisection.
     return runs(bisect_left(range(sum(costs) + output), True, key=fits))
 
 
@@ -102,9 +103,10 @@ def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> lis
     stage. Among stages of equal cost, stages in the middle are preferred, then the first one, then the last.
     """
     ends = ends or Ends()
-    first, last = 0, num_stages - 1
+    first, final = 0, num_stages - 1
+    # Fractions, because stages of equal cost must compare as equal: the place decides between them.
     costs, sizes = [Fraction(0)] * num_stages, [1] * num_stages
-    for stage, end in ((first, ends.embedding), (last, ends.output)):
+    for stage, end in ((first, ends.embedding), (final, ends.output)):
         costs[stage] += end
         if ends.as_layers and end:
             sizes[stage] = 0
@@ -114,7 +116,7 @@ def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> lis
             f"use at most {num_layers + sizes.count(0)} stages, or a pipeline_model_parallel_layout with empty stages"
         )
     for _ in range(num_layers - sum(sizes)):
-        cheapest = min(range(num_stages), key=lambda s: (costs[s] + sizes[s], s == last, s == first, s))
+        cheapest = min(range(num_stages), key=lambda s: (costs[s] + sizes[s], s == final, s == first, s))
         sizes[cheapest] += 1
     return _runs(sizes)
 
@@ -126,9 +128,9 @@ def _sizes_by_count(parallel: ParallelConfig, num_layers: int, num_stages: int) 
         0: parallel.decoder_first_pipeline_num_layers,
         ranks - 1: parallel.decoder_last_pipeline_num_layers,
     }
-    said = {rank: count for rank, count in counts.items() if count is not None}
-    rest = (num_layers - sum(said.values())) // max(ranks - len(said), 1)
-    return [said.get(stage % ranks, rest) // (num_stages // ranks) for stage in range(num_stages)]
+    count_by_rank = {rank: count for rank, count in counts.items() if count is not None}
+    other_count = (num_layers - sum(count_by_rank.values())) // max(ranks - len(count_by_rank), 1)
+    return [count_by_rank.get(stage % ranks, other_count) // (num_stages // ranks) for stage in range(num_stages)]
 
 
 def _runs(sizes: Iterable[int]) -> list[range]:
@@ -139,8 +141,8 @@ def describe(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
     """One line per rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
     lines = []
     for rank in sorted(set(stage_to_rank)):
-        parts = [_contents(stages, stage) for stage in range(len(stages)) if stage_to_rank[stage] == rank]
-        lines.append(f"pipeline rank {rank}: {' | '.join(parts)}")
+        contents = [_contents(stages, stage) for stage in range(len(stages)) if stage_to_rank[stage] == rank]
+        lines.append(f"pipeline rank {rank}: {' | '.join(contents)}")
     return "\n".join(lines)
 
 
@@ -163,9 +165,9 @@ def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
     if parallel.pipeline_plan is None:
         return _plan_of_schedule(parallel.schedule(layers), *sizes, config.runs_in_pairs)
     plan = read_plan(parallel.pipeline_plan)
-    found = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
+    in_plan = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
     settings = ("pipeline_model_parallel_size", CHUNKS, "micro-batches of a rank")
-    for setting, ours, theirs in zip(settings, sizes, found, strict=True):
+    for setting, ours, theirs in zip(settings, sizes, in_plan, strict=True):
         taken_from_plan = setting == CHUNKS and parallel.num_virtual_stages_per_pipeline_rank is None
         if ours != theirs and not taken_from_plan:
             raise ConfigError(

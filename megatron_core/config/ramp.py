@@ -27,9 +27,9 @@ class Ramp:
     """Last value."""
 
     @classmethod
-    def of(cls, given: tuple[int, int, int] | None, end: int) -> Ramp:
+    def of(cls, values: tuple[int, int, int] | None, end: int) -> Ramp:
         """The ramp of a setting; constant for ``None``."""
-        return cls(*given, end) if given else cls(end, 1, 0, end)
+        return cls(*values, end) if values else cls(end, 1, 0, end)
 
     def at(self, consumed_samples: int) -> int:
         """The value after ``consumed_samples`` samples."""
@@ -49,8 +49,8 @@ class Ramp:
         """Whether it rises from 1 or more exactly to ``end``, in at most ``MOST_INCREMENTS`` increments."""
         if min(self.start, self.increment, self.end - self.start + 1) < 1:
             return False
-        increments, rest = divmod(self.end - self.start, self.increment)
-        return rest == 0 and increments <= MOST_INCREMENTS and (self.samples > 0 or increments == 0)
+        increments, remainder = divmod(self.end - self.start, self.increment)
+        return remainder == 0 and increments <= MOST_INCREMENTS and (self.samples > 0 or increments == 0)
 
     def __str__(self) -> str:
         """The values as given on the command line."""
@@ -63,6 +63,11 @@ class Steps:
 
     begins: tuple[tuple[int, int], ...]
     """(samples, value) in ascending order, the first at 0."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it begins at 0 with values of 1 or more."""
+        return bool(self.begins) and self.begins[0][0] == 0 and min(value for _, value in self.begins) > 0
 
     @property
     def samples(self) -> int:
@@ -83,10 +88,10 @@ def parse_steps(entries: tuple[str, ...], seq_length: int) -> tuple[tuple[int, i
 
     The result is empty for text in another form.
     """
-    found = [re.fullmatch(rf"{_NUMBER}:{_NUMBER}", entry) for entry in " ".join(entries).replace(",", " ").split()]
-    if not all(found) or seq_length < 1:
+    matches = [re.fullmatch(rf"{_NUMBER}:{_NUMBER}", entry) for entry in " ".join(entries).replace(",", " ").split()]
+    if not all(matches) or seq_length < 1:
         return ()
-    pairs = [(_number(*match.group(1, 2)), _number(*match.group(3, 4))) for match in found if match]
+    pairs = [(_number(*match.group(1, 2)), _number(*match.group(3, 4))) for match in matches if match]
     return tuple(sorted((tokens // seq_length, value) for tokens, value in pairs))
 
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.attention import attention_of, attention_problems
+from megatron_core.config.attention import ATTENTION_KINDS, AttentionKind, GroupedQuery, attention_of
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.rules_parallel import uneven
+from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.run import RunConfig
 
 
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Settings of heads, groups, positions, activations and the loss that contradict each other."""
     model = config.model
-    if model.kv_channels is None and model.may_have_attention and not attention_of(model).has_own_head_sizes:
+    attention = attention_of(model)
+    if model.kv_channels is None and model.may_have_attention and not attention.has_own_head_sizes:
         yield from uneven(
             "hidden_size",
             model.hidden_size,
@@ -19,14 +20,16 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             model.num_attention_heads,
             " (or set the width of a head with kv_channels)",
         )
-    yield from attention_problems(model)
+    if model.group_query_attention:
+        yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
+    yield from _kind_problems(model, attention)
     if model.parallel_residual_shared_norm and model.norm_placement != "pre":
         yield (
             f"parallel_residual_shared_norm=True cannot be used with norm_placement={model.norm_placement}, which has "
             "a norm for each output; use pre"
         )
-    yield from _group_problems(config)
-    yield from _position_problems(config)
+    yield from _qk_norm_problems(model)
+    yield from _position_problems(config, attention)
     yield from _window_problems(config)
     yield from _chunk_problems(config)
     yield from _flex_problems(config)
@@ -54,6 +57,24 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _kind_problems(model: ModelConfig, attention: AttentionKind) -> Iterator[str]:
+    """Check the choice of the kind, and the settings that it refuses."""
+    legal = [row.name for row in ATTENTION_KINDS.values() if row.flag is None]
+    if model.attention_kind not in legal:
+        yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
+        return
+    if model.multi_latent_attention and model.attention_kind != GroupedQuery.name:
+        yield (
+            f"attention_kind={model.attention_kind} and multi_latent_attention=True exclude one another; keep one of "
+            "them"
+        )
+        return
+    chosen = attention.flag or f"attention_kind={attention.name}"
+    for name, reason in attention.refused.items():
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with {chosen}, {reason}; remove it"
+
+
 def _flex_problems(config: RunConfig) -> Iterator[str]:
     """Settings that FlexAttention excludes."""
     model, kinds = config.model, set(config.parallel.cp_comm_type)
@@ -73,27 +94,15 @@ def _flex_problems(config: RunConfig) -> Iterator[str]:
             yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
 
 
-def _group_problems(config: RunConfig) -> Iterator[str]:
-    """Grouped-query attention."""
-    model = config.model
-    if model.group_query_attention:
-        yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
-    if model.attention_output_gate:
-        size = config.parallel.tensor_model_parallel_size
-        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
-    if model.qk_layernorm_over_heads:
-        if not model.qk_layernorm or model.normalization != "RMSNorm":
-            yield (
-                f"qk_layernorm_over_heads=True needs qk_layernorm=True and normalization=RMSNorm; they are "
-                f"{model.qk_layernorm} and {model.normalization}"
-            )
-        size = config.parallel.tensor_model_parallel_size
-        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
-    if model.qk_layernorm_weight_per_head:
-        if model.qk_layernorm_over_heads:
-            yield "qk_layernorm_weight_per_head=True and qk_layernorm_over_heads=True exclude one another; keep one"
-        size = config.parallel.tensor_model_parallel_size
-        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
+def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
+    """Norms of queries and keys."""
+    if model.qk_layernorm_over_heads and (not model.qk_layernorm or model.normalization != "RMSNorm"):
+        yield (
+            f"qk_layernorm_over_heads=True needs qk_layernorm=True and normalization=RMSNorm; they are "
+            f"{model.qk_layernorm} and {model.normalization}"
+        )
+    if model.qk_layernorm_weight_per_head and model.qk_layernorm_over_heads:
+        yield "qk_layernorm_weight_per_head=True and qk_layernorm_over_heads=True exclude one another; keep one"
     if model.qk_l2_norm and model.qk_layernorm:
         yield "qk_l2_norm=True replaces the norms of qk_layernorm=True; remove one of them"
 
@@ -134,7 +143,7 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _position_problems(config: RunConfig) -> Iterator[str]:
+def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[str]:
     """Rotary channels, the table of learned positions, and linear biases."""
     model, seq_length = config.model, config.data.seq_length
     if model.position_embedding_type == "alibi":
@@ -155,7 +164,7 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
                 "documents would have higher positions than the query; add --reset-attention-mask, or remove "
                 "--reset-position-ids"
             )
-    attention, skip = attention_of(model), model.no_rope_freq
+    skip = model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (
             f"no_rope_freq={skip} must be one number n >= 1 (every n-th layer has no rotary positions), or 1 (without) "

@@ -1,10 +1,12 @@
-"""Rules for data sources and the tokenizer."""
+"""Rules for data sources, the tokenizer, checkpoints and bad steps."""
 
 import math
+import os.path
 from collections.abc import Iterator
 
+from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.data import DIVIDED
-from megatron_core.config.rules_single import exclusive, shown
+from megatron_core.config.rule_helpers import exclusive, shown
 from megatron_core.config.run import RunConfig
 
 _TOKENIZER_FILES = {
@@ -24,18 +26,18 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     """Check that there is exactly one source of tokens, and that splits, blends and orders fit it."""
     data = config.data
     held_out = ("valid_data_path", "test_data_path")
-    given = [name for name in SOURCES if getattr(data, name)]
+    sources = [name for name in SOURCES if getattr(data, name)]
     if config.training.skip_train and not data.train_data_path:
-        given += [name for name in held_out if getattr(data, name)][:1]
-    if not given and data.dataloader_type != "external":
+        sources += [name for name in held_out if getattr(data, name)][:1]
+    if not sources and data.dataloader_type != "external":
         yield "data_path=() leaves the run without data; give one of --data-path, --train-data-path, --mock-data"
-    if given and data.dataloader_type == "external":
+    if sources and data.dataloader_type == "external":
         yield (
-            f"dataloader_type=external takes the datasets of your script, but {given[0]}="
-            f"{shown(getattr(data, given[0]))} names others; remove one of them"
+            f"dataloader_type=external takes the datasets of your script, but {sources[0]}="
+            f"{shown(getattr(data, sources[0]))} names others; remove one of them"
         )
-    if len(given) > 1:
-        yield exclusive(*(f"{name}={shown(getattr(data, name))}" for name in given))
+    if len(sources) > 1:
+        yield exclusive(*(f"{name}={shown(getattr(data, name))}" for name in sources))
     for name in held_out:
         paths = getattr(data, name)
         if paths and not data.train_data_path and not config.training.skip_train:
@@ -91,7 +93,7 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
     data = config.data
     if not data.mock_data and not data.divided_sources:
         yield f"split={data.split} applies only to data_path, which is not given; remove it"
-    shares = [_number(part) for part in (data.split or "").split(",")]
+    shares = [_number(number) for number in (data.split or "").split(",")]
     sound = [share for share in shares if share is not None and 0 <= share < math.inf]
     if len(sound) != len(shares) or len(shares) > 3 or not sound[0] > 0:
         yield f"split={data.split} is not legal; give one to three shares, the first above 0, such as 969,30,1"
@@ -100,15 +102,15 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
 def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
     """Faults of a blend: a list of paths with a number in at least one position of a weight."""
     weights = [_number(path) for path in paths[::2]]
-    given = [weight for weight in weights if weight is not None]
-    if len(paths) < 2 or not given:
+    numbers = [weight for weight in weights if weight is not None]
+    if len(paths) < 2 or not numbers:
         return
-    if len(paths) % 2 or len(given) < len(weights):
+    if len(paths) % 2 or len(numbers) < len(weights):
         yield (
             f"{name}={shown(paths)} has weights, but is not of the form weight prefix weight prefix ...; "
             "give every prefix a weight, or none (write ./7 for a prefix 7)"
         )
-    elif not all(0 < weight < math.inf for weight in given):
+    elif not all(0 < weight < math.inf for weight in numbers):
         yield f"{name}={shown(paths)} has a weight that is not a number above 0; leave that dataset out"
 
 
@@ -127,3 +129,30 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
         if getattr(data, name) is None:
             flag = "--" + name.replace("_", "-")
             yield f"{name}=None is missing for tokenizer_type={data.tokenizer_type}; give {flag}"
+
+
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    """Contradictory folders of checkpoints, and unknown names of model settings."""
+    checkpoint = config.checkpoint
+    if checkpoint.non_persistent_ckpt_type == "global":
+        yield from fast_restart_problems(checkpoint, "non_persistent_global_ckpt_dir")
+    unknown = tuple(name for name in checkpoint.changed_model_settings if not hasattr(config.model, name))
+    if unknown:
+        yield (f"changed_model_settings={shown(unknown)} names no setting of the model; give names such as rotary_base")
+
+
+def fast_restart_problems(checkpoint: CheckpointConfig, setting: str) -> Iterator[str]:
+    """A folder of checkpoints for a fast restart, the value of ``setting``, that is the folder of --save."""
+    folder = getattr(checkpoint, setting)
+    if folder and checkpoint.save and os.path.normpath(folder) == os.path.normpath(checkpoint.save):
+        yield (
+            f"{setting}={folder} is the folder of --save, where a checkpoint for a fast restart would replace the "
+            "permanent ones; give another folder"
+        )
+
+
+def bad_step_problems(config: RunConfig) -> Iterator[str]:
+    """Bad steps that are skipped must be noticed."""
+    steps = config.resilience.max_bad_steps
+    if steps and not config.training.check_for_nan_in_loss_and_grad:
+        yield exclusive(f"max_bad_steps={steps}", "check_for_nan_in_loss_and_grad=False")

@@ -1,9 +1,9 @@
-"""Rules for experts: the router, capacity, and how experts are split over ranks."""
+"""Rules for experts: the router, its balance, capacity, and exchanges."""
 
 from collections.abc import Iterator
 
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.rules_parallel import divisors, uneven
+from megatron_core.config.rule_helpers import divisors
 from megatron_core.config.run import RunConfig
 from megatron_core.schedules.table import PAIRED
 
@@ -26,7 +26,6 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     yield from _capacity_problems(config)
     if config.model.moe_latent_size is not None:
         yield from _latent_problems(config)
-    yield from _split_problems(config)
     yield from _overlap_problems(config)
 
 
@@ -50,14 +49,12 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"mlp_multipliers={model.mlp_multipliers} cannot be used with num_experts={model.num_experts}, to which "
             "they do not apply; remove --mlp-multipliers"
         )
-    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
-    if model.moe_shared_expert_overlap and shared is not None and model.moe_token_dispatcher_type != "alltoall":
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    if model.moe_shared_expert_overlap and has_shared and model.moe_token_dispatcher_type != "alltoall":
         yield (
             f"moe_shared_expert_overlap=True overlaps with moe_token_dispatcher_type=alltoall alone, not with "
             f"{model.moe_token_dispatcher_type}; choose that or remove --moe-shared-expert-overlap"
         )
-    if shared is not None:
-        yield from uneven("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
 
 
 def _choice_problems(config: RunConfig) -> Iterator[str]:
@@ -129,22 +126,22 @@ def _is_sinkhorn(config: RunConfig) -> bool:
 
 def _balance_problems(config: RunConfig) -> Iterator[str]:
     """Load balancing."""
-    model, kind = config.model, config.model.moe_router_load_balancing_type
+    model, balance = config.model, config.model.moe_router_load_balancing_type
     if _is_sinkhorn(config) and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
         yield (
-            f"moe_router_load_balancing_type={kind} has its own scores and no groups; remove "
+            f"moe_router_load_balancing_type={balance} has its own scores and no groups; remove "
             "moe_router_score_function, moe_router_num_groups and moe_router_group_topk"
         )
 
-    further = model.moe_further_balancing_types
-    if len(further) != len(model.moe_further_aux_loss_coeffs):
+    added_types = model.moe_further_balancing_types
+    if len(added_types) != len(model.moe_further_aux_loss_coeffs):
         yield (
-            f"moe_further_balancing_types={further} and moe_further_aux_loss_coeffs="
+            f"moe_further_balancing_types={added_types} and moe_further_aux_loss_coeffs="
             f"{model.moe_further_aux_loss_coeffs} must have the same length; give one coefficient for each type"
         )
-    if further and (len({kind, *further}) != 1 + len(further) or not model.balancing_loss):
+    if added_types and (len({balance, *added_types}) != 1 + len(added_types) or not model.balancing_loss):
         yield (
-            f"moe_further_balancing_types={further} and moe_router_load_balancing_type={kind} must be different "
+            f"moe_further_balancing_types={added_types} and moe_router_load_balancing_type={balance} must be different "
             "losses, the first with moe_aux_loss_coeff > 0; remove the repeated type or the one with coefficient 0"
         )
 
@@ -152,10 +149,10 @@ def _balance_problems(config: RunConfig) -> Iterator[str]:
 def _capacity_problems(config: RunConfig) -> Iterator[str]:
     """Rules for expert capacity."""
     model = config.model
-    factor, kind = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
+    factor, balance = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
     if factor is not None and _is_sinkhorn(config):
         yield (
-            f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type={kind}; legal: "
+            f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type={balance}; legal: "
             "seq_aux_loss, aux_loss, global_aux_loss, none"
         )
 
@@ -173,20 +170,9 @@ def _latent_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name}=True cannot be used with {latent}: {remedy}"
 
 
-def _split_problems(config: RunConfig) -> Iterator[str]:
-    """Numbers of experts, and widths of experts, that cannot be split evenly over ranks."""
-    model, parallel = config.model, config.parallel
-    for name, extent, over, size in (
-        ("num_experts", model.num_experts or 1, "expert_model_parallel_size", parallel.expert_model_parallel_size),
-        ("moe_ffn_hidden_size", model.expert_ffn_size, "expert_tensor_parallel_size", parallel.expert_tensor_size),
-    ):
-        default = " (the default is tensor_model_parallel_size)" * (name != "num_experts")
-        yield from uneven(name, extent, over, size, default)
-
-
 def _overlap_problems(config: RunConfig) -> Iterator[str]:
     """Layouts in which a forward and a backward cannot run together."""
-    parallel, kind = config.parallel, config.model.moe_token_dispatcher_type
+    parallel, exchange = config.parallel, config.model.moe_token_dispatcher_type
     if not parallel.overlap_moe_expert_parallel_comm or config.model.num_layers < 1:
         return
     schedule = parallel.schedule(config.model.num_layers)
@@ -200,10 +186,10 @@ def _overlap_problems(config: RunConfig) -> Iterator[str]:
             f"overlap_moe_expert_parallel_comm=True runs forwards together with backwards, which pipeline_schedule="
             f"{schedule} has in no pairs; legal: {', '.join(PAIRED)}"
         )
-    if kind != "alltoall":
+    if exchange != "alltoall":
         yield (
-            f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {kind}; choose "
-            "alltoall or remove --overlap-moe-expert-parallel-comm"
+            f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {exchange}; "
+            "choose alltoall or remove --overlap-moe-expert-parallel-comm"
         )
     if parallel.dp_zero_stage == 3 and schedule != "dualpipe_v":
         yield (

@@ -1,62 +1,33 @@
 """Rules for how the sizes of the model are split over ranks."""
 
 from collections.abc import Iterator
-from math import isqrt, lcm, prod
-from typing import get_args
+from math import prod
 
-from megatron_core.config.parallel import ParallelConfig
-from megatron_core.config.recompute import RecomputeModule
-from megatron_core.config.rules_single import exclusive, unused
+from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest, nearest_multiples, uneven, unused
 from megatron_core.config.run import RunConfig
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors in ascending order. Above 10^12, only divisors up to 10^6 and their quotients are found, so that a
-    mistyped number does not take hours."""
-    small = [d for d in range(1, min(isqrt(max(number, 0)), 10**6) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def leaves_rest(number: int, divisor: int) -> bool:
-    """Whether ``number / divisor`` has a remainder; False for sizes below 1, which another rule reports."""
-    return number >= 1 and divisor >= 1 and number % divisor != 0
-
-
-def uneven(name: str, number: int, over: str, parts: int, way_out: str = "") -> Iterator[str]:
-    """The message for a size that does not split evenly."""
-    if leaves_rest(number, parts):
-        legal = ", ".join(map(str, divisors(number)))
-        yield f"{name}={number} cannot be split over {over}={parts}; legal: {legal}{way_out}"
-
-
-RECOMPUTABLE: tuple[str, ...] = get_args(RecomputeModule)
-"""Parts of a layer for selective recompute."""
-
-
-def recompute_problems(config: RunConfig) -> Iterator[str]:
-    """Incomplete or contradictory settings of recompute and activation offload."""
-    model = config.model
-    modules = ", ".join(model.recompute_modules)
-    for name, choice in (
-        ("recompute_method", "uniform or block"),
-        ("recompute_num_layers", f"1 to {model.num_layers}"),
-    ):
-        if model.recompute_granularity == "full" and getattr(model, name) is None:
-            yield f"{name}=None is missing for recompute_granularity=full; legal: {choice}"
-    if not model.recompute_modules:
-        yield f"recompute_modules=() is empty; give one or more of {', '.join(RECOMPUTABLE)}"
-    if model.cpu_offloading_num_layers and any(map(model.recomputes, ("layernorm", "mla_up_proj", "moe_act"))):
-        yield (
-            f"cpu_offloading_num_layers={model.cpu_offloading_num_layers} offloads activations that "
-            f"recompute_modules={modules} discards; remove one of them"
-        )
-    if model.cpu_offloading and model.cpu_offloading_num_layers == 0:
-        yield "cpu_offloading=True and cpu_offloading_num_layers=0 offload nothing; give --cpu-offloading-num-layers"
-    if (model.recompute_num_layers or 0) > model.num_layers >= 1:
-        yield (
-            f"recompute_num_layers={model.recompute_num_layers} is more than num_layers={model.num_layers}; "
-            f"legal: 1 to {model.num_layers}"
-        )
+def split_problems(config: RunConfig) -> Iterator[str]:
+    """Key-value groups, experts and their widths that cannot be split evenly over ranks."""
+    model, parallel = config.model, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    # A gate and these norms have rows for each group, which no rank may share; without them, ranks may share a group.
+    if model.attention_output_gate or model.qk_layernorm_over_heads or model.qk_layernorm_weight_per_head:
+        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", tp)
+    if model.num_experts is None or min(model.num_experts, model.moe_router_topk) < 1:
+        return
+    if (shared := model.moe_shared_expert_intermediate_size) is not None:
+        yield from uneven("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
+    yield from uneven(
+        "num_experts", model.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size
+    )
+    yield from uneven(
+        "moe_ffn_hidden_size",
+        model.expert_ffn_size,
+        "expert_tensor_parallel_size",
+        parallel.expert_tensor_size,
+        " (the default is tensor_model_parallel_size)",
+    )
 
 
 def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -112,8 +83,8 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
         for tp in divisors(even[0])
         if not any(leaves_rest(size, tp) for size in even) and (groups % tp == 0 or tp % groups == 0)
     ]
-    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    return [tp for tp in legal if not leaves_rest(world_size, tp * others)] or legal
+    other_ranks = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    return [tp for tp in legal if not leaves_rest(world_size, tp * other_ranks)] or legal
 
 
 def _split_sizes(config: RunConfig) -> dict[str, int]:
@@ -122,12 +93,6 @@ def _split_sizes(config: RunConfig) -> dict[str, int]:
     sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have_attention else {}
     sizes |= {name: getattr(model, name) for name in model.sizes_over_ranks}
     return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have_mlp else {})
-
-
-def nearest_multiples(number: int, unit: int) -> str:
-    """The multiples of ``unit`` next to ``number``, as ``510, 513``."""
-    below = number // unit * unit
-    return ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
 def _tensor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -217,6 +182,8 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "legal: any order of tp-cp-ep-dp-pp (axes of size 1 may be left out)"
         )
     elif pp > 1 and world_size % parallel.smallest_world_size == 0:
+        # Neighbouring stages exchange messages for dense layers and experts alike, so both views must number them
+        # equally.
         faster = named[: named.index("pp")]
         apart = [prod(view.get(axis, 1) for axis in faster) for view in (dense, expert)]
         if apart[0] != apart[1]:
@@ -224,17 +191,6 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"rank_order={parallel.rank_order} places neighbouring stages {apart[0]} ranks apart for dense layers "
                 f"and {apart[1]} for experts; legal: any order that ends with pp"
             )
-
-
-def sequence_unit(parallel: ParallelConfig) -> tuple[int, str]:
-    """The required divisor of every sequence length, and the settings that require it, in words."""
-    cp, tp = max(parallel.context_parallel_size, 1), max(parallel.tensor_model_parallel_size, 1)
-    tp = tp if parallel.sequence_parallel else 1
-    of_tp = f"tensor_model_parallel_size={tp} (sequence_parallel=True)"
-    if cp == 1:
-        return tp, of_tp
-    of_cp = f"2 x context_parallel_size={cp}"
-    return lcm(2 * cp, cp * tp), of_cp if tp == 1 else f"{lcm(2 * cp, cp * tp)}, for {of_cp} and {of_tp}"
 
 
 def context_problems(config: RunConfig) -> Iterator[str]:
@@ -245,10 +201,10 @@ def context_problems(config: RunConfig) -> Iterator[str]:
         if sizes is not None and set(sizes) != {1}:
             yield f"hierarchical_context_parallel_sizes={sizes} needs context_parallel_size={cp} above 1; give both"
         return
-    unit, shown = sequence_unit(parallel)
+    unit, required_by = parallel.sequence_unit
     if leaves_rest(length, unit):
         nearest = nearest_multiples(length, unit)
-        yield f"seq_length={length} is not a multiple of {shown}; nearest legal: {nearest}"
+        yield f"seq_length={length} is not a multiple of {required_by}; nearest legal: {nearest}"
     kinds, layers = parallel.cp_comm_type, config.model.num_layers
     if len(kinds) not in (1, layers):
         yield (
@@ -271,11 +227,11 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 def _head_problems(config: RunConfig, ranks: dict[str, int]) -> Iterator[str]:
     """Numbers of heads that cannot be exchanged evenly; ``ranks``: number of ranks that exchange heads, by kind."""
     heads, tp = config.model.num_attention_heads, max(config.parallel.tensor_model_parallel_size, 1)
-    for kind in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have_attention else ()):
-        if leaves_rest(heads // tp, ranks.get(kind, 1)):
+    for cp_type in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have_attention else ()):
+        if leaves_rest(heads // tp, ranks.get(cp_type, 1)):
             legal = ", ".join(map(str, divisors(heads // tp)))
             yield (
-                f"cp_comm_type={kind} exchanges the {heads // tp} heads of a rank (num_attention_heads={heads} / "
-                f"tensor_model_parallel_size={tp}) among {ranks[kind]} ranks, which must divide them; legal: {legal} "
-                "ranks, or cp_comm_type=p2p"
+                f"cp_comm_type={cp_type} exchanges the {heads // tp} heads of a rank (num_attention_heads={heads} / "
+                f"tensor_model_parallel_size={tp}) among {ranks[cp_type]} ranks, which must divide them; legal: "
+                f"{legal} ranks, or cp_comm_type=p2p"
             )

@@ -1,21 +1,22 @@
 """Checks of each setting against its declaration: legal values, and the conditions under which it has an effect."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
 
 
-def illegal_values(config: RunConfig) -> Iterator[str]:
-    """Settings whose value is illegal whatever the other settings are."""
-    yield from unknown_words(config)
+def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
+    """Settings whose value is illegal whatever the other settings are; ``values``: all settings by name."""
+    yield from unknown_words(values)
     # Every call of ``settings`` lists all features: in the loop it took 70 % of this function's time.
     declarations = settings()
-    for name, value in config.flat().items():
+    for name, value in values.items():
         legal = declarations[name].legal
         if legal is not None and value is not None and not legal.contains(value):
             yield f"{name}={value!r} {legal.fault}; it must be {legal.words}"
@@ -24,12 +25,11 @@ def illegal_values(config: RunConfig) -> Iterator[str]:
                 yield f"{name}={text!r} has a character that cannot occur in file names and flags; remove it"
 
 
-def unknown_words(config: RunConfig) -> Iterator[str]:
+def unknown_words(values: Mapping[str, Any]) -> Iterator[str]:
     """Settings whose value is none of the values that their type lists."""
-    values = config.flat()
     for name, choices in _choices().items():
         value = values[name]
-        if any(part not in choices for part in (value if isinstance(value, tuple) else (value,)) if part is not None):
+        if any(word not in choices for word in (value if isinstance(value, tuple) else (value,)) if word is not None):
             legal = ", ".join(map(str, choices))
             yield f"{name}={shown(value)} is not legal; use {'some' if isinstance(value, tuple) else 'one'} of {legal}"
 
@@ -37,26 +37,27 @@ def unknown_words(config: RunConfig) -> Iterator[str]:
 @cache
 def _choices() -> dict[str, tuple[Any, ...]]:
     """The values of each setting whose type has a ``Literal``."""
-    return {name: found for name, kind in field_types().items() if (found := _literals(kind))}
+    return {name: words for name, setting_type in field_types().items() if (words := _literals(setting_type))}
 
 
-def _literals(kind: Any) -> tuple[Any, ...]:
+def _literals(annotation: Any) -> tuple[Any, ...]:
     """The values of the ``Literal`` in a type; empty if there is none."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return tuple(choice for option in get_args(kind) for choice in _literals(option))
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for option in get_args(annotation) for choice in _literals(option))
 
 
 def _is_encodable(text: str) -> bool:
     try:
+        # A name with a null byte or half of a surrogate pair fails only when a file is opened, hours later.
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON or YAML file
         return False
 
 
-def needless_settings(config: RunConfig) -> Iterator[str]:
+def needless_settings(values: Mapping[str, Any], run: RunContext) -> Iterator[str]:
     """Settings with another value than the default that need a condition which does not hold."""
-    run, values, defaults = RunContext.of_sections(config.sections()), config.flat(), _defaults()
+    defaults = _defaults()
     for name, declared in settings().items():
         if values[name] != defaults[name] and (missing := _missing(declared.needs, run)) is not None:
             assigned = f"{name}={shown(values[name])}"
@@ -73,7 +74,7 @@ def _defaults() -> dict[str, Any]:
 
 @cache
 def _defaults_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
-    return {name: value for kind in sections for name, value in vars(kind()).items()}
+    return {name: value for section in sections for name, value in vars(section()).items()}
 
 
 def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | None:
@@ -84,8 +85,8 @@ def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | 
 def missing_modes(config: RunConfig, names: Iterable[str]) -> dict[str, Condition]:
     """The settings among ``names`` that need a condition which does not hold, and the first such condition."""
     run = RunContext.of_sections(config.sections())
-    found = {name: _missing(settings()[name].needs, run) for name in names}
-    return {name: missing for name, missing in found.items() if missing is not None}
+    conditions = {name: _missing(settings()[name].needs, run) for name in names}
+    return {name: missing for name, missing in conditions.items() if missing is not None}
 
 
 def has_effect(name: str, config: RunConfig) -> bool:
@@ -109,10 +110,10 @@ def unread_settings(
         if name in names and (missing := _missing(declared.needs + declared.when, run)) is not None:
             reason = f"{'with' if missing.excludes else 'without'} {missing.words}"
             by_reason.setdefault(reason, []).append(f"{name}={shown(values[name])}")
-    found = [f"{', '.join(assigned)} ({reason})" for reason, assigned in by_reason.items()]
+    sentences = [f"{', '.join(assigned)} ({reason})" for reason, assigned in by_reason.items()]
     if "recompute_modules" in names and config.model.recompute_granularity == "selective":
-        found += _absent_parts(config.model)
-    return "; ".join(found)
+        sentences += _absent_parts(config.model)
+    return "; ".join(sentences)
 
 
 def _absent_parts(model: ModelConfig) -> Iterator[str]:
@@ -127,22 +128,7 @@ def _absent_parts(model: ModelConfig) -> Iterator[str]:
         "moe_act": (experts, "--num-experts N"),
         "shared_experts": (shared, "--moe-shared-expert-intermediate-size N"),
     }
-    for part in model.recompute_modules:
-        is_there, what = needed.get(part, (True, ""))
+    for module in model.recompute_modules:
+        is_there, what = needed.get(module, (True, ""))
         if not is_there:
-            yield f"recompute_modules={part} (without {what})"
-
-
-def unused(setting: str, value: object, other: str, is_now: object, remedy: str) -> str:
-    """The message for a setting that has no effect with the value of another one."""
-    return f"{setting}={value} has no effect with {other}={is_now}; {remedy}"
-
-
-def exclusive(*assigned: str) -> str:
-    """The message for settings, each with its value, of which only one may be given."""
-    return f"{' and '.join(assigned)} exclude one another; keep one of them"
-
-
-def shown(value: object) -> str:
-    """A value as on the command line."""
-    return " ".join(value) if isinstance(value, tuple) and all(isinstance(part, str) for part in value) else str(value)
+            yield f"recompute_modules={module} (without {what})"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.rules_parallel import divisors, leaves_rest
+from megatron_core.config.rule_helpers import divisors, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.schedules import SCHEDULES, TRAINING
@@ -25,14 +25,14 @@ def stage_problems(config: RunConfig) -> Iterator[str]:
         yield from _count_problems(config)
 
 
-def _contradictions(config: RunConfig, chosen: str, others: Iterable[str]) -> Iterator[str]:
+def _contradictions(config: RunConfig, chosen: str, alternatives: Iterable[str]) -> Iterator[str]:
     """Other settings that also determine how layers are split."""
-    values = {name: getattr(config.parallel, name) for name in sorted(others) if name != chosen}
-    said = [f"{name}={value}" for name, value in values.items() if value != BALANCED_STAGES[name]]
-    if said:
+    values = {name: getattr(config.parallel, name) for name in sorted(alternatives) if name != chosen}
+    assigned = [f"{name}={value}" for name, value in values.items() if value != BALANCED_STAGES[name]]
+    if assigned:
         yield (
             f"{chosen}={getattr(config.parallel, chosen)} assigns layers to stages, and so does "
-            f"{' and '.join(said)}; keep {chosen} alone or remove it"
+            f"{' and '.join(assigned)}; keep {chosen} alone or remove it"
         )
 
 
@@ -80,11 +80,11 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     counts = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
-    said = " and ".join(f"{name}={count}" for name, count in counts.items())
+    assigned = " and ".join(f"{name}={count}" for name, count in counts.items())
     uneven = " and ".join(f"{name}={count}" for name, count in counts.items() if count % max(chunks, 1))
     if pp == 1:
         yield (
-            f"{said} needs several pipeline ranks, but pipeline_model_parallel_size=1; "
+            f"{assigned} needs several pipeline ranks, but pipeline_model_parallel_size=1; "
             "raise it to 2 or more or remove the count"
         )
     elif pp < 1 or chunks < 1 or min(counts.values()) < 1 or layers < pp * chunks:
@@ -92,7 +92,7 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
     elif uneven:
         yield f"{uneven} cannot be split over {CHUNKS}={chunks}; legal: multiples of {chunks}"
     elif not _fits(layers - sum(counts.values()), pp - len(counts), chunks):
-        yield f"{said} of num_layers={layers} leaves {_rest(config, counts)}; {_legal_counts(config, counts)}"
+        yield f"{assigned} of num_layers={layers} leaves {_rest(config, counts)}; {_legal_counts(config, counts)}"
 
 
 def _fits(layers: int, ranks: int, chunks: int) -> bool:
@@ -105,13 +105,13 @@ def _fits(layers: int, ranks: int, chunks: int) -> bool:
 def _rest(config: RunConfig, counts: dict[str, int]) -> str:
     """The part of the message about the layers of the other ranks."""
     left = config.model.num_layers - sum(counts.values())
-    others = config.parallel.pipeline_model_parallel_size - len(counts)
+    ranks = config.parallel.pipeline_model_parallel_size - len(counts)
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     if left < 0:
         return "less than none"
-    if others == 0:
+    if ranks == 0:
         return f"{left} for no other rank"
-    parties = f"{others} other rank{'s' * (others > 1)}" + (f" of {chunks} chunks" if chunks > 1 else "")
+    parties = f"{ranks} other rank{'s' * (ranks > 1)}" + (f" of {chunks} chunks" if chunks > 1 else "")
     return f"{left} for {parties} to share evenly"
 
 
@@ -123,8 +123,8 @@ def _legal_counts(config: RunConfig, counts: dict[str, int]) -> str:
     legal = [str(n) for n in sums if _fits(layers - n, pp - len(counts), chunks)]
     if not legal:
         return f"change num_layers to a multiple of {chunks}"
-    shown = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
-    return f"legal: {shown}" + " in all" * (len(counts) > 1)
+    examples = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
+    return f"legal: {examples}" + " in all" * (len(counts) > 1)
 
 
 def schedule_problems(config: RunConfig) -> Iterator[str]:
@@ -154,8 +154,8 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
             "pipeline_model_parallel_layout instead"
         )
     elif wanted not in (None, chunks):
-        others = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
+        alternatives = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))
         yield (
             f"pipeline_schedule={schedule} cannot have {chunks} chunks on each rank; legal: {wanted} (with {chunks} "
-            f"chunks: {others})"
+            f"chunks: {alternatives})"
         )

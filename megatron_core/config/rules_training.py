@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.compression import compression_of
+from megatron_core.config.parallel import compression_of
 from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
-from megatron_core.config.rules_parallel import leaves_rest, nearest_multiples, sequence_unit
-from megatron_core.config.rules_single import exclusive, unused
+from megatron_core.config.rule_helpers import exclusive, leaves_rest, nearest_multiples, unused
 from megatron_core.config.run import RunConfig
 
 MOST_MICRO_BATCHES = 2**16
@@ -59,11 +58,7 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _first_batch(config: RunConfig, copies: int) -> int:
     """Sequences in the first step; 0 where another rule reports the schedule."""
-    training = config.training
-    if training.step_batch_size_schedule is not None:
-        steps = parse_steps(training.step_batch_size_schedule, config.data.seq_length)
-        return steps[0][1] if steps and steps[0][0] == 0 and min(size for _, size in steps) > 0 else 0
-    ramp = Ramp.of(training.rampup_batch_size, training.final_batch_size(copies))
+    ramp = config.training.batch_ramp(copies, config.data.seq_length)
     return ramp.at(0) if ramp.is_sound else 0
 
 
@@ -77,12 +72,12 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         if value > optimizer.lr:
             yield f"{name}={value} is more than lr={optimizer.lr}; legal: 0 to {optimizer.lr}"
     if optimizer.counts_samples and optimizer.counts_iterations:
-        shown = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
-        yield f"{shown} exclude one another; give all phases of the learning rate in samples, or all in iters"
+        named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
+        yield f"{named} exclude one another; give all phases of the learning rate in samples, or all in iters"
         return
     if optimizer.counts_samples and config.training.train_samples is None and not config.training.skip_train:
-        shown = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
-        yield f"{shown} needs a training by samples; give --train-samples instead of --train-iters, or use --lr-*-iters"
+        named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
+        yield f"{named} needs a training by samples; give --train-samples instead of --train-iters, or use --lr-*-iters"
         return
     unit = "samples" if config.schedules_by_samples else "iters"
     warmup = getattr(optimizer, f"lr_warmup_{unit}")
@@ -158,8 +153,8 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
     if len(chosen) > 1:
-        shown = " and ".join(f"{name}=True" for name in chosen)
-        yield f"{shown} exclude one another; keep one of them, or none for float32"
+        assigned = " and ".join(f"{name}=True" for name in chosen)
+        yield f"{assigned} exclude one another; keep one of them, or none for float32"
     if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         yield (
             f"min_loss_scale={optimizer.min_loss_scale} is more than "
@@ -177,7 +172,7 @@ def ramp_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             yield from _rampup_problems(config, copies)
     if config.data.seq_length_warmup is not None:
         yield from _fit_problems(
-            "seq_length_warmup", config.data.length_ramp, "seq_length", *sequence_unit(config.parallel)
+            "seq_length_warmup", config.data.length_ramp, "seq_length", *config.parallel.sequence_unit
         )
 
 
@@ -219,7 +214,7 @@ def _step_problems(config: RunConfig, copies: int) -> Iterator[str]:
 def _fit_problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_shown: str) -> Iterator[str]:
     """The first fault of the ramp of the setting ``name``."""
     rise = ramp.end - ramp.start
-    uneven = [part for part in ("start", "increment") if leaves_rest(getattr(ramp, part), divisor)]
+    uneven = [value for value in ("start", "increment") if leaves_rest(getattr(ramp, value), divisor)]
     if ramp.increment < 1 or ramp.samples < 1:
         yield f"{name}={ramp} needs an increment and a number of samples above 0"
     elif rise // ramp.increment > MOST_INCREMENTS:

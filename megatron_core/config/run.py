@@ -1,22 +1,18 @@
 """The whole configuration of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
-from megatron_core.config.bad_steps import BadStepConfig
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.parallel import ParallelConfig, compression_of
 from megatron_core.config.setting import Setting, declarations
-from megatron_core.config.training import OptimizerConfig, TrainingConfig
+from megatron_core.config.training import BadStepConfig, OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
 from megatron_core.feature import (
     AddedSettings,
@@ -53,7 +49,9 @@ class RunConfig:
     resilience: BadStepConfig = field(default_factory=BadStepConfig)
     """Bad steps; the name is that of the section in configuration files."""
 
-    features: tuple[Any, ...] = field(default_factory=lambda: tuple(kind() for kind in feature_sections().values()))
+    features: tuple[Any, ...] = field(
+        default_factory=lambda: tuple(section() for section in feature_sections().values())
+    )
     """The sections of optional features; ``section`` returns one of them."""
 
     @property
@@ -95,13 +93,13 @@ class RunConfig:
         """Number of outer groups: parts of the ranks, each of which takes steps of its own."""
         return self.optional("num_groups") or 1
 
-    def section(self, kind: type[Section]) -> Section:
-        """The settings of the feature whose section is ``kind``, or the section of the core that they extend."""
-        if issubclass(kind, Extensible):
-            extensible: Extensible = getattr(self, _extended_by(kind))
-            return extensible.section(kind)
-        section: Section | None = self._features_by_type.get(kind)
-        return kind() if section is None else section
+    def section(self, section_type: type[Section]) -> Section:
+        """The settings of a feature, by the class of its section, or the section of the core that they extend."""
+        if issubclass(section_type, Extensible):
+            extensible: Extensible = getattr(self, _extended_by(section_type))
+            return extensible.section(section_type)
+        section: Section | None = self._features_by_type.get(section_type)
+        return section_type() if section is None else section
 
     @cached_property
     def _features_by_type(self) -> dict[type[Any], Any]:
@@ -113,7 +111,7 @@ class RunConfig:
         if isinstance(section, Extensible):
             extended_section: dict[str, Any] = {_extended_by(type(section)): section}
             return replace(self, **extended_section)
-        return replace(self, features=tuple(section if type(own) is type(section) else own for own in self.features))
+        return replace(self, features=tuple(section if type(old) is type(section) else old for old in self.features))
 
     def optional(self, name: str) -> Any:
         """The value of a feature's setting ``name``; None if this package does not have the feature."""
@@ -123,7 +121,7 @@ class RunConfig:
     def sections(self) -> dict[str, Any]:
         """The sections by name: those of the core, then those of the features."""
         return {name: getattr(self, name) for name in core_sections()} | {
-            name: self.section(kind) for name, kind in feature_sections().items()
+            name: self.section(section_type) for name, section_type in feature_sections().items()
         }
 
     def flat(self) -> dict[str, Any]:
@@ -139,25 +137,26 @@ class RunConfig:
         section_name = _sections_by_setting(added_settings()).get(name)
         if section_name is None:
             return next((section for section in self.sections().values() if hasattr(section, name)), None)
-        kind = feature_sections().get(section_name)
-        return getattr(self, section_name) if kind is None else self.section(kind)
+        section_type = feature_sections().get(section_name)
+        return getattr(self, section_name) if section_type is None else self.section(section_type)
 
     @classmethod
-    def of_sections(cls: type[Configuration], sections: Mapping[str, Any], **others: Any) -> Configuration:
-        """The inverse of ``sections``; ``others``: further fields of a derived class."""
+    def of_sections(cls: type[Configuration], sections: Mapping[str, Any], **added_fields: Any) -> Configuration:
+        """The inverse of ``sections``; ``added_fields``: further fields of a derived class."""
         core = {name: sections[name] for name in core_sections()}
-        return cls(**core, features=tuple(sections[name] for name in feature_sections()), **others)
+        return cls(**core, features=tuple(sections[name] for name in feature_sections()), **added_fields)
 
     @classmethod
     def from_flat(cls: type[Configuration], values: dict[str, Any]) -> Configuration:
         """The inverse of ``flat``; ``KeyError`` for a name that is not a setting."""
         remaining = dict(values)
         sections = {}
-        for section_name, kind in section_types().items():
-            known = {setting.name for setting in fields(kind)}
+        for section_name, section_type in section_types().items():
+            known = {setting.name for setting in fields(section_type)}
             chosen = {name: remaining.pop(name) for name in list(remaining) if name in known}
+            # YAML and JSON have only lists, and settings must be hashable.
             frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
-            sections[section_name] = kind(**frozen)
+            sections[section_name] = section_type(**frozen)
         if remaining:
             raise KeyError(sorted(remaining)[0])
         return cls.of_sections(sections)
@@ -169,15 +168,16 @@ def core_sections() -> dict[str, type[Any]]:
 
 
 @cache
+# The argument is only the key of the cache: a feature that is registered later adds settings.
 def _core_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = _types_of((RunConfig,))
     names = (section.name for section in fields(RunConfig) if section.name != "features")
     return {name: extended(kinds[name]) if extends(kinds[name]) else kinds[name] for name in names}
 
 
-def _extended_by(kind: type[Any]) -> str:
+def _extended_by(section_type: type[Any]) -> str:
     """The name of the section of the core to which settings of a feature belong."""
-    return next(name for name, core in core_sections().items() if issubclass(core, kind))
+    return next(name for name, core in core_sections().items() if issubclass(core, section_type))
 
 
 def feature_sections() -> dict[str, type[Any]]:
@@ -188,7 +188,7 @@ def feature_sections() -> dict[str, type[Any]]:
 @cache
 def _feature_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = {feature.name: feature.settings for feature in features() if feature.settings is not None}
-    return {name: kind for name, kind in kinds.items() if not extends(kind)}
+    return {name: section_type for name, section_type in kinds.items() if not extends(section_type)}
 
 
 def section_types() -> dict[str, type[Any]]:
@@ -214,12 +214,12 @@ def field_types() -> dict[str, Any]:
 @cache
 def _sections_by_setting(_added: AddedSettings) -> dict[str, str]:
     """The name of the section of each setting."""
-    return {setting.name: name for name, kind in section_types().items() for setting in fields(kind)}
+    return {setting.name: name for name, section_type in section_types().items() for setting in fields(section_type)}
 
 
 @cache
 def _settings_of(sections: tuple[type[Any], ...]) -> dict[str, Setting]:
-    return {name: declared for kind in sections for name, declared in declarations(kind)}
+    return {name: declared for section_type in sections for name, declared in declarations(section_type)}
 
 
 @cache
@@ -229,7 +229,7 @@ def _aliases_of(sections: tuple[type[Any], ...]) -> dict[str, str]:
 
 @cache
 def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
-    return {name: kind for section in sections for name, kind in get_type_hints(section).items()}
+    return {name: setting_type for section in sections for name, setting_type in get_type_hints(section).items()}
 
 
 def names_in_any_model() -> set[str]:

@@ -8,8 +8,6 @@ A setting is a field of a configuration class::
 The type, the name (Megatron-LM's flag) and the help text below it complete the declaration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum, auto
@@ -122,8 +120,8 @@ def setting(
     Every field needs ``needs`` or ``when``, its own or its section's: ``ALWAYS`` if it is read in every run.
     """
     declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()), is_refinement, difference)
-    made: T = field(default=default, metadata={"setting": declared})
-    return made
+    dataclass_field: T = field(default=default, metadata={"setting": declared})
+    return dataclass_field
 
 
 def section(
@@ -134,31 +132,31 @@ def section(
     The field that switches the section on does not get its own condition. ``resume`` is the default of the fields.
     """
 
-    def decorate(kind: type[T]) -> type[T]:
-        for name, made in vars(kind).items():
-            if isinstance(made, Field):
-                own: Setting = made.metadata["setting"]
+    def decorate(section_type: type[T]) -> type[T]:
+        for name, attribute in vars(section_type).items():
+            if isinstance(attribute, Field):
+                declared: Setting = attribute.metadata["setting"]
                 shared = replace(
-                    own,
-                    needs=tuple(each for each in (needs, *own.needs) if each and each.switch != name),
-                    when=tuple(each for each in (when, *own.when) if each and each.switch != name),
-                    resume=own.resume or resume,
+                    declared,
+                    needs=tuple(c for c in (needs, *declared.needs) if c and c.switch != name),
+                    when=tuple(c for c in (when, *declared.when) if c and c.switch != name),
+                    resume=declared.resume or resume,
                 )
-                made.metadata = MappingProxyType({"setting": shared})
-        return kind
+                attribute.metadata = MappingProxyType({"setting": shared})
+        return section_type
 
     return decorate
 
 
-def declarations(kind: Any) -> Iterator[tuple[str, Setting]]:
+def declarations(section_type: Any) -> Iterator[tuple[str, Setting]]:
     """The name and declaration of each setting of a section, with those that features add to it."""
-    declared = fields(extended(kind) if extends(kind) else kind)
+    declared = fields(extended(section_type) if extends(section_type) else section_type)
     return ((setting.name, setting.metadata["setting"]) for setting in declared)
 
 
-def names_by_resume(kind: Any, *rules: Resume) -> tuple[str, ...]:
+def names_by_resume(section_type: Any, *rules: Resume) -> tuple[str, ...]:
     """The settings of a section with one of these rules for resumed runs."""
-    return tuple(name for name, declared in declarations(kind) if declared.resume in rules)
+    return tuple(name for name, declared in declarations(section_type) if declared.resume in rules)
 
 
 def _tuple(conditions: Condition | tuple[Condition, ...]) -> tuple[Condition, ...]:

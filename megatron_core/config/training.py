@@ -73,6 +73,7 @@ class TrainingConfig(Extensible):
 
     def final_batch_size(self, data_parallel_size: int) -> int:
         """Number of sequences per optimizer step, after defaults and at the end of a ramp."""
+        # The last size does not depend on the length of a sample.
         steps = parse_steps(self.step_batch_size_schedule or (), 1)
         return self.global_batch_size or (steps[-1][1] if steps else self.micro_batch_size * data_parallel_size)
 
@@ -222,3 +223,22 @@ class OptimizerConfig(AlgorithmConfig):
     def counts_samples(self) -> bool:
         """Whether a phase of the learning rate is given in sequences."""
         return bool(self.lr_decay_samples or self.lr_warmup_samples or self.lr_wsd_decay_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class BadStepConfig:
+    """Bad steps."""
+
+    max_bad_steps: int = setting(0, r.COUNT_FROM_0, when=c.TRAINING)
+    """Number of consecutive bad steps (loss or gradient norm not finite, or a spike) that are skipped. After one more
+    the run loads its last checkpoint and omits the batches of these steps. 0: the first bad step is an error."""
+    max_rollbacks: int = setting(3, r.COUNT_FROM_0, when=c.BAD_STEPS)
+    """With --max-bad-steps: number of times that a run loads its last checkpoint before it ends with an error."""
+    spike_factor: float | None = setting(None, r.POSITIVE, needs=c.BAD_STEPS)
+    """With --max-bad-steps: a step is also bad if its gradient norm is larger than this factor times the median of the
+    last 64 good steps."""
+    save_bad_steps: int = setting(1, r.COUNT_FROM_0, when=c.SAVE)
+    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for megatron-replay-step."""
+    iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
+    """Iterations whose batches are skipped."""

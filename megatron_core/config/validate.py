@@ -5,11 +5,16 @@ from dataclasses import replace
 
 from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
+from megatron_core.config.rules_data import (
+    SOURCES,
+    bad_step_problems,
+    checkpoint_problems,
+    data_problems,
+    tokenizer_problems,
+)
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
-from megatron_core.config.rules_run import bad_step_problems, checkpoint_problems
-from megatron_core.config.rules_sharding import sharding_problems
+from megatron_core.config.rules_parallel import context_problems, parallel_problems, split_problems
+from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
@@ -20,7 +25,7 @@ from megatron_core.config.rules_training import (
     precision_problems,
     ramp_problems,
 )
-from megatron_core.config.run import RunConfig
+from megatron_core.config.run import RunConfig, RunContext
 from megatron_core.errors import ConfigError
 from megatron_core.feature import features
 
@@ -33,25 +38,30 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """
     if world_size < 1:
         yield f"world_size={world_size} is out of range; it must be an integer >= 1"
-    yield from illegal_values(config)
-    if any(unknown_words(config)):
+    # Once for all of these rules: it collects the sections of all features, and a search validates many layouts.
+    run = RunContext.of_sections(config.sections())
+    values = run.flat()
+    yield from illegal_values(values)
+    if any(unknown_words(values)):
         return  # the other rules assume known words
-    yield from needless_settings(config)
+    yield from needless_settings(values, run)
+    # By topic, so that messages about the same settings stand next to each other.
     yield from model_problems(config)
     yield from moe_problems(config)
-    yield from recompute_problems(config)
-    yield from stage_problems(config)
+    yield from split_problems(config)
     yield from parallel_problems(config, world_size)
-    yield from sharding_problems(config, world_size)
     yield from context_problems(config)
+    yield from stage_problems(config)
     yield from schedule_problems(config)
+    yield from recompute_problems(config)
+    yield from sharding_problems(config, world_size)
     yield from batch_problems(config, world_size)
     yield from ramp_problems(config, world_size)
     yield from length_problems(config, world_size)
     yield from learning_rate_problems(config, world_size)
-    yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
     yield from average_problems(config)
+    yield from optimizer_problems(config.optimizer)
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)
@@ -70,15 +80,15 @@ def largest_world_size(config: RunConfig, most: int) -> int:
 
 def check(config: RunConfig, world_size: int, faults: Sequence[str] = ()) -> None:
     """Raise one ``ConfigError`` with all messages, numbered, if there are any; ``faults`` come first."""
-    found = [*faults, *problems(config, world_size)]
-    if found:
-        raise ConfigError(numbered(found, "1 rank" if world_size == 1 else f"{world_size} ranks"))
+    messages = [*faults, *problems(config, world_size)]
+    if messages:
+        raise ConfigError(numbered(messages, "1 rank" if world_size == 1 else f"{world_size} ranks"))
 
 
-def numbered(found: Sequence[str], where: str) -> str:
+def numbered(messages: Sequence[str], where: str) -> str:
     """One message for all faults."""
-    heading = "One setting" if len(found) == 1 else f"{len(found)} settings"
-    lines = [f"  {number}. {sentence}" for number, sentence in enumerate(found, 1)]
+    heading = "One setting" if len(messages) == 1 else f"{len(messages)} settings"
+    lines = [f"  {number}. {sentence}" for number, sentence in enumerate(messages, 1)]
     return "\n".join([f"{heading} cannot be used on {where}:", *lines])
 
 

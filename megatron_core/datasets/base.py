@@ -1,12 +1,12 @@
-"""The interface between training and data sets."""
+"""The interface between training and data sets, and the data of an evaluation that reads a whole set."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
 
 
 class Sample(TypedDict):
@@ -61,3 +61,29 @@ def checked_text(value: object, name: str) -> str:
     except UnicodeEncodeError:
         raise DataError(f"{name} has half of a surrogate pair, which is not valid Unicode") from None
     return value
+
+
+class WholeRound:
+    """The samples of ``dataset`` once; after the last one, samples without counted tokens fill the last batch.
+
+    Errors: ``ConfigError`` for a blend, and for a data set without an end.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        # A blend has no end: it draws from each file by its weight, so no number of samples has each one once.
+        count = None if sources_of(dataset) else getattr(dataset, "samples_per_epoch", None)
+        if count is None:
+            raise ConfigError(
+                f"full_validation=True needs one file with an end for each set, not a {type(dataset).__name__}; add "
+                "--multiple-validation-sets, or remove it and give --eval-iters"
+            )
+        self.sequence_length = dataset.sequence_length
+        self._dataset = dataset
+        self._count = int(count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._dataset[index % self._count]
+        return sample if index < self._count else {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}

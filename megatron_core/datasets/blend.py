@@ -121,10 +121,10 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class MixPhase:
-    """A blend of named `parts` for `samples` samples, or, if None, for all remaining ones."""
+    """A blend of named `datasets` for `samples` samples, or, if None, for all remaining ones."""
 
     blend: BlendedDataset
-    parts: dict[str, Dataset]
+    datasets: dict[str, Dataset]
     samples: int | None
 
 
@@ -136,21 +136,21 @@ class PhasedDataset:
     """
 
     def __init__(self, phases: Sequence[MixPhase]) -> None:
-        self.sequence_length = next(iter(phases[0].parts.values())).sequence_length
+        self.sequence_length = next(iter(phases[0].datasets.values())).sequence_length
         self._phases = tuple(phases)
-        self._names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+        self._names = list(dict.fromkeys(name for phase in phases for name in phase.datasets))
         self.sources = short_names(self._names)
         self._first = [0, *accumulate(phase.samples or 0 for phase in phases[:-1])]
         self._offsets: list[dict[str, int]] = []
         taken: Counter[str] = Counter()
         for phase in phases:
-            self._offsets.append({name: taken[name] for name in phase.parts})
-            taken.update(dict(zip(phase.parts, phase.blend.taken(phase.samples or 0), strict=True)))
+            self._offsets.append({name: taken[name] for name in phase.datasets})
+            taken.update(dict(zip(phase.datasets, phase.blend.taken(phase.samples or 0), strict=True)))
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
         name, item, phase = self.locate(index)
-        return phase.parts[name][item]
+        return phase.datasets[name][item]
 
     def source_of(self, index: int) -> int:
         """Number of the part of a sample, among all parts of all phases."""
@@ -163,5 +163,5 @@ class PhasedDataset:
         number = bisect_right(self._first, index) - 1
         phase = self._phases[number]
         number_of_set, item = phase.blend.locate(index - self._first[number])
-        name = list(phase.parts)[number_of_set]
+        name = list(phase.datasets)[number_of_set]
         return name, self._offsets[number][name] + item, phase

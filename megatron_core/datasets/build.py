@@ -48,9 +48,9 @@ class BlendOrder(Protocol):
 class Splits:
     """The data set of each split, None if it has none; `notes` explains omitted ones."""
 
-    train: Dataset | None
-    valid: Dataset | None
-    test: Dataset | None
+    train: Dataset | None = None
+    valid: Dataset | None = None
+    test: Dataset | None = None
     notes: tuple[str, ...] = ()
     named: Mapping[str, Dataset] = field(default_factory=dict)
     """Validation sets that are evaluated alone, by name; `valid` is then None."""
@@ -83,7 +83,7 @@ def divide_files(
         train, valid, test = divided(paths.phases[-1], parse_split(data.split or DEFAULT_SPLIT))
         return Splits(train, valid, test)
     named_files = named_paths(data, paths)
-    train_paths, valid_paths, test_paths = paths.own
+    train_paths, valid_paths, test_paths = paths.by_split
     named = {name: undivided((path,), "valid") for name, path in named_files.items()}
     return Splits(
         undivided(train_paths, "train"),

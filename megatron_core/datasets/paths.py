@@ -27,7 +27,7 @@ class DataPaths:
     """Either phases, whose files are divided by `--split` (one phase: `--data-path`), or separate files per split."""
 
     phases: tuple[Phase, ...] = ()
-    own: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
+    by_split: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
 
 
 def read_paths(data: DataConfig) -> DataPaths:
@@ -37,17 +37,17 @@ def read_paths(data: DataConfig) -> DataPaths:
     if data.data_args_path is not None:
         return DataPaths(phases=(Phase(tuple(_text("data_args_path", data.data_args_path).split())),))
     if data.per_split_data_args_path is not None:
-        return DataPaths(own=_read_own(data.per_split_data_args_path))
+        return DataPaths(by_split=_read_own(data.per_split_data_args_path))
     if data.data_path:
         return DataPaths(phases=(Phase(data.data_path),))
-    return DataPaths(own=(data.train_data_path, data.valid_data_path, data.test_data_path))
+    return DataPaths(by_split=(data.train_data_path, data.valid_data_path, data.test_data_path))
 
 
 def named_paths(data: DataConfig, paths: DataPaths) -> dict[str, str]:
     """The validation files of `--multiple-validation-sets` by name; empty without it."""
     if not data.multiple_validation_sets:
         return {}
-    files = paths.own[1]
+    files = paths.by_split[1]
     names = data.validation_set_names or short_names(files)
     if len(set(names)) < len(names) or len(names) != len(files):
         raise ConfigError(

@@ -70,7 +70,7 @@ def record_sources(data: DataConfig, content_of: Callable[[str], FileContent] | 
         single = len(paths.phases) == 1
         lists = [("all" if single else f"phase {n}", phase.data_path) for n, phase in enumerate(paths.phases, 1)]
     else:
-        lists = list(zip(NAMES, paths.own, strict=True))
+        lists = list(zip(NAMES, paths.by_split, strict=True))
     files = []
     for use, blend in lists:
         weights, names = parse_blend(blend) if blend else (None, ())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +27,10 @@ from megatron_core.training.initial_weights import open_base
 
 
 class MergedReader:
-    """The weights of a checkpoint of adapters, merged with the frozen ones, with the interface of a checkpoint.
+    """The weights of adapters in ``stored``, merged with the frozen ones in ``base``, with the interface of a
+    checkpoint."""
 
-    Errors: ``CheckpointError`` if the frozen weights were not loaded from a folder.
-    """
-
-    def __init__(self, stored: CheckpointReader, config: RunConfig) -> None:
-        base = open_base(config, torch.device("cpu"))
-        if base is None:
-            raise CheckpointError(
-                f"{stored.folder} has adapters of weights that were drawn by the seed; only adapters of a model in "
-                "--load-hf or --pretrained-checkpoint can be merged"
-            )
+    def __init__(self, stored: Any, base: Any, config: RunConfig) -> None:
         self._stored = stored
         self._base = base
         self.state = stored.state
@@ -69,13 +62,26 @@ class MergedReader:
 
     def _merged(self, layer: str) -> Tensor:
         """The merged weight of a layer."""
-        linear = deepcopy(self._linears[layer]).to_empty(device="cpu")
+        # At least in float32, because products of bfloat16 adapters would lose most of a small change of the weight.
+        wide = torch.promote_types(self._base.dtype_of(f"model.{layer}.weight"), torch.float32)
+        linear = deepcopy(self._linears[layer]).to_empty(device="cpu").to(wide)
         adapter = linear.adapter
         weight = linear.weight
         assert adapter is not None and weight is not None
         self._base.fill(parameter_pieces([(f"{layer}.weight", weight)]))
         self._stored.fill(parameter_pieces((f"{layer}.adapter.{n}", p) for n, p in adapter.named_parameters()))
         return adapter.merged(weight)
+
+
+def opened_merged(stored: CheckpointReader, config: RunConfig) -> MergedReader:
+    """Open the frozen weights of a checkpoint of adapters; ``CheckpointError`` if they are in no folder."""
+    base = open_base(config, torch.device("cpu"))
+    if base is None:
+        raise CheckpointError(
+            f"{stored.folder} has adapters of weights that were drawn by the seed; only adapters of a model in "
+            "--load-hf or --pretrained-checkpoint can be merged"
+        )
+    return MergedReader(stored, base, config)
 
 
 def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:

@@ -21,12 +21,12 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
-from megatron_core.config.token_ids import read_token_ids
+from megatron_core.config.ranges import read_token_ids
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
-from megatron_core.hub.adapter_export import AveragedReader, MergedReader
+from megatron_core.hub.adapter_export import AveragedReader, MergedReader, opened_merged
 from megatron_core.hub.hugging_face import (
     MTP_PREFIX,
     HuggingFaceReader,
@@ -387,4 +387,4 @@ def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> Ch
             raise CheckpointError(
                 f"{stored.folder} has no average of the weights; train with --ema-decay, or export the weights"
             )
-    return stored if config.optional("lora_rank") is None else MergedReader(stored, config)
+    return stored if config.optional("lora_rank") is None else opened_merged(stored, config)

@@ -1,7 +1,5 @@
 """Conversion of DeepSpeed's checkpoints to this project's format, and to weights of Hugging Face."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave the batch between two tokens (Yu et al. 2022, Orca)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, islice
 from typing import Literal
@@ -43,7 +43,10 @@ class Engine:
         max_batch_size: int = 32,
         max_length: int | None = None,
         config: InferenceConfig | None = None,
+        observe: Callable[[Sequence[Segment]], None] | None = None,
     ) -> None:
+        """``observe`` is called with the segments of each step, in the order of their tokens, after the step was
+        computed on this rank's stages."""
         for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value}: give {least} or more")
@@ -71,6 +74,7 @@ class Engine:
         self._flights: list[_Flight | None] = [None] * groups
         self._turn = 0
         self._numbers = count()
+        self._observe = observe
 
     @property
     def waiting(self) -> int:
@@ -170,6 +174,8 @@ class Engine:
         # Without a text whose next token is chosen, the logits of any row serve to finish the model's forward.
         wanted = rows or [len(ids) - 1]
         logits, messages = self.generator.run(ids, spans, self.cache, None if len(wanted) == len(ids) else wanted)
+        if self._observe is not None:
+            self._observe(segments)
         if not rows:
             return _Flight(segments, None, messages)
         chosen = [segment for segment in segments if segment.rows]

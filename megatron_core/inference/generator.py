@@ -34,7 +34,7 @@ from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.transformer.context import ForwardState
+from megatron_core.transformer.context import ForwardState, RouterReplay
 
 Message = tuple[Tensor, MessageHandle]
 """A message under way; its tensor must neither change nor be freed."""
@@ -52,6 +52,8 @@ class Generator:
     device: torch.device
     ids_before_prompt: tuple[int, ...] = ()
     """Tokens with which the texts of the model's training began."""
+    router_replay: RouterReplay | None = None
+    """Records the experts that the tokens of the last ``run`` have chosen on this rank, if given."""
 
     def __post_init__(self) -> None:
         pipeline = self.groups.size("pp")
@@ -156,9 +158,8 @@ class Generator:
                 continue
             if stage and self._stage_to_rank[stage - 1] != rank:
                 hidden = self._receive(len(ids), self._stage_to_rank[stage - 1])
-            output = self.stages[stage](
-                row, positions, hidden_states=hidden, state=ForwardState(cache=cache), head=head
-            )
+            state = ForwardState(cache=cache, router_replay=self.router_replay)
+            output = self.stages[stage](row, positions, hidden_states=hidden, state=state, head=head)
             if stage == self.num_stages - 1:
                 logits = output[0]
             elif self._stage_to_rank[stage + 1] != rank:

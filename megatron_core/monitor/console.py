@@ -30,23 +30,23 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     ``Feature.shown_losses`` come second: theirs may be the only losses that a run trains. Means and counts are those of
     ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
     """
-    last = events[-1]
+    latest = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
-    losses = {name: f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()}
-    shown = [name for feature in features() for name in feature.shown_losses]
+    losses = {name: f"{name}: {_scientific(value)}" for name, value in latest.auxiliary_losses.items()}
+    always_shown = [name for feature in features() for name in feature.shown_losses]
     fields = [
-        f" {now:%H:%M} iteration {last.iteration}/{last.total_iterations}",
+        f" {now:%H:%M} iteration {latest.iteration}/{latest.total_iterations}",
         f"lm loss: {_scientific(_mean_loss(events))}",
-        *(losses.pop(name) for name in shown if name in losses),
+        *(losses.pop(name) for name in always_shown if name in losses),
         *([f"skipped: {skipped}"] if skipped else []),
         *([f"nan: {nan}"] if nan else []),
-        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
-        f"lr: {last.learning_rate:.2E}",
+        *([] if latest.grad_norm is None else [f"grad norm: {latest.grad_norm:.3f}"]),
+        f"lr: {latest.learning_rate:.2E}",
         f"{_mean([event.elapsed_ms for event in events]):.1f} ms",
         f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
         *losses.values(),
-        *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
+        *([] if latest.params_norm is None else [f"params norm: {latest.params_norm:.3f}"]),
     ]
     line = fields[0]
     for text in fields[1:]:
@@ -62,22 +62,22 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
     if all were skipped. Other values are of the last step. Unlike Megatron-LM's line, it shows a NaN or negative loss,
     tokens per second, and throughput below 1 TFLOP/s in GFLOP/s.
     """
-    last = events[-1]
+    latest = events[-1]
     fields = [
-        f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {last.iteration:8d}/{last.total_iterations:8d}",
-        f"consumed samples: {last.consumed_samples:12d}",
+        f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {latest.iteration:8d}/{latest.total_iterations:8d}",
+        f"consumed samples: {latest.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {_mean([event.elapsed_ms for event in events]):.1f}",
         _throughput(_mean([event.model_flops_per_second for event in events])),
         f"tokens per second: {_digits(_mean([event.tokens_per_second for event in events]))}",
         *_shares(events),
-        f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {last.global_batch_size:5d}",
+        f"learning rate: {latest.learning_rate:.6E}",
+        f"global batch size: {latest.global_batch_size:5d}",
         f"lm loss: {_scientific(_mean_loss(events))}",
-        *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
-        f"loss scale: {last.loss_scale:.1f}",
-        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
-        *([] if last.num_zeros_in_grad is None else [f"num zeros: {last.num_zeros_in_grad}"]),
-        *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
+        *(f"{name}: {_scientific(value)}" for name, value in latest.auxiliary_losses.items()),
+        f"loss scale: {latest.loss_scale:.1f}",
+        *([] if latest.grad_norm is None else [f"grad norm: {latest.grad_norm:.3f}"]),
+        *([] if latest.num_zeros_in_grad is None else [f"num zeros: {latest.num_zeros_in_grad}"]),
+        *([] if latest.params_norm is None else [f"params norm: {latest.params_norm:.3f}"]),
         f"number of skipped iterations: {sum(event.skipped for event in events):3d}",
         f"number of nan iterations: {sum(event.is_nan for event in events):3d}",
     ]
@@ -126,23 +126,23 @@ class Summary:
 
     def table(self) -> list[str]:
         """Return the lines of the table; time and speed are those of the steps, without evaluations and saves."""
-        first, last = self._first, self._last
-        assert first is not None and last is not None, "there was a step"
+        first, latest = self._first, self._last
+        assert first is not None and latest is not None, "there was a step"
         seconds = self._milliseconds / 1e3
         rows = {
-            "steps": f"{self.steps:,}, to iteration {last.iteration:,} of {last.total_iterations:,}",
+            "steps": f"{self.steps:,}, to iteration {latest.iteration:,} of {latest.total_iterations:,}",
             "skipped steps": str(self.skipped) if self.skipped else "",
-            "loss": f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last",
+            "loss": f"{first.loss:.4f} in the first step, {latest.loss:.4f} in the last",
             **{f"{split} loss": f"{loss:.4f}" for split, loss in self.evaluated.items()},
-            "tokens": f"{self._tokens:,.0f} in these steps, {last.consumed_tokens:,} in all",
+            "tokens": f"{self._tokens:,.0f} in these steps, {latest.consumed_tokens:,} in all",
             "time of steps": f"{timedelta(seconds=round(seconds))}, {self._milliseconds / self.steps:,.1f} ms each",
             "speed": f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s",
-            "goodput": "" if last.goodput is None else f"{last.goodput:.1%}",
-            "peak memory": f"{last.memory_bytes / 2**30:.2f} GiB on this rank" if last.memory_bytes else "",
+            "goodput": "" if latest.goodput is None else f"{latest.goodput:.1%}",
+            "peak memory": f"{latest.memory_bytes / 2**30:.2f} GiB on this rank" if latest.memory_bytes else "",
         }
-        shown = {name: value for name, value in rows.items() if value}
-        width = max(map(len, shown))
-        return [f"  {name:<{width}}  {value}" for name, value in shown.items()]
+        known_rows = {name: value for name, value in rows.items() if value}
+        width = max(map(len, known_rows))
+        return [f"  {name:<{width}}  {value}" for name, value in known_rows.items()]
 
 
 class ConsoleSink:
@@ -211,6 +211,7 @@ class ConsoleSink:
         if self._pending:
             line = self._line(self._pending, datetime.now())
             if self._out.isatty():
+                # Colours only on a terminal: in a file they would be codes between the words.
                 line = _coloured(line, alarming=any(event.skipped or event.is_nan for event in self._pending))
             with colours():
                 self._print(line)
@@ -245,7 +246,7 @@ def _coloured(line: str, *, alarming: bool) -> str:
     """Return a line with a bold loss, or in red if a step was skipped or its loss is not finite."""
     if alarming:
         return f"{_RED}{line}{_RESET}"
-    return re.sub(r"lm loss: \S+", lambda found: f"{_BOLD}{found[0]}{_RESET}", line)
+    return re.sub(r"lm loss: \S+", lambda match: f"{_BOLD}{match[0]}{_RESET}", line)
 
 
 def _mean_loss(events: Sequence[StepEvent]) -> float:
@@ -260,19 +261,19 @@ def _utilisation(events: Sequence[StepEvent]) -> float | None:
 
 def _shares(events: Sequence[StepEvent]) -> list[str]:
     """Utilisation, goodput, and the largest shares of the reporting rank's time, if known."""
-    last, fields = events[-1], []
+    latest, fields = events[-1], []
     if (rate := _utilisation(events)) is not None:
         fields.append(f"utilisation: {rate:.1%}")
-    if last.goodput is not None:
-        fields.append(f"goodput: {last.goodput:.1%}")
+    if latest.goodput is not None:
+        fields.append(f"goodput: {latest.goodput:.1%}")
     total: dict[str, float] = {}
     for event in events:
         for name, seconds in event.phases.items():
             total[name] = total.get(name, 0.0) + seconds
-    whole = sum(total.values())
-    largest = sorted(total, key=lambda name: -total[name])[:LARGEST_SHARES] if whole else []
+    all_seconds = sum(total.values())
+    largest = sorted(total, key=lambda name: -total[name])[:LARGEST_SHARES] if all_seconds else []
     if largest:
-        fields.append("time: " + ", ".join(f"{name} {total[name] / whole:.1%}" for name in largest))
+        fields.append("time: " + ", ".join(f"{name} {total[name] / all_seconds:.1%}" for name in largest))
     return fields
 
 

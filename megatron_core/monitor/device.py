@@ -12,6 +12,7 @@ def peak_memory_bytes() -> int:
     """Peak bytes so far: of the tensors of the current GPU if CUDA is in use, otherwise of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    # Torch does not count memory of the CPU, so this is that of the process with its libraries.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes, macOS bytes
 

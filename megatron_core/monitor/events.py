@@ -1,9 +1,11 @@
 """Events of a run, one for each step and each evaluation, and the interface of their receivers."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class StepEvent:
     """Means of the auxiliary losses of layers over this global batch, by name."""
     expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By layer with experts: how often each expert was chosen in this global batch, followed by the number of dropped
-    choices (``monitor.expert_load``)."""
+    choices (``ExpertLoad.of``)."""
     breakdown: Mapping[str, float] = field(default_factory=dict)
     """By metric and part, such as ``grad-norm by layer/head`` or ``lm loss by source/web``."""
     skipped: bool = False
@@ -99,9 +101,51 @@ class ValidationEvent:
     @property
     def scalars(self) -> dict[str, float]:
         """The values by their names in logs."""
-        found = {f"lm loss {self.split}": self.loss, f"lm loss {self.split} ppl": self.perplexity}
+        losses = {f"lm loss {self.split}": self.loss, f"lm loss {self.split} ppl": self.perplexity}
         shares = {"accuracy": self.accuracy, "accuracy norm": self.accuracy_norm}
-        return found | {f"{name} {self.split}": share for name, share in shares.items() if share is not None}
+        return losses | {f"{name} {self.split}": share for name, share in shares.items() if share is not None}
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of one layer in one step, over the whole global batch."""
+
+    tokens: tuple[int, ...]
+    """Number of times each expert was chosen; the sum is T k for T tokens with k choices each."""
+    dropped: int
+    """Number of choices dropped because the expert was at capacity."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> ExpertLoad:
+        """Create from the number for each expert, followed by the number of dropped choices."""
+        return cls(tuple(numbers[:-1]), numbers[-1])
+
+    @property
+    def mean(self) -> float:
+        """Mean number of tokens of an expert."""
+        return sum(self.tokens) / len(self.tokens)
+
+    @property
+    def max_over_mean(self) -> float:
+        """Largest load / mean load: 1 if all are equal, the number of experts if one expert gets all tokens."""
+        return max(self.tokens) / self.mean if self.mean else 1.0
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the shares / entropy of equal shares: 1 if all are equal, 0 if one expert gets all tokens."""
+        shares = [n / sum(self.tokens) for n in self.tokens if n]
+        if not shares or len(self.tokens) == 1:
+            return 1.0
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens))
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of the JSON record."""
+        return {
+            "tokens": list(self.tokens),
+            "dropped": self.dropped,
+            "max_over_mean": self.max_over_mean,
+            "entropy": self.entropy,
+        }
 
 
 class Sink(Protocol):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.monitor.expert_load import ExpertLoad
+from megatron_core.monitor.events import ExpertLoad, StepEvent, ValidationEvent
 from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
 
@@ -54,7 +53,7 @@ class LineFile:
     """A file to which lines are appended, each flushed; if the file is deleted, it is created again."""
 
     def __init__(
-        self, path: str | Path, setting: str, kind: Kind, *, first: str = "", prints_note: bool = True
+        self, path: str | Path, setting: str, file_kind: Kind, *, first: str = "", prints_note: bool = True
     ) -> None:
         """``first``: the first line of each process. ``prints_note``: print a note if the file is created again.
 
@@ -64,7 +63,7 @@ class LineFile:
         self._has_warned = False
         named = f"{setting}={str(path)!r}"
         try:
-            refuse_other_file(named, path, kind)
+            refuse_other_file(named, path, file_kind)
             self._file = self._open()
         except OSError as error:
             raise ConfigError(f"{named} cannot be written: {error}; give another file") from None
@@ -73,6 +72,7 @@ class LineFile:
         """Append a line. After an error, such as a full disk, the next call tries again."""
         if self._file.closed:
             self._file = self._open()
+        # After a deletion, writes would go to a file without a name.
         elif not is_still_at(self._file.fileno(), self._path):
             if self._prints_note and (
                 not self._path.parent.exists() or self._path.parent.stat().st_ino == self._folder
@@ -98,6 +98,7 @@ class LineFile:
     def _open(self) -> TextIO:
         """Open the file for appending; first end a line cut off by a kill."""
         make_folder(self._path.parent)
+        # Else the first record of this run would be a part of the damaged line, and be lost too.
         incomplete = _ends_within_line(self._path)
         self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (open during the run)
         self._folder = self._path.parent.stat().st_ino

@@ -40,6 +40,7 @@ class LenientSink:
 @contextmanager
 def lenient_output() -> Iterator[None]:
     """Let training continue in this context if standard output is full or closed."""
+    # print() raises if the disk of a log file is full; hours of training are worth more than its lines.
     strict = sys.stdout
     sys.stdout = cast(TextIO, _Stream(strict))
     try:

@@ -76,7 +76,8 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, activa
     """-> (dx, dbias); dbias is empty if there is no bias."""
     _check("bias_activation_backward", x, bias, activation)
     columns = _columns(x, activation)
-    check_rows("bias_activation_backward", x[..., :columns], {"dy": dy})
+    if dy.shape[:-1] != x.shape[:-1] or dy.shape[-1] != columns or dy.dtype != x.dtype or dy.device != x.device:
+        check_rows("bias_activation_backward", x[..., :columns], {"dy": dy})
     # An operator must return tensors of fixed number and type, so an absent gradient is an empty tensor.
     dx = new_like(x)
     dbias = _like_bias(x, bias)

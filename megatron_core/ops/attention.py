@@ -1,6 +1,7 @@
 """Causal attention of training on a CPU, in blocks of scores that stay in the cache; a native kernel as an operator."""
 
 import math
+from ctypes import Array, c_int64
 from typing import Any
 
 import torch
@@ -60,13 +61,12 @@ def _causal_attention_backward(
     return gradients
 
 
-def _numbers(key: Tensor, query: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _numbers(key: Tensor, query: Tensor, *tensors: Tensor) -> tuple[Array, Array]:
     """Shape and strides as the kernel reads them: 64-bit integers in memory."""
     length, batch, heads, channels = query.shape
     strides = [stride for tensor in (query, *tensors) for stride in tensor.stride()[:3]]
     # In memory instead of 17 arguments: the numbers of tensors differ between forward and backward.
-    shape = [batch, heads, key.shape[2], length, channels]
-    return torch.tensor(shape, device="cpu"), torch.tensor(strides, device="cpu")
+    return (c_int64 * 5)(batch, heads, key.shape[2], length, channels), (c_int64 * len(strides))(*strides)
 
 
 def _scale(query: Tensor) -> float:

@@ -72,6 +72,7 @@ def _cross_entropy_parts(logits: Tensor, target: Tensor, first: int, valid: int)
     return statistics
 
 
+# Both signatures are written out, because torch derives the schema of an operator from that of its function.
 @operator("cross_entropy_backward")
 def _cross_entropy_backward(
     dloss: Tensor,

@@ -15,7 +15,7 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Output folder of the build."""
 
-INTERFACE = 12
+INTERFACE = 13
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -24,8 +24,8 @@ DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2,
 LEVELS = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
 """Libraries for the vector instructions of a CPU, by their name in torch; the first is the fastest."""
 
-Value = Tensor | torch.dtype | int | float | None
-"""Argument of a native function; None is an absent tensor."""
+Value = Tensor | ctypes.Array | torch.dtype | int | float | None
+"""Argument of a native function: memory, a number, or the number of a dtype; None is an absent tensor."""
 
 
 def library_path(device_type: str, dtype: torch.dtype) -> Path:
@@ -113,34 +113,45 @@ def call(function: str, of: Tensor, *values: Value) -> None:
 
     The function's first argument is the dtype, ``values`` are the others; all tensors must be on the same device.
     """
-    device = of.device
-    values = (of.dtype, *values)
-    plain = [value.data_ptr() if isinstance(value, Tensor) else DTYPES.get(value, value) for value in values]
+    dtype = of.dtype
+    device_type = "cpu" if of.is_cpu else of.device.type
     # ctypes converts by the prototype: a Python float must arrive as a double and an int as an int64, on every
     # platform.
-    entry = _entry(library(device.type, of.dtype), function, tuple(map(type, values)))
-    if device.type == "cuda":
+    entry, tensors, dtypes = _entry(library(device_type, dtype), function, tuple(map(type, values)))
+    # By index, because a small kernel takes less time than a test of the type of each argument.
+    arguments: list[Any] = list(values)
+    for index in tensors:
+        arguments[index] = arguments[index].data_ptr()
+    for index in dtypes:
+        arguments[index] = DTYPES[arguments[index]]
+    if device_type == "cuda":
         # A launch goes to the current device of the thread, which need not be that of the tensors.
-        with torch.cuda.device(device):
-            error = entry(*plain, 1, torch.cuda.current_stream(device).cuda_stream)
+        with torch.cuda.device(of.device):
+            error = entry(DTYPES[dtype], *arguments, 1, torch.cuda.current_stream(of.device).cuda_stream)
     else:
         # C++ exceptions must not pass through ctypes, so a function returns its message.
-        error = entry(*plain, torch.get_num_threads(), None)
+        error = entry(DTYPES[dtype], *arguments, torch.get_num_threads(), None)
     if error is not None:
-        raise RuntimeError(f"{function} on {device}: {error.decode()}")
+        raise RuntimeError(f"{function} on {of.device}: {error.decode()}")
 
 
 @cache
-def _entry(library: ctypes.CDLL, function: str, types: tuple[type, ...]) -> Callable[..., bytes | None]:
-    """The C function with a separate prototype for each tuple of argument types."""
+def _entry(
+    library: ctypes.CDLL, function: str, types: tuple[type, ...]
+) -> tuple[Callable[..., bytes | None], list[int], list[int]]:
+    """The C function with a separate prototype for each tuple of argument types, and the indices of the arguments that
+    are tensors and dtypes."""
     # Cached, because building a prototype takes longer than a small kernel. A separate one for each tuple of types,
     # because ``argtypes`` of a shared function would change for all callers.
-    prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *map(_kind, types), ctypes.c_int64, ctypes.c_void_p)
-    return prototype((f"megatron_{function}", library))
+    kinds = (ctypes.c_int64, *map(_kind, types), ctypes.c_int64, ctypes.c_void_p)
+    tensors, dtypes = (
+        [index for index, kind in enumerate(types) if issubclass(kind, wanted)] for wanted in (Tensor, torch.dtype)
+    )
+    return ctypes.CFUNCTYPE(ctypes.c_char_p, *kinds)((f"megatron_{function}", library)), tensors, dtypes
 
 
 def _kind(value: type) -> type:
-    """The C type of an argument: tensors are pointers, numbers are int64 or double."""
-    if value is NoneType or issubclass(value, Tensor):
+    """The C type of an argument: memory is a pointer, numbers are int64 or double."""
+    if value is NoneType or issubclass(value, Tensor | ctypes.Array):
         return ctypes.c_void_p
     return ctypes.c_double if issubclass(value, float) else ctypes.c_int64

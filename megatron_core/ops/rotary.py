@@ -30,22 +30,28 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    positions = cos.dim() - 1
-    shapes = f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
-    if positions not in (1, 2) or not 0 <= x.dim() - cos.dim() <= 2:
-        raise ConfigError(f"rope: {shapes}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
-    fits = all(size in (1, extent) for size, extent in zip(cos.shape[:-1], x.shape[:positions], strict=True))
-    if cos.shape != sin.shape or not fits or not 2 <= 2 * cos.shape[-1] <= x.shape[-1]:
+    # Plain tests instead of loops: this runs for every layer, forward and backward.
+    extents = x.shape
+    table = cos.shape
+    if len(table) not in (2, 3) or not 0 <= len(extents) - len(table) <= 2:
+        raise ConfigError(f"rope: {_shapes(x, cos, sin)}; x must be [s, b, heads, d] and the tables [s, b or 1, r/2]")
+    fits = table[0] in (1, extents[0]) and (len(table) == 2 or table[1] in (1, extents[1]))
+    if table != sin.shape or not fits or not 2 <= 2 * table[-1] <= extents[-1]:
         raise ConfigError(
-            f"rope: {shapes}; the tables must have the same shape, the first dims of x (or 1), and one column per "
-            "rotated pair of channels"
+            f"rope: {_shapes(x, cos, sin)}; the tables must have the same shape, the first dims of x (or 1), and one "
+            "column per rotated pair of channels"
         )
-    for name, table in (("cos", cos), ("sin", sin)):
-        if (table.dtype, table.device) != (wide(x.dtype), x.device):
+    dtype = wide(x.dtype)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        if tensor.dtype != dtype or tensor.device != x.device:
             raise ConfigError(
-                f"rope: {name} is {table.dtype} on {table.device}; for x, which is {x.dtype} on {x.device}, it must "
-                f"be {wide(x.dtype)} on {x.device}"
+                f"rope: {name} is {tensor.dtype} on {tensor.device}; for x, which is {x.dtype} on {x.device}, it must "
+                f"be {dtype} on {x.device}"
             )
+
+
+def _shapes(x: Tensor, cos: Tensor, sin: Tensor) -> str:
+    return f"x is {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}"
 
 
 @operator("rope")
@@ -53,31 +59,32 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool)
     _check(x, cos, sin)
     # The kernel takes up to two dims of heads with strides of their own: query heads of a fused projection are grouped.
     y = new_like(x)
-    heads = _five_dims(x, cos.dim() - 1)
+    x = contiguous_last_dim(x)
+    sizes, strides = _five_dims(x, cos.dim() - 1)
     cos = cos.contiguous()
     sin = sin.contiguous()
-    native.call(
-        "rope",
-        x,
-        *(*heads.shape, 2 * cos.shape[-1], heads, *heads.stride()[:-1]),
-        *(cos, sin, *_table_strides(cos), interleaved, inverse, y),
-    )
+    numbers: list[native.Value] = [*sizes, 2 * cos.shape[-1], x, *strides[:-1], cos, sin, *_table_strides(cos)]
+    native.call("rope", x, *numbers, interleaved, inverse, y)
     return y
 
 
-def _five_dims(x: Tensor, positions: int) -> Tensor:
-    """``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims; a view if channels are contiguous."""
-    x = contiguous_last_dim(x)
-    x = x if positions == 2 else x.unsqueeze(0)
-    while x.dim() < 5:
-        x = x.unsqueeze(2)
-    return x
+def _five_dims(x: Tensor, positions: int) -> tuple[list[int], list[int]]:
+    """Sizes and strides of ``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims."""
+    # Numbers instead of views, each of which takes as long as a small kernel.
+    sizes = [1] * (2 - positions) + list(x.shape)
+    strides = [0] * (2 - positions) + list(x.stride())
+    missing = 5 - len(sizes)
+    sizes[2:2] = [1] * missing
+    strides[2:2] = [0] * missing
+    return sizes, strides
 
 
 def _table_strides(table: Tensor) -> tuple[int, int]:
     """Strides of ``s`` and ``b`` in ``[s, b, r/2]``; 0 for a dim of size 1, which broadcasts."""
-    table = table if table.dim() == 3 else table.unsqueeze(0)
-    length, batch = (0 if table.shape[dim] == 1 else table.stride(dim) for dim in (0, 1))
+    sizes = table.shape
+    strides = table.stride()
+    length = 0 if len(sizes) == 2 or sizes[0] == 1 else strides[0]
+    batch = 0 if sizes[-2] == 1 else strides[-2]
     return length, batch
 
 

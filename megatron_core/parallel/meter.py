@@ -9,7 +9,7 @@ time in flight is reported separately. The same holds for transfers to host memo
 # for other collectives. Divided by time, they compare with a link's bandwidth (NVIDIA's nccl-tests, "bus bandwidth").
 # On a GPU, times are CUDA events. Reading the last one would wait for the device a second time in each step; therefore
 # an interval ends at the step's only wait (``settle``), and the update counts for the next interval. Collectives have
-# events in one of ten intervals (``monitor.sampling``): 32 layers and 16 micro-batches record 25,000 events in a step.
+# events in one of ten intervals only: 32 layers and 16 micro-batches record 25,000 events in a step.
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Waited:
 
 
 class Sampler(Protocol):
-    """See ``monitor.sampling.Sampling``."""
+    """Decides in which intervals transfers are timed, and estimates their times in the others."""
 
     def end_interval(self) -> bool:
         """An interval ends; return whether to time the transfers of the next one."""

@@ -31,3 +31,8 @@ def pinned_bytes(size: int) -> Tensor:
     # Not at the end of the process, when the driver may be gone.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(owner[offset : offset + length])[:size]
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Allocate pinned host memory for a contiguous tensor; see ``pinned_bytes``."""
+    return pinned_bytes(tensor.nbytes).view(tensor.dtype).view(tensor.shape)

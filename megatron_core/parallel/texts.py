@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
 from megatron_core.parallel.groups import Group, process_group
 
@@ -137,3 +137,10 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     """Join the names with commas; a long list is cut after ``most`` names, with the number of the rest."""
     first_names = ", ".join(map(str, names[:most]))
     return f"{first_names} and {len(names) - most} more" if len(names) > most else first_names
+
+
+def raise_on_all_ranks(problem: str, device: torch.device) -> None:
+    """Wait for all ranks. Errors: ``CheckpointError`` on all of them if one has a ``problem``, with the first one."""
+    fault = next(filter(None, gather_from_all_ranks(problem, device)), "")
+    if fault:
+        raise CheckpointError(fault)

@@ -128,6 +128,8 @@ class World:
 
 def _device(local_rank: int) -> torch.device:
     """The device of a rank: its GPU if there are any, else the CPU."""
+    # By NVML: a call of CUDA here would keep it from processes that --recover forks later.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not torch.cuda.is_available():
         return torch.device("cpu")
     # With these variables Slurm shows each process only its own GPU.

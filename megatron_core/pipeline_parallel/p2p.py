@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.ops.grouped import copied_to
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import ParallelGroups, process_group
 from megatron_core.parallel.meter import METER
@@ -106,7 +107,7 @@ class PipelineP2P:
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[MessageHandle]:
         """As ``send``, with the shape sent before the values; return both handles."""
         # On the device of the message, because NCCL sends no CPU tensors.
-        shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
+        shape = copied_to(tensor.shape, torch.int64, tensor.device)
         return [self.send(shape, receiver), self.send(tensor, receiver)]
 
     def receive_with_shape(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron_core.config import RunConfig
-from megatron_core.config.compression import added_moments, compression_of
+from megatron_core.config.parallel import added_moments, compression_of
 from megatron_core.planner.context import arriving_bytes
 from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.memory import (
@@ -130,6 +130,10 @@ class Footprint:
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
         for category, bytes_ in self._state_by_kind(rank, sizes).items():
             totals[category] += bytes_ * ((1 - away) if category == "optimizer" else 1)
+        if self.config.optional("fp8_format") and stage < 3:
+            # Each weight is quantised once in a step, in both memory orders.
+            elements = self.totals[rank]
+            totals["weights"] += 2.0 * (elements.total + elements.frozen + elements.frozen_experts - elements.outside)
         totals["compression"] = self._compression(rank, wide)
         totals["units whole"] = self._units_whole(rank, weight, wide, sizes) if stage >= 2 else 0.0
         return totals

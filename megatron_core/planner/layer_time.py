@@ -87,16 +87,13 @@ class LayerClock:
     def casts(self, rows: float, inputs: float, outputs: float) -> tuple[float, float, float]:
         """Seconds of the casts to 8 bits before each product of a linear layer.
 
-        Forward casts input and weight; the input gradient casts the output's gradient (and its transpose) and the
-        weight; the weight gradient casts the input.
+        Forward casts input and weight, backward the output's gradient, each for both of its products.
         """
-        # The scale of a whole matrix or row needs an additional pass; backward reuses the scales of forward.
+        # The scale of a whole matrix or row needs an additional pass.
         n = self.bytes
         scale = n * (self.config.optional("fp8_recipe") in ("tensorwise", "rowwise"))
-        first, again = self.elements(scale + n + 1), self.elements(n + 1)
         both = self.elements(scale + n + 2)
-        weight = inputs * outputs
-        return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
+        return both * (rows * inputs + inputs * outputs), both * rows * outputs, 0.0
 
     def pair(
         self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float, *, joined: bool = False

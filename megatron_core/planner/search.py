@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.rules_parallel import divisors
+from megatron_core.config.rule_helpers import divisors
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of

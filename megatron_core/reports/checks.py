@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.expert_load import STARVED_SHARE, STARVED_STEPS, StarvedExperts
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_strings, listed
+from megatron_core.reports.expert_load import STARVED_SHARE, STARVED_STEPS, StarvedExperts
 from megatron_core.reports.replicas import Replicas
 from megatron_core.reports.settings import CheckConfig
 from megatron_core.training.callbacks import Callback

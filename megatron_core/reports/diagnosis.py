@@ -1,7 +1,5 @@
 """Records of a diagnosis: causes of lost time, with evidence and proposed changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,15 +4,13 @@ The share of a cause is its part of all ranks' time, so that causes can be compa
 predicted saving as a part of a step's time. Thresholds and sources are listed in docs/monitoring.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from megatron_core.monitor.expert_load import STARVED_SHARE
 from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags
+from megatron_core.reports.expert_load import STARVED_SHARE
 from megatron_core.reports.prediction import predicted_gain
 from megatron_core.reports.summary import RunSummary
 

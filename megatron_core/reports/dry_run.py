@@ -33,7 +33,7 @@ from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.vocabulary import ASSUMED_VOCABULARY, vocabulary_or_assumed
+from megatron_core.tokenizers.build import ASSUMED_VOCABULARY, vocabulary_or_assumed
 from megatron_core.training.plans import Plans
 from megatron_core.training.setup import data_parallel_of
 

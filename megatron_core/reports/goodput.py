@@ -52,12 +52,12 @@ class Goodput:
     def _repeat_after(self, iteration: int) -> None:
         """Count steps after the loaded checkpoint of ``iteration`` as repeated."""
         while self._useful and self._useful[-1][1] > iteration:
-            first, last, seconds = self._useful.pop()
-            kept = max(iteration - first + 1, 0) / max(last - first + 1, 1)
-            self.useful -= seconds * (1 - kept)
-            self.lost["repeated"] += seconds * (1 - kept)
-            if kept:
-                self._useful.append((first, iteration, seconds * kept))
+            first_step, last_step, seconds = self._useful.pop()
+            share_kept = max(iteration - first_step + 1, 0) / max(last_step - first_step + 1, 1)
+            self.useful -= seconds * (1 - share_kept)
+            self.lost["repeated"] += seconds * (1 - share_kept)
+            if share_kept:
+                self._useful.append((first_step, iteration, seconds * share_kept))
 
     def _stretch(self, record: dict[str, Any]) -> None:
         phases, steps = record["phases"], max(record["last"] - record["first"] + 1, 1)  # no steps after the last step

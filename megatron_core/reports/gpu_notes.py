@@ -1,8 +1,8 @@
 """Notes of runs on GPUs and on several nodes: the kernel and the memory of attention, links between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -11,6 +11,8 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.transformer.document_attention import takes_variable_lengths
+from megatron_core.transformer.flex_attention import flex_obstacle
 
 WITHIN = 450e9
 """Bytes per second and direction of a GPU to others of its node (NVLink 4)."""
@@ -47,20 +49,35 @@ def tensor_parallel_notes(groups: ParallelGroups, per_node: int, message_bytes: 
 
 
 def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
-    """Name of torch's kernel for the causal attention of training, such as ``flash attention``; None on a CPU."""
+    """The kernels of causal attention in training, such as ``flash attention; windows: FlexAttention``; None on a CPU.
+
+    See ``transformer.core_attention`` for the choice.
+    """
     model = config.model
-    parallel = config.parallel
-    if device.type != "cuda" or model.attention_backend == "unfused":
+    if device.type != "cuda":
         return None
-    tp = parallel.tensor_model_parallel_size
-    kind = attention_of(model)
+    if model.attention_backend == "unfused":
+        return "the formula for all queries and keys, as requested"
+    blocks = "the formula in blocks of queries"
+    if model.attention_dropout:
+        return f"{blocks}, because of attention_dropout"
+    flex = blocks if flex_obstacle(device) is not None else "FlexAttention"
+    if model.attn_logit_softcapping is not None or model.attention_backend == "flex":
+        return flex
+    tp = config.parallel.tensor_model_parallel_size
+    attention = attention_of(model)
     dtype = getattr(torch, config.training.compute_dtype)
     # Values are padded to the channels of keys (``fused_attention``).
-    shape = config.data.seq_length, kind.query_head_size
+    shape = config.data.seq_length, attention.query_head_size
     query = torch.empty(1, max(model.num_attention_heads // tp, 1), *shape, dtype=dtype, device=device)
-    key = torch.empty(1, kind.key_value_heads(tp), *shape, dtype=dtype, device=device)
+    key = torch.empty(1, attention.key_value_heads(tp), *shape, dtype=dtype, device=device)
     choice = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=query.shape[1] != key.shape[1])
-    return SDPBackend(choice).name.lower().replace("_", " ").removesuffix(" attention") + " attention"
+    kernels = [SDPBackend(choice).name.lower().replace("_", " ").removesuffix(" attention") + " attention"]
+    if model.has_windows:
+        kernels.append(f"windows: {flex}")
+    if config.data.reset_attention_mask:
+        kernels.append(f"documents: {'variable lengths' if takes_variable_lengths(query, key, key) else flex}")
+    return "; ".join(kernels)
 
 
 def dropout_notes(config: RunConfig, device: torch.device) -> Iterator[str]:
@@ -70,9 +87,9 @@ def dropout_notes(config: RunConfig, device: torch.device) -> Iterator[str]:
     trains = not config.training.skip_train
     if device.type != "cuda" or model.attention_dropout == 0.0 or model.attention_backend == "unfused" or not trains:
         return
-    parts = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    num_parts = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     dtype = getattr(torch, config.training.compute_dtype)
-    weights = config.training.micro_batch_size * model.num_attention_heads * config.data.seq_length**2 // 2 // parts
+    weights = config.training.micro_batch_size * model.num_attention_heads * config.data.seq_length**2 // 2 // num_parts
     yield (
         f"attention_dropout={model.attention_dropout} computes attention without flash kernels, and keeps its weights "
         f"for backward: {weights * dtype.itemsize / 2**30:.2g} GiB for each copy, layer and micro-batch; "
@@ -88,6 +105,20 @@ def gpu_notes(config: RunConfig, groups: ParallelGroups, device: torch.device) -
     size = tokens * config.model.hidden_size * dtype.itemsize
     # Attention and MLP reduce their outputs, and in backward the gradients of their inputs.
     yield from tensor_parallel_notes(groups, ranks_per_node(groups.grid.world_size), size, messages=4)
+
+
+def gpu_state(device: torch.device) -> dict[str, float]:
+    """``reserved``: bytes of torch's allocator; ``fragments``: the share of them without tensors; ``busy``: share of
+    time with kernels, if NVML is installed (nvidia-ml-py). Empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    reserved = torch.cuda.memory_reserved(device)
+    state = {"reserved": reserved, "fragments": 1 - torch.cuda.memory_allocated(device) / max(reserved, 1)}
+    if find_spec("pynvml") is not None:
+        # NVML has errors of its own; a number of a report must not end the training.
+        with suppress(Exception):
+            state["busy"] = torch.cuda.utilization(device) / 100
+    return state
 
 
 def describe_allocator(device: torch.device) -> str:

@@ -12,11 +12,11 @@ from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
-from megatron_core.monitor.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.gpu_notes import gpu_state
 from megatron_core.reports.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
 from megatron_core.reports.timers import slowest_ranks, timer_lines
@@ -57,7 +57,7 @@ class Measurements(Callback):
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         # On a GPU each time of a transfer needs two events, so that transfers are timed in some steps only.
-        METER.start(run.groups, run.world.device, Sampling() if run.world.device.type == "cuda" else None)
+        METER.start(run.groups, run.world.device, Sampling.on(run.world.device))
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -100,9 +100,9 @@ class Measurements(Callback):
         on a CPU this includes libraries and data.
         """
         state, now, peak = self.run.state_bytes(), current_memory_bytes(), peak_memory_bytes()
-        known = sum(size for kind, size in state.items() if kind != "units whole")
-        rest = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
-        return {kind: int(size) for kind, size in state.items()} | rest | {"current": now, "peak": peak}
+        known = sum(size for name, size in state.items() if name != "units whole")
+        remaining = {"activations and buffers": max(peak - now, 0), "process": max(now - known, 0)}
+        return {name: int(size) for name, size in state.items()} | remaining | {"current": now, "peak": peak}
 
     def _reference(self, earlier: Sequence[Mapping[str, Any]]) -> ReferenceRate:
         """The matrix product rate to which utilisation refers: of the run's first start on this kind of device, so that
@@ -143,7 +143,7 @@ class Measurements(Callback):
     def _write(self, iteration: int, memory: Mapping[str, int], complete: bool = False) -> None:
         stretch = (self._first, iteration, unix_time(), self._stretch, memory, self._skipped, complete)
         if self._writer is not None:
-            self.goodput.add(self._writer.write(*stretch))
+            self.goodput.add(self._writer.write(*stretch, gpu=gpu_state(self.run.world.device)))
         self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()
 
     def _print_timers(self) -> None:
@@ -153,8 +153,13 @@ class Measurements(Callback):
         if not settings.timing_log_level and not settings.log_straggler:
             return
         exposed = {name: traffic.exposed for name, traffic in interval.traffic.items() if traffic.exposed}
-        own = {"prefix": self.run.groups.prefix, "host": platform.node(), "phases": interval.phases, "exposed": exposed}
-        texts = gather_strings(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
+        record = {
+            "prefix": self.run.groups.prefix,
+            "host": platform.node(),
+            "phases": interval.phases,
+            "exposed": exposed,
+        }
+        texts = gather_strings(json.dumps(record), self.run.groups.group(WORLD), self.run.world.device)
         if self.run.world.rank == 0:
             ranks = [json.loads(text) for text in texts]
             lines = timer_lines(ranks, settings.timing_log_level, settings.timing_log_option)
@@ -169,8 +174,8 @@ def _work(run: Run) -> float:
     terms = forward_flops_per_token(run.config.model, run.config.data.seq_length, run.vocab_size)
     layers = sum(len(run.layers[stage]) for stage in run.stages)
     logits = terms.pop("logits")
-    last = len(run.layers) - 1 in run.stages
-    return sum(terms.values()) * layers / run.config.model.num_layers + logits * last
+    has_output_layer = len(run.layers) - 1 in run.stages
+    return sum(terms.values()) * layers / run.config.model.num_layers + logits * has_output_layer
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -182,7 +187,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "device": _device_name(run),
         "threads": torch.get_num_threads(),
         "vocab_size": run.vocab_size,
-        "descriptions": [line for part in run.parts for line in part.descriptions()],
+        "descriptions": [line for run_part in run.parts for line in run_part.descriptions()],
     }
 
 
@@ -191,3 +196,59 @@ def _device_name(run: Run) -> str:
     if run.world.device.type == "cuda":
         return torch.cuda.get_device_name(run.world.device)
     return platform.processor() or platform.machine()
+
+
+SAMPLED_EVERY = 10
+"""Transfers are timed in one interval of this number, and in the first ``SAMPLED_FIRST`` ones."""
+SAMPLED_FIRST = 3
+
+
+class Sampling:
+    """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Sampling | None":
+        """The sampling for a device; None on a CPU, where a time costs no events."""
+        return cls() if device.type == "cuda" else None
+
+    def __init__(self) -> None:
+        self._is_on = True
+        """Whether transfers are timed now."""
+        self._was_on = True
+        """Whether they were in the interval that has ended."""
+        self._intervals = 0
+        self._shares: dict[str, dict[str, float]] = {}
+        """Shares of each phase in which this rank only waited, by kind of transfer, in the last sampled interval."""
+        self._flight: dict[str, float] = {}
+        """Seconds in flight per call of each kind of transfer, in the last sampled interval."""
+
+    def end_interval(self) -> bool:
+        """An interval ends; return whether to time the transfers of the next one."""
+        self._intervals += 1
+        self._was_on = self._is_on
+        self._is_on = self._intervals < SAMPLED_FIRST or self._intervals % SAMPLED_EVERY == 0
+        return self._is_on
+
+    def complete(self, times: StepTimes, exposed: Mapping[tuple[str, str], float]) -> None:
+        """Store the shares of a sampled interval, or divide the phases of another one by the stored shares.
+
+        ``exposed``: seconds in which this rank only waited, by phase and transfer.
+        """
+        if not self._was_on:
+            return self._estimate(times)
+        all_seconds = dict(times.phases)
+        for (phase, _), seconds in exposed.items():
+            all_seconds[phase] = all_seconds.get(phase, 0.0) + seconds
+        self._shares = {}
+        for (phase, name), seconds in exposed.items():
+            self._shares.setdefault(phase, {})[name] = seconds / all_seconds[phase] if all_seconds[phase] else 0.0
+        self._flight = {name: traffic.in_flight / max(traffic.calls, 1) for name, traffic in times.traffic.items()}
+
+    def _estimate(self, times: StepTimes) -> None:
+        for phase, seconds in list(times.phases.items()):
+            for name, share in self._shares.get(phase, {}).items():
+                if name in times.traffic:
+                    times.phases[phase] -= share * seconds
+                    times.traffic[name].exposed += share * seconds
+        for name, traffic in times.traffic.items():
+            traffic.in_flight = max(traffic.in_flight, traffic.calls * self._flight.get(name, 0.0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_core.config.compression import added_moments
+from megatron_core.config.parallel import added_moments
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
@@ -95,13 +95,15 @@ class MemoryPrediction(RunPart):
         if self.run.world.device.type == "cuda":
             from megatron_core.reports.gpu_notes import chosen_kernel
 
-            yield f"attention without mask: {chosen_kernel(self.run.config, self.run.world.device)} (torch)"
+            yield f"attention: {chosen_kernel(self.run.config, self.run.world.device)}"
 
     def notes(self) -> Iterator[str]:
         """See ``gpu_notes``."""
         if self.run.world.device.type == "cuda":
+            from megatron_core.reports.fast_paths import Platform, disabled_paths
             from megatron_core.reports.gpu_notes import gpu_notes
 
+            yield from disabled_paths(self.run.config, Platform.current())
             yield from gpu_notes(self.run.config, self.run.groups, self.run.world.device)
 
 

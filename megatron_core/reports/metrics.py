@@ -16,12 +16,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     A run that resumes from a checkpoint repeats the steps after it: the last record of each iteration is kept, and
     earlier records after the checkpoint are removed. A line cut off by a kill is ignored.
     """
-    kept: list[dict[str, Any]] = []
+    current: list[dict[str, Any]] = []
     for record in _records(Path(path)):
-        while kept and _is_superseded(kept[-1], record):
-            kept.pop()
-        kept.append(record)
-    return kept
+        while current and _is_superseded(current[-1], record):
+            current.pop()
+        current.append(record)
+    return current
 
 
 def _is_superseded(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -49,8 +49,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, TypeError, AttributeError):
                 names = ["non_finite"]
             if names:
-                shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-                raise DataError(f"{path}, line {number} is not a record of a run: missing or out of range: {shown}")
+                examples = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+                raise DataError(f"{path}, line {number} is not a record of a run: missing or out of range: {examples}")
             yield record
 
 

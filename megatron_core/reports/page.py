@@ -3,8 +3,6 @@
 The templates escape all text, and the page is well-formed XML, too. Charts are inline SVG.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.expert_load import recorded_loads
 from megatron_core.output_file import save_picture
+from megatron_core.reports.expert_load import recorded_loads
 from megatron_core.reports.metrics import read_metrics
 
 MOST_COLUMNS = 800

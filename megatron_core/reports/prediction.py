@@ -1,7 +1,5 @@
 """Predict with the planner how much faster a run would be in another layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median

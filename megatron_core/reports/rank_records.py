@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_core.errors import DataError, shortened, visible
@@ -44,20 +45,24 @@ class RankWriter:
 
     def write(
         self,
-        first: int,
-        last: int,
-        at: float,
+        first_step: int,
+        last_step: int,
+        began: float,
         times: StepTimes,
         memory: Mapping[str, int],
         skipped: int,
         complete: bool = False,
+        gpu: Mapping[str, float] = MappingProxyType({}),
     ) -> Record:
-        """Append the range of steps ``first`` to ``last``; return its record."""
+        """Append the range of steps ``first_step`` to ``last_step``, and the ``gpu_state`` at its end; return its
+        record."""
         record: Record = {
-            "kind": "times", "first": first, "last": last, "at": round(at, 3), "seconds": _short(times.seconds),
+            "kind": "times", "first": first_step, "last": last_step,
+            "at": round(began, 3), "seconds": _short(times.seconds),
             "phases": {name: _short(seconds) for name, seconds in times.phases.items()},
             "traffic": {name: {k: _short(v) for k, v in asdict(t).items()} for name, t in times.traffic.items()},
             "memory": dict(memory), "skipped": skipped, **({"complete": True} if complete else {}),
+            **({"gpu": {name: _short(value) for name, value in gpu.items()}} if gpu else {}),
         }  # fmt: skip
         self._file.try_write(json.dumps(record), "record_times")
         return record
@@ -98,10 +103,10 @@ def find_metrics(run: str | Path) -> Path:
     a URL."""
     refuse_url(str(run), run)
     path = Path(run)
-    found = path / "metrics.jsonl" if path.is_dir() else path
-    if not found.is_file() and not found.with_suffix(".ranks").is_dir():
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file() and not file.with_suffix(".ranks").is_dir():
         raise DataError(f"{run} has no records of a run; give the folder of --save or the file of --metrics-file")
-    return found
+    return file
 
 
 def read_run(run: str | Path) -> RunRecords:
@@ -124,8 +129,8 @@ def read_run(run: str | Path) -> RunRecords:
     world = records.header().get("world_size", 0)
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
-        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        notes.append(f"records of {len(missing)} of {world} ranks are missing ({shown})")
+        examples = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        notes.append(f"records of {len(missing)} of {world} ranks are missing ({examples})")
     if not ranks:
         notes.append("no rank recorded its times (--no-record-times): there is no breakdown of time")
     return records
@@ -133,7 +138,7 @@ def read_run(run: str | Path) -> RunRecords:
 
 def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
     """Return the readable lines of one file; add a sentence about the other lines to ``notes``."""
-    found, damaged, other = [], 0, set()
+    records, damaged, other = [], 0, set()
     version: Any = VERSION
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -150,7 +155,7 @@ def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
         if isinstance(record, dict) and version != VERSION:
             other.add(shortened(str(version), 40))
         elif isinstance(record, dict) and (checked := checked_line(record)) is not None:
-            found.append(checked)
+            records.append(checked)
         else:
             damaged += 1
     if damaged:
@@ -161,7 +166,7 @@ def read_rank_file(file: Path, notes: list[str]) -> list[Record]:
     if other:
         names = ", ".join(sorted(other)[:8])
         notes.append(f"{file.name} has records of version {names}, this program reads {VERSION}; ignored")
-    return found
+    return records
 
 
 def _short(number: float) -> float:

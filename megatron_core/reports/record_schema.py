@@ -37,28 +37,28 @@ TIMES = {
     "first": whole(), "last": whole(), "at": SECONDS, "seconds": SECONDS, "phases": mapping(SECONDS),
     "traffic": mapping(TRAFFIC),
 }  # fmt: skip
-TIMES_OPTIONAL = {"memory": mapping(whole()), "skipped": whole(), "complete": flag}
+TIMES_OPTIONAL = {"memory": mapping(whole()), "gpu": mapping(real()), "skipped": whole(), "complete": flag}
 
 
 def wrong_metrics(record: dict[str, Any]) -> list[str]:
     """Names of missing fields of a step or an evaluation, and of fields with a wrong type or range."""
     if record["kind"] == "validation":
         return wrong(record, VALIDATION, VALIDATION_OPTIONAL)
-    others = set(record) - set(STEP) - set(STEP_OPTIONAL) - {"kind", "experts"}  # auxiliary losses, parts of metrics
-    optional = {**STEP_OPTIONAL, **dict.fromkeys(sorted(others), maybe(any_real)), "experts": _is_load}
+    added = set(record) - set(STEP) - set(STEP_OPTIONAL) - {"kind", "experts"}  # auxiliary losses, parts of metrics
+    optional = {**STEP_OPTIONAL, **dict.fromkeys(sorted(added), maybe(any_real)), "experts": _is_load}
     return wrong(record, STEP, optional)
 
 
 def checked_line(record: dict[str, Any]) -> dict[str, Any] | None:
     """Known fields of a line of a rank's file; None for another kind of line or a damaged one."""
-    kind = record.get("kind")
-    if kind not in ("start", "times"):
+    line_type = record.get("kind")
+    if line_type not in ("start", "times"):
         return None
-    fields, optional = (START, START_OPTIONAL) if kind == "start" else (TIMES, TIMES_OPTIONAL)
-    if wrong(record, fields, optional) or (kind == "times" and not _is_stretch(record)):
+    fields, optional = (START, START_OPTIONAL) if line_type == "start" else (TIMES, TIMES_OPTIONAL)
+    if wrong(record, fields, optional) or (line_type == "times" and not _is_stretch(record)):
         return None
-    found = {"kind": kind} | {name: record[name] for name in (*fields, *optional) if name in record}
-    return found | {"config": _settings(found["config"])} if "config" in found else found
+    checked = {"kind": line_type} | {name: record[name] for name in (*fields, *optional) if name in record}
+    return checked | {"config": _settings(checked["config"])} if "config" in checked else checked
 
 
 def _is_stretch(record: dict[str, Any]) -> bool:
@@ -79,7 +79,7 @@ def _is_load(value: Any) -> bool:
 def _is_config(value: Any) -> bool:
     """Whether the settings known to this version have legal values."""
     try:
-        return not any(illegal_values(RunConfig.from_flat(RunConfig().flat() | _settings(value))))
+        return not any(illegal_values(RunConfig.from_flat(RunConfig().flat() | _settings(value)).flat()))
     except (AttributeError, TypeError, ValueError, OverflowError, ConfigError):
         return False
 

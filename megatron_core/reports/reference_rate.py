@@ -27,12 +27,12 @@ class ReferenceRate:
     def of(cls, record: Any) -> "ReferenceRate | None":
         """Inverse of ``asdict``; None for other values, such as records of earlier releases."""
         try:
-            found = cls(**record)
+            rate = cls(**record)
         except TypeError:
             return None
-        texts = (found.device, found.dtype, found.source)
-        is_whole = isinstance(found.flops, float) and found.flops > 0 and all(isinstance(text, str) for text in texts)
-        return found if is_whole else None
+        texts = (rate.device, rate.dtype, rate.source)
+        is_whole = isinstance(rate.flops, float) and rate.flops > 0 and all(isinstance(text, str) for text in texts)
+        return rate if is_whole else None
 
     @property
     def is_measured(self) -> bool:
@@ -71,8 +71,8 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: floa
 def share_of_cores(ranks: int, threads: int, cores: int | None = None) -> float:
     """Share of its threads' time that a rank has if ``ranks`` ranks of a host compute with ``threads`` threads each:
     1 unless they are more than the ``cores`` (default: of this process)."""
-    found = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return min(found / (ranks * threads), 1.0)
+    available = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(available / (ranks * threads), 1.0)
 
 
 def _wait(device: torch.device) -> None:

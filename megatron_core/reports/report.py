@@ -12,10 +12,11 @@ import yaml
 from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
+from megatron_core.monitor.events import ExpertLoad
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.expert_load import recorded_loads
 from megatron_core.reports.goodput import LOST
 from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, embedded_picture, html_table, page, three_digits
 from megatron_core.reports.plot import validations
@@ -98,6 +99,8 @@ def _summary(summary: RunSummary, diagnosis: Diagnosis) -> Markup:
     utilisation = summary.mean("utilisation")
     values |= {} if utilisation is None else {"utilisation": f"{utilisation:.1%}"}
     values |= {"goodput": f"{summary.goodput.share:.1%}"} if summary.ranks else {}
+    if len(summary.ranks) > 1:
+        values["scaling efficiency"] = f"{summary.scaling_efficiency:.1%}"
     values |= {"layout": str(header.get("layout", "unknown")), "ranks": str(header.get("world_size", "unknown"))}
     if diagnosis.findings:
         first = diagnosis.findings[0]
@@ -142,7 +145,8 @@ def _changes(summary: RunSummary) -> list[tuple[float, str]]:
 
 
 def _loss(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
-    curves = {"training": _curve(summary, "loss"), **_validation(summary)}
+    curves = {"training": _curve(summary, "loss")}
+    curves |= {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
     curves |= {f"training of {name}": _curve(other, "loss") for name, other in compared.items()}
     drawn = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
@@ -151,11 +155,6 @@ def _loss(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
     return chart(drawn, "iteration", "loss per token", _changes(summary)) + by_source + more
-
-
-def _validation(summary: RunSummary) -> dict[str, list[tuple[float, float]]]:
-    """The losses of each set of validation data."""
-    return {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
 
 
 def _names(summary: RunSummary, metric: str) -> list[str]:
@@ -232,7 +231,20 @@ def _memory(summary: RunSummary) -> Markup:
         rows[summary.name(rank)] = {category: size / 2**20 for category, size in kinds.items() if size}
     if not any(rows.values()):
         return BLOCKS.paragraph("No memory was recorded.", "soft")
-    return bars(rows, "MiB") + html_table(("rank", "now (MiB)", "peak (MiB)"), peaks)
+    return bars(rows, "MiB") + html_table(("rank", "now (MiB)", "peak (MiB)"), peaks) + _gpus(summary)
+
+
+def _gpus(summary: RunSummary) -> Markup:
+    """Fragments of each GPU's memory, and its utilisation; empty without GPUs."""
+    rows = []
+    for rank in _shown_ranks(summary):
+        states = [line["gpu"] for line in summary.records.ranks[rank] if line.get("gpu")]
+        if states:
+            busy = [state["busy"] for state in states if "busy" in state]
+            share = f"{median(busy):.0%}" if busy else "not measured: pip install nvidia-ml-py"
+            final = states[-1]
+            rows.append((summary.name(rank), final["reserved"] / 2**20, f"{final['fragments']:.1%}", share))
+    return html_table(("rank", "reserved (MiB)", "of it fragments", "GPU busy"), rows) if rows else Markup()
 
 
 def _collectives(summary: RunSummary) -> Markup:
@@ -318,6 +330,8 @@ def _comparison(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Mark
     ):  # fmt: skip
         values = [run.mean(field) for run in runs]
         rows.append((label, *(_beside(value, values[0]) for value in values)))
+    if (scaling := _scaling(runs)) is not None:
+        rows.append(scaling)
     final_steps = [run.records.steps()[-1:] for run in runs]
     rows.append(("last loss", *(f"{steps[0]['loss']:.4f}" if steps else "-" for steps in final_steps)))
     rows.append(("goodput", *(f"{run.goodput.share:.1%}" if run.ranks else "-" for run in runs)))
@@ -327,6 +341,17 @@ def _comparison(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Mark
     head = ("this run", *compared)
     settings = html_table(("setting", *head), changed) if changed else BLOCKS.paragraph("The same settings.")
     return html_table(("", *head), rows) + settings
+
+
+def _scaling(runs: Sequence[RunSummary]) -> tuple[str, ...] | None:
+    """Tokens per second and rank, relative to the run with the fewest ranks; None if all have the same number."""
+    sizes = [run.records.header().get("world_size", 0) for run in runs]
+    if len(set(sizes)) == 1 or not min(sizes):
+        return None
+    rates = [(run.mean("tokens_per_second") or 0.0) / size for run, size in zip(runs, sizes, strict=True)]
+    reference = rates[sizes.index(min(sizes))]
+    shares = (f"{rate / reference:.1%}" if reference else "-" for rate in rates)
+    return f"scaling efficiency from {min(sizes)} ranks", *shares
 
 
 def _beside(value: float | None, first: float | None) -> str:

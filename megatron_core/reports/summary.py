@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from megatron_core.monitor.expert_load import STARVED_SHARE, recorded_loads
 from megatron_core.planner.hardware import Hardware
+from megatron_core.reports.expert_load import STARVED_SHARE, recorded_loads
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.rank_records import RunRecords
 from megatron_core.reports.timers import COMPUTE
@@ -94,6 +94,12 @@ class RunSummary:
     def compute_share(self) -> float:
         """Share of forward and backward in the time of all ranks."""
         return self._part(times.compute for times in self.ranks.values())
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """Share of the ranks' time in which they do not wait for messages of other ranks."""
+        exposed = (sum(traffic["exposed"] for traffic in times.traffic.values()) for times in self.ranks.values())
+        return 1.0 - self._part(exposed)
 
     def worst_share(self, phase: str) -> tuple[float, int]:
         """Largest share of a phase in a rank's time, and this rank, for which the others wait."""

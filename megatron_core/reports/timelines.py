@@ -1,7 +1,5 @@
 """Timelines as text for a terminal, and as a Chrome trace. (``reports.plot_pipeline`` draws them as an image.)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 

@@ -77,12 +77,12 @@ class FailureLog(Callback):
 
         Errors: ``MegatronError`` instead of ``error`` if the previous attempt had the same failure.
         """
-        at, text, found = self._iteration, _kind(error), exit_explanation(error)
-        if self._path is None or (found and found[0] == RESTART):
+        iteration, text, explanation = self._iteration, _kind(error), exit_explanation(error)
+        if self._path is None or (explanation and explanation[0] == RESTART):
             return
-        self._append({"iteration": at, "error": text, "rank": self.run.world.rank})
-        if self._attempts and (at, text) in self._attempts[-1]:
-            raise MegatronError(self._sentence(at, text)) from error
+        self._append({"iteration": iteration, "error": text, "rank": self.run.world.rank})
+        if self._attempts and (iteration, text) in self._attempts[-1]:
+            raise MegatronError(self._sentence(iteration, text)) from error
 
     def _forget_passed(self) -> None:
         """Remove the log if all recorded failures are at or before the current iteration."""
@@ -90,17 +90,17 @@ class FailureLog(Callback):
         if (
             self._attempts
             and self._path is not None
-            and all(at <= iteration for each in self._attempts for at, _ in each)
+            and all(failed_at <= iteration for failures in self._attempts for failed_at, _ in failures)
         ):
             self._attempts = []
             if self.run.world.rank == 0:
                 with suppress(OSError):  # an old log has no effect on other failures
                     self._path.unlink(missing_ok=True)
 
-    def _sentence(self, at: int, text: str) -> str:
+    def _sentence(self, iteration: int, text: str) -> str:
         return (
-            f"the same failure twice in iteration {at}: {text}. A restart would repeat it, so this run ends here; "
-            f"change what causes it (data, settings, code, hardware), then remove {self._path}"
+            f"the same failure twice in iteration {iteration}: {text}. A restart would repeat it, so this run ends "
+            f"here; change what causes it (data, settings, code, hardware), then remove {self._path}"
         )
 
     def _repeated(self, attempts: list[set[tuple[int, str]]]) -> tuple[int, str] | None:
@@ -120,12 +120,12 @@ class FailureLog(Callback):
             if path.is_symlink():
                 raise ConfigError(f"{named}: {path} is a link, which is not followed; remove it")
         data = path.read_bytes() if path.is_file() else b""
-        parts = [] if in_storage(path) is None else sorted(path.parent.glob(f"{OF_FAILURES}rank*.jsonl"))
-        if parts:
-            data += b"".join(part.read_bytes() for part in parts)
+        logs_of_ranks = [] if in_storage(path) is None else sorted(path.parent.glob(f"{OF_FAILURES}rank*.jsonl"))
+        if logs_of_ranks:
+            data += b"".join(log.read_bytes() for log in logs_of_ranks)
             path.write_bytes(data)
-            for part in parts:
-                part.unlink(missing_ok=True)
+            for log in logs_of_ranks:
+                log.unlink(missing_ok=True)
         return data.decode(errors="replace")
 
     def _parsed(self, text: str) -> list[set[tuple[int, str]]]:
@@ -140,7 +140,7 @@ class FailureLog(Callback):
                     attempts[-1].add((int(record["iteration"]), str(record["error"])))
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue  # an incomplete line: the writing process was killed
-        return [each for each in attempts if each]
+        return [failures for failures in attempts if failures]
 
     def _append(self, record: dict[str, Any]) -> None:
         """Append one line with a single write, because several ranks append to the same file; in object storage, to
@@ -150,8 +150,8 @@ class FailureLog(Callback):
         with suppress(OSError):
             if in_storage(self._path) is not None:
                 name = FILE if "begins" in record else f"{OF_FAILURES}rank{self.run.world.rank:05d}.jsonl"
-                part = self._path.with_name(name)
-                part.write_bytes((part.read_bytes() if part.is_file() else b"") + line)
+                log = self._path.with_name(name)
+                log.write_bytes((log.read_bytes() if log.is_file() else b"") + line)
                 return
             descriptor = no_follow(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:

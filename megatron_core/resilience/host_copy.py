@@ -4,8 +4,6 @@ In another layout, or in the place of another rank, a rank reads the parts that 
 the ranks that have them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,14 +6,11 @@ again, and load the newest copy that all of them have. A step is a function of s
 at the end are those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -26,13 +23,14 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.cpu_ranks.interrupt import InterruptedWait
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
-from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
+from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
+from megatron_core.resilience.gpu_groups import obstacle_to_reuse, prepare_gpu, replace_process
 from megatron_core.resilience.host_copy import HostCopy
 from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.resilience.processes.monitor import Monitor
@@ -41,9 +39,9 @@ from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.resilience.state_copies import StateCopies, choose_mirror, copies_to_load
+from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
-from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
 """Time limit of the rendezvous after a failure, in seconds."""
@@ -63,16 +61,11 @@ _inherited: list[dist.Store] = []
 def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
     """Supervise this rank's training process, and return in it after the last step.
 
-    Errors: ``ConfigError`` on GPUs; ``RestartNeeded`` if the job cannot continue.
+    Errors: ``RestartNeeded`` if the job cannot continue.
     """
     if world.size == 1:
         return start_once(config, world, job)
     check(config, world.size)
-    if world.device.type == "cuda":
-        raise ConfigError(
-            "recover=in-process runs on CPU ranks only: aborting NCCL's collectives is not verified; hide the GPUs "
-            "with CUDA_VISIBLE_DEVICES='', or remove --recover and use torchrun --max-restarts"
-        )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     settings = config.section(RecoveryConfig)
     world.store = (connect_to_running_job if settings.recover_join else connect)(world, timeout)
@@ -87,6 +80,7 @@ def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
     _inherited.append(world.store)
     respawns = not settings.recover_without_spare
     child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=respawns).start()
+    prepare_gpu(world)
     Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or settings.recover_join).run(job)
 
 
@@ -369,6 +363,8 @@ class Recovery:
         """Free groups, model and state of the failed generation."""
         self.world.prefix = ""
         self.memory.before_commit = lambda: None
+        if (reason := obstacle_to_reuse(self.world.device)) is not None:
+            replace_process(self.world.prefix, f"rank {self._rank} is replaced by a new process: {reason}")
         try:
             dist.destroy_process_group()
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
@@ -385,8 +381,7 @@ class Recovery:
         self.stop_reason = run.stop_reason or self.stop_reason
         run.data_parallel.release()
         if not run.saver.abandon(SAVE_SECONDS):
-            print(f"{run.world.prefix} note: a save in the background did not end", file=sys.stderr, flush=True)
-            os._exit(RESTART)
+            replace_process(run.world.prefix, "a save in the background did not end")
 
     def report_training(self) -> None:
         """Report that the first step of this generation starts."""

@@ -1,7 +1,5 @@
 """Choice of the ranks that train after a failure, and of the copies that form the whole state."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ docs/resilience.md describes the verdicts. With ``replay_interval`` each copy al
 in steps that are not suspicious, before their update.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -19,8 +17,8 @@ from dataclasses import replace
 from megatron_core.errors import WrongStepError
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.settings import RerunConfig
-from megatron_core.training.attempts import Attempt, Attempts, Compute
 from megatron_core.training.callbacks import Callback
+from megatron_core.training.parts import Attempt, Attempts, Compute
 from megatron_core.training.setup import Run
 
 TOLERANCE = 1e-4

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.compression import compression_of
-from megatron_core.config.rules_single import exclusive
+from megatron_core.config.parallel import compression_of
+from megatron_core.config.rule_helpers import exclusive
 from megatron_core.config.run import RunConfig
 from megatron_core.resilience.settings import (
     FAULTS_OF_RANKS,

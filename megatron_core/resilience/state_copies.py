@@ -1,7 +1,5 @@
 """Copies of the state in host memory: their writer, where they are found after a failure, and their mirrors."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain

@@ -40,7 +40,8 @@ class StoragePath(ObjectPath):
 
     def __init__(self, url: str) -> None:
         self.scheme, _, key = url.partition("://")
-        self._key = "/".join(part for part in key.split("/") if part)
+        self._key = "/".join(name for name in key.split("/") if name)
+        # The process is a part of the key: after a fork, a child needs connections of its own.
         self._files = _file_system(self.scheme, os.getpid())
 
     def __str__(self) -> str:
@@ -113,14 +114,14 @@ class StoragePath(ObjectPath):
 
     def iterdir(self) -> Iterator[StoragePath]:
         """The objects and folders in the folder."""
-        found = self._files.ls(self, detail=False)
-        return (each for each in map(self._with_key, found) if each != self)
+        names = self._files.ls(self, detail=False)
+        return (path for path in map(self._with_key, names) if path != self)
 
     def glob(self, pattern: str) -> Iterator[StoragePath]:
         """The objects and folders that match."""
         with _named(self):
-            found = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
-        return map(self._with_key, sorted(found))
+            names = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
+        return map(self._with_key, sorted(names))
 
     def _with_key(self, key: str) -> StoragePath:
         return StoragePath(f"{self.scheme}://{key}")
@@ -188,6 +189,8 @@ class StoragePath(ObjectPath):
         copy = self.cached_folder() / self.name
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name until it is complete: other ranks of the machine take the copy as soon as it has its
+            # name.
             with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
                 try:
                     for start in range(0, self.stat().st_size, READ_BYTES):
@@ -252,6 +255,7 @@ def _file_system(scheme: str, process: int) -> _Service:
     import fsspec
 
     try:
+        # Without cached listings: other hosts write objects that this one must see.
         return _Service(fsspec.filesystem(scheme, use_listings_cache=False))
     except ImportError as error:
         install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install it"

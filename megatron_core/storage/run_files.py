@@ -84,11 +84,12 @@ class _Copies:
     def fetch(self) -> None:
         """Copy the objects that are not the version known here: another machine has continued the run."""
         versions = self._versions()
-        for name, found in _found(self._remote):
-            version, file = found.version(), self.folder / name
+        for name, stored_file in _found(self._remote):
+            # Versions, not times: clocks of machines differ.
+            version, file = stored_file.version(), self.folder / name
             if versions.get(name) != version or not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(found.read_bytes())
+                file.write_bytes(stored_file.read_bytes())
                 versions[name] = version
                 self._keep(versions)
 
@@ -113,10 +114,10 @@ class _Copies:
         (self.folder / VERSIONS).write_text(json.dumps(versions))
 
 
-def _found(place: Any) -> Iterator[tuple[str, Any]]:
+def _found(folder: Any) -> Iterator[tuple[str, Any]]:
     """The files to copy in a folder or in object storage, with their names below it."""
     for pattern in PATTERNS:
         above = pattern[: pattern.rfind("/") + 1]
-        for path in sorted(place.glob(pattern)):
+        for path in sorted(folder.glob(pattern)):
             if not path.name.startswith(NOT_COPIED):
                 yield above + path.name, path

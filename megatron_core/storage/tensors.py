@@ -51,13 +51,14 @@ class SliceInStorage:
         dtype, rows = TORCH_DTYPES[self._dtype], self._shape[:1] or (1,)
         first, stop, _ = where[0].indices(rows[0]) if where else (0, 1, 1)
         row = dtype.itemsize * math.prod(self._shape[1:])
-        size, rest = (stop - first) * row, (slice(None), *where[1:])
+        size, within_row = (stop - first) * row, (slice(None), *where[1:])
         if not size:
-            return torch.empty((stop - first, *self._shape[1:]), dtype=dtype)[rest]
+            return torch.empty((stop - first, *self._shape[1:]), dtype=dtype)[within_row]
+        # Complete rows, although a part of each may suffice: a request takes longer than the bytes between the parts.
         data = bytearray(self._path.read_range(self._begin + first * row, size))
         if len(data) != size:
             raise OSError(f"{self._path} is truncated")
         tensor = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
         if not where:
             return tensor.view(())
-        return tensor.view(stop - first, *self._shape[1:])[rest]
+        return tensor.view(stop - first, *self._shape[1:])[within_row]

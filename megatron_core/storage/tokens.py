@@ -1,7 +1,5 @@
 """Reads a token file in object storage block by block, and keeps the blocks in the cache of this machine."""
 
-from __future__ import annotations
-
 import os
 from mmap import ACCESS_READ
 from mmap import mmap as mapping

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.errors import LayoutError
 from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts
+from megatron_core.ops.operator import quick_apply
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
@@ -49,8 +50,8 @@ def vocab_parallel_cross_entropy(
         )
     vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, num_parts
     # Only the losses: the second output holds statistics for backward.
-    function = _VocabParallelCrossEntropy if torch.compiler.is_compiling() else _WithoutForwardMode
-    return function.apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
+    apply = _VocabParallelCrossEntropy.apply if torch.compiler.is_compiling() else _apply_eagerly
+    return apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class VocabularyLoss:
             valid = min(max(self.valid - start, 0), size)
             columns = logits[..., start : start + size] if self.num_parts > 1 else logits
             statistics.append(cross_entropy_parts(columns, target, self.first + start, valid, backend=self.backend))
-        return torch.stack(statistics)
+        return torch.stack(statistics) if len(statistics) > 1 else statistics[0][None]
 
     def joined(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the parts of all ranks in one collective -> losses ``[...]``, and the statistics for ``gradient``,
@@ -103,13 +104,18 @@ class VocabularyLoss:
         # the target), which would depend on one another; and the sum below has one order on all ranks.
         gathered, handle = start_gather_sequence(statistics, self.group)
         handle.wait()
-        maximum, exp_sum, z_target, z_sum = gathered.unbind(1)
-        largest = maximum.amax(0)
-        # Each part's sum is relative to its own maximum; rescaled to the largest one, no exponential overflows.
-        exp_sum = tree_sum((exp_sum * (maximum - largest).exp()).unbind())
-        losses = exp_sum.log() + (1.0 - self.label_smoothing) * (largest - z_target.sum(0))
+        if len(gathered) == 1:
+            # One part has nothing to rescale, and its sums are the result.
+            largest, exp_sum, z_target, z_sum = gathered[0].unbind()
+        else:
+            maximum, exp_sum, z_target, z_sum = gathered.unbind(1)
+            largest = maximum.amax(0)
+            # Each part's sum is relative to its own maximum; rescaled to the largest one, no exponential overflows.
+            exp_sum = tree_sum((exp_sum * (maximum - largest).exp()).unbind())
+            z_target, z_sum = z_target.sum(0), z_sum.sum(0)
+        losses = exp_sum.log() + (1.0 - self.label_smoothing) * (largest - z_target)
         if self.label_smoothing:
-            losses += self.label_smoothing * (largest - z_sum.sum(0) / self.vocab_size)
+            losses += self.label_smoothing * (largest - z_sum / self.vocab_size)
         return losses, torch.stack([largest, exp_sum])
 
     def gradient(
@@ -165,6 +171,9 @@ class _WithoutForwardMode(_VocabParallelCrossEntropy):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(f"vocab_parallel_cross_entropy has no forward-mode derivative; {INSTEAD}")
+
+
+_apply_eagerly = quick_apply(_WithoutForwardMode)
 
 
 class _LogitsGradient(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,12 @@ def grouped_linear(
 class GroupedProducts:
     """As ``MatrixProducts``, for a stack of experts."""
 
-    def output(self, x: Tensor, weight: Tensor, counts: Sequence[int], *, training: bool) -> Tensor:
-        """The result of ``grouped_linear``."""
-        return grouped_product(x, weight.transpose(1, 2), counts)
+    def output(self, x: Tensor, weight: Tensor, counts: Sequence[int], *, training: bool) -> tuple[Tensor, Any]:
+        """The result of ``grouped_linear``, and data for ``gradients``."""
+        return grouped_product(x, weight.transpose(1, 2), counts), None
 
-    def gradients(self, weight: nn.Parameter, grad_y: Tensor, counts: Sequence[int]) -> GroupedGradients:
-        """The products of backward."""
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, counts: Sequence[int], saved: Any) -> GroupedGradients:
+        """The products of backward from the data of ``output``."""
         return GroupedGradients(weight, grad_y, counts)
 
 
@@ -66,14 +67,15 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.counts = counts
         ctx.products = products
-        return products.output(x, weight, counts, training=training)
+        y, ctx.saved_by_products = products.output(x, weight, counts, training=training)
+        return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
         weight = ctx.weight
         # Expanded gradients, as of a sum, have stride 0, which grouped products do not take.
-        gradients = ctx.products.gradients(weight, grad_y.contiguous(), ctx.counts)
+        gradients = ctx.products.gradients(weight, grad_y.contiguous(), ctx.counts, ctx.saved_by_products)
         queue = getattr(weight, "grad_queue", None)
         grad_weight = None
         if ctx.needs_input_grad[1]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
-from megatron_core.ops.operator import define
+from megatron_core.ops.operator import define, quick_apply
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.compiled import group_named
 from megatron_core.parallel.groups import process_group
@@ -63,9 +63,9 @@ class MatrixProducts:
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
-    ) -> tuple[Tensor, Any]:
-        """y_SBO of ``parallel_linear``, and data for ``gradients``."""
-        return _output(x, weight, bias, comm), None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """y_SBO of ``parallel_linear``, the tensor to save for the weight gradient, and data for ``gradients``."""
+        return _output(x, weight, bias, comm), x, None
 
     def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> LinearGradients:
         """The products of backward from the gathered ``grad_y`` and the data of ``output``."""
@@ -104,19 +104,19 @@ def parallel_linear(
     # Evaluation needs no autograd function, whose overhead counts when one token at a time is generated.
     if products is None and not training:
         return _output(x, weight, bias, comm)
-    return _ParallelLinear.apply(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
+    return _apply_linear(x, weight, bias, comm, products or PLAIN_PRODUCTS, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, comm, products, training):
-        ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight = weight
         ctx.comm = comm
         ctx.has_bias = bias is not None
         ctx.products = products
-        y, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
+        y, saved_x, ctx.saved_by_products = products.output(x, weight, bias, comm, training=training)
+        ctx.save_for_backward(saved_x, weight)  # the weight too, so that autograd detects a change before backward
         return y
 
     @staticmethod
@@ -129,7 +129,12 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
 
 
+_apply_linear = quick_apply(_ParallelLinear)
+
+
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:
+    if comm.is_local:
+        return linear(x, weight, bias)
     if comm.is_pipelined:
         return pipelined_output(x, weight, bias, comm)
     return reduced_output(linear(gather_input(x, comm), weight, bias), comm)
@@ -255,8 +260,12 @@ def _input_and_weight_grads(
 
     The communication of each overlaps with the computation of the other.
     """
+    # One rank has the two products alone. The objects below, which order exchanges, take longer than small products.
+    if comm.is_local and products is PLAIN_PRODUCTS and getattr(weight, "grad_queue", None) is None:
+        grad_x = input_grad(grad_y, weight) if needs_x else None
+        return grad_x, weight_grad(weight, x, grad_y) if needs_weight else None
     # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
-    grad_x: Tensor | None = None
+    grad_x = None
     reducing: Handle = Done()
     is_pipelined = comm.is_pipelined and products.has_pipelined_backward
     if comm.scatter_sequence and is_pipelined and needs_x:

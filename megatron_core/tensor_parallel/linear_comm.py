@@ -16,7 +16,7 @@ Models".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 
 import torch
@@ -91,7 +91,12 @@ class LinearComm:
         flags = self.gather_sequence, self.reduce_input_grad, self.scatter_sequence, self.reduce_output, self.overlap
         return [*map(int, flags), self.chunks]
 
-    @property
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether the layer exchanges nothing."""
+        return self.group.size() == 1 and self.shared_input is None
+
+    @cached_property
     def is_pipelined(self) -> bool:
         """Whether products are pipelined with their communication."""
         return self.chunks > 1 and self.group.size() > 1

@@ -7,8 +7,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron_core.config import DataConfig
-from megatron_core.errors import ConfigError
+from megatron_core.config import DataConfig, RunConfig
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.tokenizers.base import Tokenizer
 
 NUM_SPECIAL_TOKENS = 1000
@@ -99,3 +99,25 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = No
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a configuration; None if it has none."""
     return None if data.tokenizer is None else TokenizerFiles.of(data.tokenizer, data).load()
+
+
+ASSUMED_VOCABULARY = 50_257
+"""Vocabulary size of predictions if the tokenizer's files are not on this machine."""
+
+
+def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """The true size of the vocabulary, without padding: ``vocab_size`` if given, else the tokenizer's."""
+    size = config.data.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    if size is None:
+        raise ConfigError("the vocabulary's size is unknown; give --tokenizer-type or --vocab-size")
+    return size
+
+
+def vocabulary_or_assumed(config: RunConfig) -> int:
+    """Size of the vocabulary; ``ASSUMED_VOCABULARY`` if the tokenizer's files are not on this machine."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    try:
+        return vocabulary_size(config, tokenizer_of(config.data))
+    except MegatronError:
+        return ASSUMED_VOCABULARY

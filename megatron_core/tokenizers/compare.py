@@ -1,7 +1,5 @@
 """Comparison of two vocabularies, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from megatron_core.tokenizers.base import Tokenizer

@@ -102,6 +102,7 @@ class Callbacks:
 
     def __init__(self, run: Run, callbacks: Iterable[Callback]) -> None:
         self._run = run
+        # The sort is stable: callbacks of equal priority keep the order in which they were added.
         self._callbacks = sorted(callbacks, key=lambda callback: -_checked(callback).priority)
         self._begun: list[Callback] = []
         """Callbacks whose ``before_run`` succeeded."""
@@ -118,6 +119,7 @@ class Callbacks:
                 for callback in self._callbacks:
                     self._call(callback, "before_run")
                     self._begun.append(callback)
+                    # Only now: a callback whose before_run failed has nothing to restore.
                     stack.callback(self._call, callback, "close")
                 yield
             except Exception as error:
@@ -168,16 +170,16 @@ class Callbacks:
             print(f"note: {text}", flush=True)
 
     def _on_failure(self, error: Exception) -> None:
-        found = error
+        raised = error
         for callback in self._begun:
             try:
-                self._call(callback, "on_failure", found)
+                self._call(callback, "on_failure", raised)
             except MegatronError as other:
-                found = other
+                raised = other
             except Exception:
                 continue  # its message is printed; it must not hide the first error
-        if found is not error:
-            raise found
+        if raised is not error:
+            raise raised
 
     def _call(self, callback: Callback, method: str, *arguments: object) -> Any:
         try:
@@ -193,6 +195,7 @@ class Callbacks:
 
 
 def _names(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    # Not by position: other settings add and remove callbacks, and values must return to the class that stored them.
     """Callbacks by the name of their class, as in checkpoints; a second one of a class is ``CLASS 2``."""
     seen: Counter[str] = Counter()
     names = {}

@@ -57,10 +57,10 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
         stored = added.compared(stored, only_weights=only_weights)
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     # Also the settings of these sections that may differ: the effect of one setting may depend on another one.
-    sections = {kind: names_by_resume(kind, Resume.FUNCTION, Resume.TENSORS) for kind in section_types().values()}
+    sections = {s: names_by_resume(s, Resume.FUNCTION, Resume.TENSORS) for s in section_types().values()}
     compared = [name for names in sections.values() for name in names if name in stored]
     different = [name for name in compared if not _equal(stored[name], current[name])]
-    of_model = {item.name for kind, names in sections.items() if names for item in fields(kind)} & stored.keys()
+    of_model = {item.name for section, names in sections.items() if names for item in fields(section)} & stored.keys()
     before = RunConfig.from_flat(current | {name: stored[name] for name in of_model})
     changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
     faults = {}
@@ -189,14 +189,15 @@ def stored_config(folder: Path) -> RunConfig:
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
-    data, kept = config.data, tokenizer_folder(folder)
+    data, copies = config.data, tokenizer_folder(folder)
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
-        if path is not None and kept.is_dir():
-            file = kept / Path(path).name
-            files[name] = str(file if file.is_file() else kept)
-    if data.chat_template is not None and (kept / TEMPLATE_FILE).is_file():
-        files["chat_template"] = str(kept / TEMPLATE_FILE)
+        # The files named by the settings may be gone or changed; the copies are those with which the model was trained.
+        if path is not None and copies.is_dir():
+            file = copies / Path(path).name
+            files[name] = str(file if file.is_file() else copies)
+    if data.chat_template is not None and (copies / TEMPLATE_FILE).is_file():
+        files["chat_template"] = str(copies / TEMPLATE_FILE)
     vocab_size = state["vocab_size"] if data.tokenizer is None else data.vocab_size
     return replace(config, data=replace(data, vocab_size=vocab_size, **files))
 
@@ -204,8 +205,8 @@ def stored_config(folder: Path) -> RunConfig:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder with the tokenizer files of the checkpoint in ``folder``, which may be absent; from object storage, a
     copy on this machine."""
-    kept = folder / "tokenizer"
-    return local_copy(kept) if kept.is_dir() else kept
+    copies = folder / "tokenizer"
+    return local_copy(copies) if copies.is_dir() else copies
 
 
 def _other_formats(load: str | Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:
@@ -303,7 +304,8 @@ def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
     if source is None or source == folder:
         return config
     current = config.flat()
-    before, after = (_taken(stored_config(each), config.checkpoint) for each in (source, folder))
+    before, after = (_taken(stored_config(checkpoint), config.checkpoint) for checkpoint in (source, folder))
+    # A setting that differs from the first checkpoint was given by a flag or --config, and is kept.
     changed = {name: after[name] for name in before if current[name] == before[name] != after[name]}
     if changed:
         note(f"settings taken from the loaded checkpoint {folder}: {listed(list(changed))}")
@@ -317,12 +319,12 @@ def takes_settings(settings: CheckpointConfig) -> bool:
 
 def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
     """The settings that a run takes from a checkpoint."""
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     if settings.use_checkpoint_args:
         again = model_and_tokenizer(stored)
-        found |= {name: getattr(again.model, name) for name in model_settings()}
-        found |= {name: getattr(again.data, name) for name in TOKENS}
-    return found | (_schedule(stored) if settings.use_checkpoint_opt_param_scheduler else {})
+        taken |= {name: getattr(again.model, name) for name in model_settings()}
+        taken |= {name: getattr(again.data, name) for name in TOKENS}
+    return taken | (_schedule(stored) if settings.use_checkpoint_opt_param_scheduler else {})
 
 
 def _schedule(stored: RunConfig) -> dict[str, Any]:

@@ -1,20 +1,21 @@
-"""The data of a run: vocabulary size, data sets and records of the data files."""
+"""The data of a run: data sets, records of the data files, and the interface of features that change them."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import MockDataset, Splits, build_datasets
-from megatron_core.datasets.parts import DataPart, DataRequest, data_parts, file_reader
-from megatron_core.datasets.sources import describe_changes, record_sources
-from megatron_core.datasets.whole_round import WholeRound
+from megatron_core.datasets.base import WholeRound
+from megatron_core.datasets.sources import FileContent, describe_changes, record_sources, token_file_content
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.parallel import World
-from megatron_core.parallel.texts import broadcast_from_rank
+from megatron_core.parallel.texts import broadcast_from_rank, raise_on_all_ranks
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.state import TrainState
 
@@ -41,18 +42,18 @@ def make_splits(
             "datasets_provider)"
         )
     request = DataRequest(config, tokenizer, vocab_size, data_parallel_size)
-    parts = data_parts(config)
-    splits = provider(config, tokenizer) if provider is not None else _build(parts, request)
-    for part in parts:
-        splits = part.change(splits, request)
+    feature_parts = data_parts(config)
+    splits = provider(config, tokenizer) if provider is not None else _build(feature_parts, request)
+    for feature_part in feature_parts:
+        splits = feature_part.change(splits, request)
     return for_evaluation(splits, config)
 
 
-def _build(parts: Sequence[DataPart], request: DataRequest) -> Splits:
+def _build(feature_parts: Sequence[DataPart], request: DataRequest) -> Splits:
     """The data sets that a feature builds, else mock data or token files in keyed order."""
     # The first one builds: rules refuse settings with which two features would.
-    for part in parts:
-        if (splits := part.build(request)) is not None:
+    for feature_part in feature_parts:
+        if (splits := feature_part.build(request)) is not None:
             return splits
     data = request.config.data
     seed = request.config.training.seed
@@ -81,6 +82,7 @@ def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dic
         return []
     text = ""
     problem = ""
+    # One rank reads counts and hashes: all ranks have the same files, and many readers would load the file system.
     if world.rank == 0:
         try:
             text = json.dumps(record_sources(config.data, file_reader(config)))
@@ -91,3 +93,43 @@ def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dic
     for sentence in describe_changes(state.data, records, state.consumed_samples) if state.data and records else ():
         note(sentence)
     return records
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """The data sets that a run needs."""
+
+    config: RunConfig
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    data_parallel_size: int
+
+
+class DataPart:
+    """Base class of ``Feature.data_part``; override the methods that you need.
+
+    Every rank calls them with equal arguments, without communication.
+    """
+
+    file_content: Callable[[str], FileContent] | None = None
+    """Reads counts and hashes of a data file; None: the feature does not add a kind of file."""
+
+    def build(self, request: DataRequest) -> Splits | None:
+        """Build the data sets of the run; None: the feature does not add a kind of data or an order of samples."""
+        return None
+
+    def change(self, splits: Splits, request: DataRequest) -> Splits:
+        """Return the data sets that the run reads instead of ``splits``."""
+        return splits
+
+
+def data_parts(config: RunConfig) -> Sequence[DataPart]:
+    """The data parts of the features that the run uses."""
+    hooks = [feature.data_part for feature in used_features(config) if feature.data_part is not None]
+    return [load_hook(hook)() for hook in hooks]
+
+
+def file_reader(config: RunConfig) -> Callable[[str], FileContent]:
+    """The function that reads counts and hashes of a data file; without a feature's, that of token files."""
+    readers = (feature.file_content for feature in data_parts(config) if feature.file_content is not None)
+    return next(readers, token_file_content)

@@ -155,6 +155,7 @@ def take_step(
         "statistics": work.terms.new_zeros(0) if hooks.statistics is None else hooks.statistics(),
         "load": load.flatten(),
     }
+    # In float64: float32 counts tokens exactly only up to 2^24.
     report = torch.cat(list(values.values()))
     all_reduce_(report, model.groups.group(WORLD))
     rows = read_reports(torch.cat([report, divisor.view(1)]), model, alone=alone)
@@ -166,6 +167,7 @@ def take_step(
     means = [auxiliary.means(group["auxiliary"]) for group in by_group]
     # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
+    # Each group clips by the norm of its own gradients. There is one row if this group does not hear the others.
     own_norm = groups[model.groups.outer.rank() % len(groups)][1]
     skipped = update_weights(optimizer, [data], own_norm, rates.lr, rates.decoupled_lr, rates.weight_decay, skip=skip)
     METER.switch("other")
@@ -190,19 +192,21 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     # Global number of loss terms, and the factor of the losses.
     auxiliary = work.auxiliary
     counts = {} if auxiliary is None else auxiliary.counts
+    # Only ranks with other tokens: tensor-parallel ranks and pipeline stages would count the same tokens again.
     totals = torch.stack([work.terms, *counts.values()])
     all_reduce_(totals, model.groups.group("dp-cp"))
-    total, *others = totals.clamp_min_(1.0)
+    # A batch without counted tokens has the loss 0, not NaN.
+    total, *counts_of_names = totals.clamp_min_(1.0)
     scale = model.optimizer.loss_scale.scale
     factor = scale / total
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
-        auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
+        auxiliary.counts = dict(zip(counts, counts_of_names, strict=True))
+    last_stage, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = work.forward(stage, micro, hidden)
-        if stage < last or not isinstance(output, Tensor):
+        if stage < last_stage or not isinstance(output, Tensor):
             return output
         return arithmetic.scale_loss(output, factor)
 
@@ -264,11 +268,11 @@ def read_reports(report: Tensor, model: Trainable, *, alone: bool = False) -> li
     group = model.groups.outer_reports
     if alone or group.size() == 1:
         return [read_norm_and(report, model.optimizer)]
-    own = torch.cat([model.optimizer.gradient_norm().view(1), report])
-    rows = own.new_empty(group.size() * own.numel())
-    all_gather_flat_(rows, own, group)
+    local_row = torch.cat([model.optimizer.gradient_norm().view(1), report])
+    rows = local_row.new_empty(group.size() * local_row.numel())
+    all_gather_flat_(rows, local_row, group)
     numbers = read_on_host(rows)
-    return [numbers[start : start + own.numel()] for start in range(0, len(numbers), own.numel())]
+    return [numbers[start : start + local_row.numel()] for start in range(0, len(numbers), local_row.numel())]
 
 
 def update_weights(

@@ -1,7 +1,5 @@
 """Checkpoints for a fast restart, of which only the newest is kept: where they are written and found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +30,7 @@ class FastRestarts:
 
         Errors: ``CheckpointError`` on all ranks.
         """
+        # One lock for the job: the folder is the same on all ranks.
         return {"non_persistent_global_ckpt_dir": self.folder(save)} if rank == 0 else {}
 
     def notes(self) -> Iterator[str]:
@@ -65,11 +64,11 @@ class FastRestarts:
 
 def fast_restarts(settings: CheckpointConfig, device: torch.device) -> FastRestarts:
     """The fast restarts of ``--non-persistent-ckpt-type``."""
-    kind = settings.non_persistent_ckpt_type
-    if kind == "global":
+    name = settings.non_persistent_ckpt_type
+    if name == "global":
         return FastRestarts(settings, device)
     hooks = {name: hook for feature in features() for name, hook in feature.fast_restarts.items()}
-    if kind not in hooks:
-        raise ConfigError(f"non_persistent_ckpt_type={kind}, but this package lacks its feature; use global")
-    restarts: FastRestarts = load_hook(hooks[kind])(settings, device)
+    if name not in hooks:
+        raise ConfigError(f"non_persistent_ckpt_type={name}, but this package lacks its feature; use global")
+    restarts: FastRestarts = load_hook(hooks[name])(settings, device)
     return restarts

@@ -1,7 +1,5 @@
 """The weights in another folder with which a run starts, and the weights that features add to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -24,6 +22,7 @@ def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False)
 
     If it ``resumes``, only those that its own checkpoints do not contain.
     """
+    # The checkpoint has all weights, and the folder of the base may be gone.
     if resumes and weights_saved_alone(config) is None:
         return None
     folder = config.optional("pretrained_checkpoint")
@@ -64,6 +63,7 @@ class InitialWeights:
     def draw(self, name: str, parameter: nn.Parameter) -> None:
         """Draw a parameter, or leave it uninitialized if it will be loaded."""
         if self.are_drawn or any(added.contain(name) for added in self._missing):
+            # By name and element, so that a model has the same weights in every layout.
             draw_by_name(name, parameter, self.config.training.seed)
 
     def draw_missing(self, stages: Iterable[GPTModel]) -> None:

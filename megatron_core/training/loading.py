@@ -1,7 +1,5 @@
 """Loading a checkpoint into the tensors of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -46,6 +44,8 @@ def load_intact(
     while True:
         try:
             return load(reader)
+        # Raised on all ranks at once, so that all of them try the next checkpoint. Weights that were read already are
+        # overwritten.
         except DamagedCheckpoint as error:
             if error.folder in damaged:
                 raise
@@ -87,14 +87,15 @@ def load_state(
     missing = missing_in(reader.state.get("config", {}), config)
     with reader:
         if not reader.continues:
+            # Before the first read: a checkpoint that does not fit leaves the model as it is.
             _check_names(reader, data, None if fresh else optimizer, missing)
-        others = () if fresh else tuple(pieces_of_features(reader))
+        of_features = () if fresh else tuple(pieces_of_features(reader))
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
         if not fresh:
             pieces += _pieces_of_compression(reader, data)
-        pieces = list(outside_of(missing, [*pieces, *others]))
+        pieces = list(outside_of(missing, [*pieces, *of_features]))
         reader.fill_together(pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
@@ -103,7 +104,7 @@ def load_state(
 
 def counters(reader: StateReader) -> TrainState:
     """The counters that are stored in a checkpoint."""
-    known = {each.name for each in fields(TrainState)}
+    known = {counter.name for counter in fields(TrainState)}
     return TrainState(**{name: value for name, value in reader.state.items() if name in known})
 
 
@@ -126,7 +127,7 @@ def _check_names(
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
     needed = shapes_of_all(outside_of(missing, pieces), data.device)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
-    absent = [kind for kind in kinds if kind not in reader.kinds]
+    absent = [state_name for state_name in kinds if state_name not in reader.kinds]
     if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
         absent.remove(AVERAGE.name)
         needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
@@ -148,8 +149,8 @@ def _changed_optimizer(reader: StateReader, config: OptimizerConfig) -> list[str
     stored = reader.state.get("config", {})
     if stored.get("optimizer") != config.optimizer:
         return []
-    own = {name: value for name, value in asdict(config).items() if name.startswith(f"{config.optimizer}_")}
-    return [f"{name} is {stored[name]}" for name, value in own.items() if stored.get(name, value) != value]
+    current = {name: value for name, value in asdict(config).items() if name.startswith(f"{config.optimizer}_")}
+    return [f"{name} is {stored[name]}" for name, value in current.items() if stored.get(name, value) != value]
 
 
 def _lacks_average(reader: StateReader, optimizer: Optimizer) -> bool:
@@ -161,8 +162,8 @@ def _pieces_of_optimizer(reader: StateReader, optimizer: Optimizer, *, fresh: bo
     optimizer.forget_local_changes()
     lacks_average = _lacks_average(reader, optimizer)
     for piece in optimizer_pieces(optimizer):
-        kind = piece.name.split(".")[1]
-        if kind == "main" or not (fresh or (lacks_average and kind == AVERAGE.name)):
+        state_name = piece.name.split(".")[1]
+        if state_name == "main" or not (fresh or (lacks_average and state_name == AVERAGE.name)):
             yield piece
 
 

@@ -6,11 +6,10 @@ from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
+from megatron_core.training.built_in_callbacks import Heartbeat, Reports, StopRequests
 from megatron_core.training.callbacks import Callback, Callbacks, feature_callbacks, is_due
-from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, leave_out_listed, train_step
-from megatron_core.training.stop import Heartbeat, StopRequests
 
 
 def built_in_callbacks(run: Run, sinks: Sequence[Sink]) -> list[Callback]:
@@ -24,33 +23,37 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
     ``callbacks`` are called in addition to the built-in callbacks.
     """
     config = run.config
-    called = Callbacks(run, [*built_in_callbacks(run, sinks), *feature_callbacks(run), *callbacks])
-    with called.running():
-        confirm_layout_change(run, called)
+    hooks = Callbacks(run, [*built_in_callbacks(run, sinks), *feature_callbacks(run), *callbacks])
+    with hooks.running():
+        confirm_layout_change(run, hooks)
         saved_at = evaluated_at = run.state.iteration
         # Steps; only a step with the same result on all ranks reports a stop, so that all ranks stop together.
         while run.state.iteration < run.total_iterations:
             if leave_out_listed(run):
                 continue
-            called.call("before_step")
-            result = train_step(run, stop=bool(run.stop_reason), hooks=called.step_hooks)
-            called.call("after_step", result)
+            hooks.call("before_step")
+            result = train_step(run, stop=bool(run.stop_reason), hooks=hooks.step_hooks)
+            hooks.call("after_step", result)
+            # Before the save, so that the checkpoint has the validation loss of its weights; another layout compares
+            # its own.
             if is_due(run.state.iteration, config.training.eval_interval):
-                evaluate_split(run, called, "validation")
+                evaluate_split(run, hooks, "validation")
                 evaluated_at = run.state.iteration
-            called.store_values()
-            if save_when_due(run, called):
+            # In each step, because recovery copies the state between saves.
+            hooks.store_values()
+            if save_when_due(run, hooks):
                 saved_at = run.state.iteration
             if result.stop or is_due(run.state.iteration, config.training.exit_interval):
                 break
         # Final evaluation and checkpoint.
         if run.state.iteration == run.total_iterations:
             if evaluated_at < run.state.iteration:
-                evaluate_split(run, called, "validation")
-            evaluate_split(run, called, "test")
-            called.store_values()
+                evaluate_split(run, hooks, "validation")
+            evaluate_split(run, hooks, "test")
+            hooks.store_values()
         if config.checkpoint.save and saved_at != run.state.iteration and not run.bad_steps:
-            save(run, called)
+            save(run, hooks)
+        # Before the end is reported, because a background save may still fail.
         run.saver.finish()
         report_end(run)
 
@@ -58,18 +61,19 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
 def evaluate_only(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
     """Evaluate on the validation and the test data, if present, without training (``skip_train``)."""
     reports = Reports(run, sinks)
-    called = Callbacks(run, [reports, *feature_callbacks(run), *callbacks])
-    with called.running():
+    hooks = Callbacks(run, [reports, *feature_callbacks(run), *callbacks])
+    with hooks.running():
         for split in ("validation", "test"):
-            evaluate_split(run, called, split)
+            evaluate_split(run, hooks, split)
 
 
-def confirm_layout_change(run: Run, called: Callbacks) -> None:
+def confirm_layout_change(run: Run, hooks: Callbacks) -> None:
     """If a checkpoint of another layout was loaded, evaluate it in this layout too and print both losses."""
     before, layout = run.state.validation_loss, run.state.layout
     if before is None or layout == run.layout or not run.splits.of("validation") or run.config.training.eval_iters == 0:
         return
-    evaluate_split(run, called, "validation")
+    # The same loss in the new layout shows that the weights were divided as they should be.
+    evaluate_split(run, hooks, "validation")
     if run.world.rank == 0:
         print(
             f"layout changed from {layout} to {run.layout}: the validation loss was {before:.6f} there and is "
@@ -78,7 +82,7 @@ def confirm_layout_change(run: Run, called: Callbacks) -> None:
         )
 
 
-def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
+def evaluate_split(run: Run, hooks: Callbacks, split: str) -> None:
     """Evaluate on each set of ``validation`` or ``test`` data, with ``validation`` also as features do
     (``Evaluation``); call ``after_evaluation`` for each result. The run's validation loss is the mean over the sets."""
     sets = run.splits.of(split)
@@ -95,8 +99,8 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
     losses: list[float] = []
     # With the weights of the model, or those that a feature evaluates in their place; then with those of features.
     weights: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
-    for part in run.parts:
-        weights |= part.evaluated_weights()
+    for run_part in run.parts:
+        weights |= run_part.evaluated_weights()
     with METER.phase("evaluation", inclusive=True):
         run.optimizer.synchronize()
         for suffix, context in weights.items():
@@ -109,10 +113,10 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
     if split == "validation" and losses:
         run.state.validation_loss = sum(losses) / len(losses)
     for result in events:
-        called.call("after_evaluation", result)
+        hooks.call("after_evaluation", result)
 
 
-def save_when_due(run: Run, called: Callbacks) -> bool:
+def save_when_due(run: Run, hooks: Callbacks) -> bool:
     """Write the checkpoint that is due after a good step; return whether a persistent one was written.
 
     If writing fails, training continues with the earlier checkpoints.
@@ -121,26 +125,26 @@ def save_when_due(run: Run, called: Callbacks) -> bool:
     if run.bad_steps:
         return False
     if is_due(iteration, settings.save_interval):
-        return save(run, called, may_fail=True)
+        return save(run, hooks, may_fail=True)
     if is_due(iteration, settings.non_persistent_save_interval):
-        save(run, called, may_fail=True, temporary=True)
+        save(run, hooks, may_fail=True, temporary=True)
     return False
 
 
-def save(run: Run, called: Callbacks, *, may_fail: bool = False, temporary: bool = False) -> bool:
+def save(run: Run, hooks: Callbacks, *, may_fail: bool = False, temporary: bool = False) -> bool:
     """Write a checkpoint between ``before_save`` and ``after_save``; return whether it was written.
 
     Errors: ``CheckpointError`` on all ranks, unless it ``may_fail``.
     """
     run.optimizer.synchronize()
-    called.call("before_save", temporary)
+    hooks.call("before_save", temporary)
     with METER.phase("checkpoint", inclusive=True):
         if may_fail:
             saved = run.saver.try_to_save(run.state, temporary=temporary)
         else:
             run.saver.save(run.state, temporary=temporary)
             saved = True
-    called.call("after_save", temporary, saved)
+    hooks.call("after_save", temporary, saved)
     return saved
 
 
@@ -148,11 +152,11 @@ def report_end(run: Run) -> None:
     """Print whether the run ends before the last step, and whether its last step is saved."""
     if run.world.rank != 0:
         return
-    folder, kept = run.config.checkpoint.save, "the last checkpoint before them is intact"
+    folder, earlier = run.config.checkpoint.save, "the last checkpoint before them is intact"
     if run.state.iteration < run.total_iterations:
         saved = f"saved in {folder}" if folder else "not saved: give --save FOLDER to keep it"
-        saved = f"not saved: the last steps were bad; {kept}" if run.bad_steps else saved
+        saved = f"not saved: the last steps were bad; {earlier}" if run.bad_steps else saved
         reason = f" ({run.stop_reason})" if run.stop_reason else ""
         print(f"ends early, after iteration {run.state.iteration}{reason}; {saved}", flush=True)
     elif run.bad_steps and folder:
-        print(f"not saved: the last steps ({run.bad_steps}) were bad; {kept}", flush=True)
+        print(f"not saved: the last steps ({run.bad_steps}) were bad; {earlier}", flush=True)

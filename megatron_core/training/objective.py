@@ -4,8 +4,6 @@ The plain objective is the mean over tokens. A feature may have another one (``F
 and distillation, which compare the model with a frozen one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import LogitLoss
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.transformer.context import RouterReplay
 
 
 class LossReport(Protocol):
@@ -39,6 +38,8 @@ class StepLoss:
     """(number of a micro-batch, losses of its tokens ``[b, n]``) -> the sum of its losses, which is minimised."""
     logit_losses: Mapping[int, LogitLoss] = field(default_factory=dict)
     """Loss of the logits by micro-batch, instead of cross entropy."""
+    router_replays: Mapping[int, RouterReplay] = field(default_factory=dict)
+    """The experts of the tokens by micro-batch, instead of the choices of the routers."""
 
 
 class Objective:

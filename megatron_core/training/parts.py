@@ -1,10 +1,9 @@
 """A feature's objects in a training run, and the points of a step at which they act."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
@@ -12,6 +11,7 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.tokenizers import Tokenizer
+from megatron_core.training.driver import StepOutcome
 
 
 class RunPart:
@@ -65,11 +65,11 @@ class RunPart:
     # State in checkpoints. Its pieces need names of their own, such as "NAME.*".
 
     def stored_pieces(
-        self, updated: Iterable[TensorBox], others: Iterable[TensorBox], *, weights_only: bool
+        self, updated: Iterable[TensorBox], changing: Iterable[TensorBox], *, weights_only: bool
     ) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """Return the pieces of this rank in a checkpoint, in place of the pieces without this part: those that change
         only in updates, and the others."""
-        return updated, others
+        return updated, changing
 
     def stored_values(self) -> dict[str, Any]:
         """Return values to store with the tensors; JSON types."""
@@ -178,3 +178,37 @@ def build_parts(config: RunConfig, run: Any) -> tuple[RunPart, ...]:
     """Construct the parts of the features that ``run``, a ``Run``, uses."""
     hooks = [feature.run_part for feature in used_features(config) if feature.run_part is not None]
     return tuple(load_hook(hook)(run) for hook in hooks)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A computation of a step; equal on all ranks."""
+
+    outcome: StepOutcome
+    losses: tuple[float, ...]
+    """Sum of the losses of each copy's samples; empty unless ``Attempts.by_copy``."""
+    statistics: Callable[[], dict[str, float]]
+    """Returns further metrics of the step."""
+
+
+class Compute(Protocol):
+    """Computes the current step."""
+
+    def __call__(self, number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
+        """``number``: of the attempt; ``shift``: each copy computes the samples of the copy ``shift`` places after it;
+        ``discard``: do not update the weights."""
+
+
+class Attempts:
+    """A run's way of taking steps: each is computed once. A callback that repeats steps derives from it."""
+
+    by_copy = False
+    """Whether ``Attempt.losses`` is computed."""
+
+    def take(self, compute: Compute) -> Attempt:
+        """Compute the current step; the last attempt is the result of the step."""
+        return compute()
+
+    def is_spoiled(self, number: int, shift: int) -> bool:
+        """Whether this rank's loss is NaN in an attempt, as a test of repetitions; see ``Compute``."""
+        return False

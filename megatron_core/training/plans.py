@@ -75,5 +75,6 @@ class Plans:
         """The plan of an evaluation batch."""
         ranks = self._config.parallel.pipeline_model_parallel_size
         chunks = len(self.stage_to_rank) // ranks
+        # Schedules of training order backwards, too; an evaluation needs only the same stages on the same ranks.
         plan = forward_only(ranks, chunks, num_microbatches, stage_to_rank=self.stage_to_rank)
         return check_plan(plan, num_microbatches, forward_only=True)

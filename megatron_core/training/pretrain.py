@@ -64,6 +64,7 @@ def _with_defaults_of_folders(prog: str, args: list[str] | None, parsed: Command
             settings |= form.settings(model_folder)
         if not settings:
             return config, dry
+        # Parsed again with these defaults: a flag overrides the folder, and the flag's value may equal a default.
         return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     folder = settings_folder(config.checkpoint)
     if config.checkpoint.load is not None and folder is None and dry.dry_run:
@@ -132,6 +133,7 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
     config, world = run.config, run.world
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
+        # Before the first step: a folder that cannot be written ends the run now, not after hours at the first save.
         run.saver.open(is_new=run.state.iteration == 0)
     with lenient_output():
         if world.rank == 0:
@@ -157,8 +159,8 @@ def introduce(run: Run) -> None:
     print(f"kernels: {kernels(run)}")
     for line in descriptions(run.config):
         print(line)
-    for part in run.parts:
-        for description in part.descriptions():
+    for run_part in run.parts:
+        for description in run_part.descriptions():
             print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe_transport()}")
@@ -184,11 +186,11 @@ def missing_validation(run: Run) -> str | None:
     if splits.of("validation") or run.evaluations or any("valid" in note for note in splits.notes):
         return None
     data = config.data
-    asked = f"eval_iters={config.training.eval_iters} evaluates on no validation data"
+    request = f"eval_iters={config.training.eval_iters} evaluates on no validation data"
     if data.data_path or data.data_args_path or data.data_phases:
         share = f"split={data.split} gives it none of the data" if data.split else "the data has none"
-        return f"{asked}: {share}; give --split 98,2,0, --valid-data-path or --eval-iters 0"
-    return f"{asked}; give --valid-data-path or --eval-iters 0"
+        return f"{request}: {share}; give --split 98,2,0, --valid-data-path or --eval-iters 0"
+    return f"{request}; give --valid-data-path or --eval-iters 0"
 
 
 def notes(run: Run) -> Iterator[str]:
@@ -200,8 +202,8 @@ def notes(run: Run) -> Iterator[str]:
             yield reason
     if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
-    for part in run.parts:
-        yield from part.notes()
+    for run_part in run.parts:
+        yield from run_part.notes()
     template = run.config.data.chat_template
     if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"

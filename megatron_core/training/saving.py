@@ -33,7 +33,6 @@ from megatron_core.checkpoint.folder import (
     write_runs,
 )
 from megatron_core.checkpoint.formats import format_that_writes
-from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.removal import remove_hidden
 from megatron_core.checkpoint.writer import ELSEWHERE
@@ -44,7 +43,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.locations import in_storage, location
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
+from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks, raise_on_all_ranks
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
 from megatron_core.training.fast_restarts import fast_restarts
@@ -75,7 +74,7 @@ class CheckpointSaver:
     tokenizer: Tokenizer | None = field(kw_only=True)
     parts: Sequence[RunPart] = field(default=(), kw_only=True)
     """The parts of features, which may have state in checkpoints."""
-    further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
+    added_pieces: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
     """Returns additional pieces to save."""
 
     def __post_init__(self) -> None:
@@ -121,6 +120,7 @@ class CheckpointSaver:
         folders = {"save": self.folder} if rank == 0 else {}
         if restarts_fast:
             folders |= self._restarts.folders_to_lock(str(self.folder), rank)
+            # Each host checks a folder of its own; all must know the same runs.
             self._runs = broadcast_from_rank(0, " ".join(runs_of(self.folder)), self.data.device).split()
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
         raise_on_all_ranks(problem, self.data.device)
@@ -134,10 +134,10 @@ class CheckpointSaver:
         """This rank's pieces of a checkpoint: those that change only in updates, and the others."""
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
-        others: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.further())
-        for part in self.parts:
-            updated, others = part.stored_pieces(updated, others, weights_only=optimizer is None)
-        return updated, others
+        changing: Iterable[TensorBox] = chain(other_pieces(self.data, optimizer), self.added_pieces())
+        for run_part in self.parts:
+            updated, changing = run_part.stored_pieces(updated, changing, weights_only=optimizer is None)
+        return updated, changing
 
     def _begin_run(self, *, is_new: bool) -> None:
         """Agree on the id of the run for its fast-restart checkpoints, and print notes about them."""
@@ -156,6 +156,7 @@ class CheckpointSaver:
     def _take(self, setting: str, folder: Path) -> str:
         """Create and lock ``folder``; return an error message, or "" on success."""
         try:
+            # Before the lock: nothing is written into the folder of another program, not even a lock.
             refuse_foreign(f"{setting}={str(folder)!r}", folder)
             other = self._folder_of_other_format if setting == "save" else None
             if other is not None:
@@ -170,8 +171,8 @@ class CheckpointSaver:
         if lock is not None and lock.unsupported:
             note(f"{folder} cannot be locked ({lock.unsupported}): other runs must not save there")
         else:
-            for each in filter(None, (folder, other)):
-                remove_hidden(each)
+            for locked in filter(None, (folder, other)):
+                remove_hidden(locked)
         if self.config.checkpoint.overwrite_checkpoints and (setting == "save" or self._restarts.is_global):
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
@@ -242,9 +243,11 @@ class CheckpointSaver:
         save is only printed, because this checkpoint is newer.
         """
         self.open()
+        # A rank that failed alone would leave the others waiting for its part.
         raise_on_all_ranks(self.restore_folders(), self.data.device)
         self._try(self.finish)
         self.optimizer.synchronize()
+        # Gathers of updated weights may still be running (--overlap-param-gather).
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
@@ -258,14 +261,16 @@ class CheckpointSaver:
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,
         )
-        updated, others = self.pieces()
-        is_written = temporary and self._restarts.write(save, chain(updated, others), self._agree)
+        updated, changing = self.pieces()
+        is_written = temporary and self._restarts.write(save, chain(updated, changing), self._agree)
         if not is_written and settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
-            self._running = BackgroundSave(save, self._snapshot.take(updated, others), self._agree, seconds)
+            self._running = BackgroundSave(save, self._snapshot.take(updated, changing), self._agree, seconds)
+            # The wait is at the update, not here: forward and backward read the weights while the thread copies them.
             self.optimizer.before_update = self._running.wait_until_copied
         elif not is_written:
-            self._write_other_format(save_checkpoint(save, chain(updated, others), self._agree))
+            self._write_other_format(save_checkpoint(save, chain(updated, changing), self._agree))
+        # The first permanent checkpoint deletes those of the run that it replaces.
         self._replaced = self._replaced if temporary else ()
 
     def try_to_save(self, state: TrainState, *, temporary: bool = False) -> bool:
@@ -288,6 +293,7 @@ class CheckpointSaver:
             self.config.checkpoint.ckpt_format,
             self._folder_of_other_format,
         )
+        # Checkpoints for a fast restart are in another folder, and are soon replaced.
         if form == "native" or folder is None or native.parent != self.folder:
             return
         if iteration_of(native) % (settings.ckpt_format_interval or 1):
@@ -339,4 +345,4 @@ class CheckpointSaver:
             "vocab_size": self.vocab_size,
             "config": self.config.flat(),
             **compressed,
-        } | {name: value for part in self.parts for name, value in part.stored_values().items()}
+        } | {name: value for run_part in self.parts for name, value in run_part.stored_values().items()}

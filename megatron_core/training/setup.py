@@ -13,8 +13,8 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
+from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
 from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
@@ -31,14 +31,13 @@ from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.tokenizers.vocabulary import vocabulary_size
-from megatron_core.training.attempts import Attempts
+from megatron_core.tokenizers.build import vocabulary_size
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
 from megatron_core.training.initial_weights import InitialWeights
 from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.objective import Objective, build_objective
-from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
+from megatron_core.training.parts import Attempts, Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
@@ -113,6 +112,7 @@ class Run(Trainable):
         config = self.config
         self.loaded = checkpoint is not None
         self.state = load_intact(config, checkpoint, self.world.device, partial(self.load, config))
+        # After the counters: changes of files matter from the consumed samples on.
         self.state.data = compare_data(config, self.state, self.world)
         done = self.state.iteration, self.state.consumed_samples
         remaining = config.training.steps_left(self.groups.replicas, *done, config.data.seq_length)
@@ -126,31 +126,31 @@ class Run(Trainable):
         """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
         if reader is None:
             return TrainState()
-        if any(part.load(config, reader) for part in self.parts):
+        if any(run_part.load(config, reader) for run_part in self.parts):
             return counters(reader)
         state = load_state(config, reader, self.data_parallel, self.optimizer, self._pieces_of_features)
-        for part in self.parts:
-            part.after_load(config, reader)
+        for run_part in self.parts:
+            run_part.after_load(config, reader)
         return state
 
     def _tell_parts(self) -> None:
-        for part in self.parts:
-            part.after_gradients()
+        for run_part in self.parts:
+            run_part.after_gradients()
 
     def _pieces_of_features(self, reader: StateReader) -> Iterator[TensorBox]:
         """The pieces of features to load together with model and optimizer."""
-        for part in self.parts:
-            yield from part.pieces_to_load(reader)
+        for run_part in self.parts:
+            yield from run_part.pieces_to_load(reader)
 
-    def part(self, kind: type[Part]) -> Part | None:
+    def part(self, part_class: type[Part]) -> Part | None:
         """The part of a feature, by its class; None if the run does not use the feature."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        return next((run_part for run_part in self.parts if isinstance(run_part, part_class)), None)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
         state = [tensor for _, named in self.optimizer.tensors() for tensor in named.values()]
         state += [piece.memory for piece in self.optimizer.joint_state()]
-        of_parts = sum(part.nbytes for part in self.parts)
+        of_parts = sum(run_part.nbytes for run_part in self.parts)
         return self.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
     def step_after(self, consumed_samples: int) -> StepSize:
@@ -169,10 +169,10 @@ class Run(Trainable):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
-        own = self.config.parallel.pipeline_plan
+        plan_file = self.config.parallel.pipeline_plan
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
         layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
-        return f"{layout} plan {Path(own).name}" if own else layout
+        return f"{layout} plan {Path(plan_file).name}" if plan_file else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
         """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""
@@ -215,8 +215,8 @@ def data_parallel_of(
     parallel, optimizer = config.parallel, config.optimizer
     compression = compression_of(parallel)
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
-    whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    matrix_rule = whole_matrices if whole else in_order
+    by_matrix = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
+    matrix_rule = whole_matrices if by_matrix else in_order
     settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
         bucket_size=parallel.ddp_bucket_size,
@@ -294,14 +294,18 @@ def set_up(
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
     copy: StateReader | None = None,
+    *,
+    reads_data: bool = True,
 ) -> Run:
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
-    each layer; ``copy``: state of this rank to load instead of the checkpoint."""
+    each layer; ``copy``: state of this rank to load instead of the checkpoint; ``reads_data=False``: the
+    caller passes the micro-batches of each step to ``train_on_batches``."""
     set_process_switches(config)
     # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device, hash_later=True) if copy is None else (copy, config)
+    # Settings from the checkpoint may contradict this layout, which was checked with those of the command line.
     if loaded != config:
         check(loaded, world.size)
         config = loaded
@@ -313,9 +317,13 @@ def set_up(
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
+    splits = Splits()
+    evaluations: tuple[Evaluation, ...] = ()
+    if reads_data:
+        splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
     initial = InitialWeights(config, checkpoint, world.device)
+    # A rank's stages may not fit on its device before they are sharded: each unit is drawn and sharded in turn.
     deferred = parallel.dp_zero_stage == 3
     layers, stages = build_stages(
         config,

@@ -73,8 +73,8 @@ def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[T
 
     ``saved``: of shards, only the parts that it saves."""
     for bucket, tensors in optimizer.tensors():
-        for kind, flat in tensors.items():
-            yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
+        for state_name, flat in tensors.items():
+            yield from shard_pieces(bucket, f"optimizer.{state_name}", flat, bucket.saved_span if saved else None)
     for piece in optimizer.joint_state():
         yield replace(piece, name=f"optimizer.{piece.name}")
 
@@ -84,6 +84,8 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 
     The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
     for bucket in data.all_buckets:
+        # Apart from ``other_pieces``, because a background save copies these while the next step runs, until its
+        # update.
         yield from saved_pieces(data, weight_pieces(bucket, bucket.saved_span))
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, saved=True)
@@ -102,9 +104,9 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | 
     bucket, within the shard."""
     span = span or bucket.shard
     first = span.start - bucket.shard.start
-    for name, parameter, start, stop, at in bucket.pieces(span):
-        part = flat[first + at : first + at + stop - start]
-        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, part)
+    for name, parameter, start, stop, offset in bucket.pieces(span):
+        values = flat[first + offset : first + offset + stop - start]
+        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, values)
 
 
 def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
@@ -112,20 +114,21 @@ def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
     for bucket in data.buckets if data.compressor is not None else ():
         assert data.compressor is not None
         rank, size, axes = bucket.dp_group.rank(), bucket.dp_group.size(), bucket.kind.replica_axes
-        for kind, tensor, own in data.compressor.state(bucket):
-            if own:
-                part = bucket.weights.numel() // size
-                whole = tensor.numel() == bucket.weights.numel()
-                span = slice(0, tensor.numel()) if whole else slice(rank * part, (rank + 1) * part)
-                label = f"compression.{kind}.{rank}" if whole else f"compression.{kind}"
-                for name, parameter, start, stop, at in bucket.pieces(span):
+        for state_name, tensor, is_local in data.compressor.state(bucket):
+            if is_local:
+                length = bucket.weights.numel() // size
+                is_full = tensor.numel() == bucket.weights.numel()
+                span = slice(0, tensor.numel()) if is_full else slice(rank * length, (rank + 1) * length)
+                # Each rank has errors of its own; its number in the name keeps them apart.
+                label = f"compression.{state_name}.{rank}" if is_full else f"compression.{state_name}"
+                for name, parameter, start, stop, offset in bucket.pieces(span):
                     local = tuple(parameter.shape)
-                    flat = tensor[at : at + stop - start]
+                    flat = tensor[offset : offset + stop - start]
                     yield from pieces_of(f"{label}.{name}", spec_of(parameter), local, start, stop, flat)
             else:
                 view = EXPERT_AXES if "edp" in axes else DENSE_AXES
                 holder = ".".join(str(data.groups.index(axis)) for axis in view if axis not in (*axes, "pp"))
-                name, shape = f"compression.{kind}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
+                name, shape = f"compression.{state_name}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
                 # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
                 owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
                 yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)
@@ -135,12 +138,12 @@ def compression_rows(data: DataParallel) -> Iterator[TensorBox]:
     """Pieces with the compressor's state of each parameter, which all ranks with a part of it have."""
     for bucket in data.buckets if data.compressor is not None else ():
         assert data.compressor is not None
-        for kind, rows in data.compressor.state_of_parameters(bucket):
+        for state_name, rows in data.compressor.state_of_parameters(bucket):
             for row, name, parameter in zip(rows, bucket.names, bucket.parameters, strict=True):
-                has_first = any(part.owned and not any(part.whole.start) for part in spec_of(parameter).parts)
+                has_first = any(indices.owned and not any(indices.whole.start) for indices in spec_of(parameter).parts)
                 owned = bucket.dp_group.rank() == 0 and has_first
                 shape = tuple(row.shape)
-                yield TensorBox(f"compression.{kind}.{name}", shape, Box((0,), shape), row, owned)
+                yield TensorBox(f"compression.{state_name}.{name}", shape, Box((0,), shape), row, owned)
 
 
 def open_checkpoint(
@@ -170,13 +173,14 @@ def open_checkpoint(
         else:
             reader = fast_restarts(settings, device).open(hash_later=hash_later, damaged=damaged)
     if not config.training.skip_train:
-        _refuse_other_runs(settings, found=reader is not None)
+        _refuse_other_runs(settings, opened=reader is not None)
     if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None:
         return (open_initial_weights(config) if weights_saved_alone(config) is None else None), config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
+    # The checkpoint that is intact may be older than the one from which settings were taken at the start.
     if reader.takes_settings:
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config, only_weights=settings.finetune)
@@ -185,11 +189,11 @@ def open_checkpoint(
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")
-        kind = stored.get("optimizer", config.optimizer.optimizer)
-        if kind != config.optimizer.optimizer and not settings.no_load_optim:
+        stored_name = stored.get("optimizer", config.optimizer.optimizer)
+        if stored_name != config.optimizer.optimizer and not settings.no_load_optim:
             raise CheckpointError(
-                f"optimizer={config.optimizer.optimizer}, but {reader.folder} has the state of --optimizer {kind}; "
-                "use this optimizer, or load only the weights with --no-load-optim"
+                f"optimizer={config.optimizer.optimizer}, but {reader.folder} has the state of --optimizer "
+                f"{stored_name}; use this optimizer, or load only the weights with --no-load-optim"
             )
         if changed := changed_settings(stored, config):
             note(f"results will differ from the resumed run: {'; '.join(changed)}")
@@ -230,18 +234,19 @@ def _refuse_nothing(settings: CheckpointConfig) -> None:
         )
 
 
-def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
+def _refuse_other_runs(settings: CheckpointConfig, *, opened: bool) -> None:
     """Raise ``CheckpointError`` if ``save`` holds checkpoints of a run that this run does not resume."""
     if settings.save is None or settings.overwrite_checkpoints:
         return
     save, load = location(settings.save), location(settings.load or "")
+    # --load may name the folder of all checkpoints or that of one iteration, and either through links.
     is_same = real(save) in (real(load), os.path.dirname(real(load)))
-    resumes = found and settings.load is not None and not settings.finetune and is_same
+    resumes = opened and settings.load is not None and not settings.finetune and is_same
     there = () if resumes else complete_iterations(save)
     if there:
         raise CheckpointError(
             f"save={settings.save!r} holds checkpoints of another run, up to iteration {there[-1]}, and this one "
-            f"starts {'from others' if found else 'from scratch'}; resume with --load {settings.save}, give another "
+            f"starts {'from others' if opened else 'from scratch'}; resume with --load {settings.save}, give another "
             "folder, or add --overwrite-checkpoints to replace them"
         )
 
@@ -250,8 +255,8 @@ def held_weights(data: DataParallel) -> Iterator[TensorBox]:
     """All weights of this rank; for a bucket with split weights, this rank's shard."""
     yield from parameter_pieces(data.frozen)
     for bucket in data.all_buckets:
-        whole = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
-        yield from weight_pieces(bucket) if bucket.splits_weights else whole
+        parameters = parameter_pieces(zip(bucket.names, bucket.parameters, strict=True))
+        yield from weight_pieces(bucket) if bucket.splits_weights else parameters
 
 
 def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:

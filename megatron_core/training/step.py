@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.datasets import Dataset
-from megatron_core.datasets.base import sources_of
-from megatron_core.datasets.whole_round import WholeRound
+from megatron_core.datasets.base import WholeRound, sources_of
 from megatron_core.models import GPTModel
 from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.optimizer.clip import part_names
@@ -22,7 +21,6 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.training.attempts import Attempt
 from megatron_core.training.driver import (
     NO_HOOKS,
     StepHooks,
@@ -33,11 +31,12 @@ from megatron_core.training.driver import (
     sum_of,
     take_step,
 )
+from megatron_core.training.parts import Attempt
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer import moe
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.context import ForwardState
+from megatron_core.transformer.context import ForwardState, RouterReplay
 from megatron_core.transformer.layer_spec import mtp_loss_names
 
 
@@ -52,13 +51,35 @@ class StepResult(StepOutcome):
     """Norms by layer and losses by source (``StepStatistics``)."""
 
 
+@dataclass(frozen=True)
+class StepInput:
+    """The data and the rates of one step."""
+
+    size: StepSize
+    batches: Sequence[MicroBatch]
+    """This rank's micro-batches."""
+    rates: StepRates
+    batches_of: Callable[[int], list[MicroBatch]] | None = None
+    """Micro-batches of the data-parallel rank this number of places after this one, for runs that repeat steps."""
+
+
 def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
     """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
-    # Load the batches, and compute the learning rate of the step.
-    state, scale = run.state, run.optimizer.loss_scale.scale
-    size = run.step_after(state.consumed_samples)
+    size = run.step_after(run.state.consumed_samples)
     with METER.phase("data"):
         batches = load_batches(run, size)
+
+    def batches_of(shift: int) -> list[MicroBatch]:
+        loader = run.loader(run.train_loader.dataset, shift)
+        return run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
+
+    data = StepInput(size, batches, step_rates(run, size), batches_of)
+    return train_on_batches(run, data, stop=stop, hooks=hooks)
+
+
+def step_rates(run: Run, size: StepSize) -> StepRates:
+    """The rates of the next step, which has ``size``."""
+    state = run.state
     later = run.config.optimizer.lr_one_step_later
     step = (
         state.consumed_samples - state.skipped_samples + (0 if later else size.batch_size)
@@ -66,20 +87,27 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
     decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
-    rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
-    alone = any(part.is_alone() for part in run.parts)
-    for part in run.parts:
-        part.before_step()
+    return StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
+
+
+def train_on_batches(run: Run, data: StepInput, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
+    """As ``train_step``, on given micro-batches."""
+    size = data.size
+    rates = data.rates
+    scale = run.optimizer.loss_scale.scale
+    alone = any(run_part.is_alone() for run_part in run.parts)
+    for run_part in run.parts:
+        run_part.before_step()
 
     def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
-        mine = batches
+        mine = data.batches
         if shift:
-            loader = run.loader(run.train_loader.dataset, shift)
-            mine = run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
+            assert data.batches_of is not None, "a run that repeats steps reads its data with a loader"
+            mine = data.batches_of(shift)
         statistics = StepStatistics(run, shift)
-        called = replace(hooks, statistics=statistics.own)
+        step_hooks = replace(hooks, statistics=statistics.own)
         if discard:
-            called = replace(called, is_bad=lambda loss, norm: True)
+            step_hooks = replace(step_hooks, is_bad=lambda loss, norm: True)
         auxiliary = _auxiliary_losses(run, size, mine)
         is_spoiled = run.attempts.is_spoiled(number, shift)
         forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
@@ -90,7 +118,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
             message_lengths(mine),
             auxiliary,
         )
-        outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=called)
+        outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=step_hooks)
         read = partial(statistics.read, outcome.statistics, scale)
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
@@ -105,17 +133,17 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
-    for part in run.parts:
-        part.after_step()
+    for run_part in run.parts:
+        run_part.after_step()
     breakdown = attempt.statistics()
-    for part in run.parts:
-        breakdown |= part.metrics()
+    for run_part in run.parts:
+        breakdown |= run_part.metrics()
     for number, (loss, norm) in enumerate(outcome.groups):
         breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
     return StepResult(**vars(outcome), learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
-def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> AuxiliaryLosses:
+def _auxiliary_losses(run: Run, size: StepSize, batches: Sequence[MicroBatch]) -> AuxiliaryLosses:
     model = run.config.model
     return AuxiliaryLosses(
         run.auxiliary_loss_names,
@@ -150,7 +178,8 @@ def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
     state.consumed_tokens += size.tokens
     state.skipped_iterations += skipped
     state.skipped_samples += skipped * size.batch_size
-    state.layout, state.validation_loss = run.layout, None
+    state.layout = run.layout
+    state.validation_loss = None  # it was the loss of the weights before this step
 
 
 @torch.no_grad()
@@ -173,6 +202,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
         plan = run.plans.evaluation(size.num_microbatches)
         losses = run_plan(run, plan, forward_step(run, batches), lengths=message_lengths(batches))
         totals[0] += sum_of(run, losses)
+        # Terms are counted where losses are, on the last stage: other ranks would add the same tokens.
         totals[1] += run.objective.count_terms(batches) if losses and run.split.owns_loss else 0.0
     for stage in run.stages.values():
         stage.train()
@@ -185,16 +215,17 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
     """Load this rank's micro-batches of the next step to its device, and prefetch those of the following step."""
     batches = run.train_loader.step(run.first_sample(size), size.num_microbatches, size.sequence_length)
     if run.state.iteration + 1 < run.total_iterations:
+        # Worker processes read the next batch while this one is computed.
         after = run.step_after(size.end)
         run.train_loader.prefetch(run.first_sample(after), after.num_microbatches, after.sequence_length)
     return run.micro_batches(batches)
 
 
-def count_later_tokens(batches: list[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
+def count_later_tokens(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
     """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
     masks = [batch.later.masks for batch in batches if batch.later is not None]
     return {
-        name: torch.stack([mask[at].sum(dtype=torch.float64) for mask in masks]).sum() for at, name in enumerate(names)
+        name: torch.stack([mask[n].sum(dtype=torch.float64) for mask in masks]).sum() for n, name in enumerate(names)
     }
 
 
@@ -205,7 +236,7 @@ def message_lengths(batches: Sequence[MicroBatch]) -> dict[int, int]:
 
 def forward_step(
     run: Run,
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
     auxiliary: AuxiliaryLosses | None = None,
     statistics: StepStatistics | None = None,
     *,
@@ -215,13 +246,15 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last = len(run.layers) - 1
+    last_stage = len(run.layers) - 1
     loss = run.objective.step_loss(batches, statistics)
-    compute = model_step(run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses)
+    compute = model_step(
+        run, run.stages, batches, auxiliary, logit_losses=loss.logit_losses, router_replays=loss.router_replays
+    )
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         output = compute(stage, micro, hidden)
-        if stage < last:
+        if stage < last_stage:
             return output
         if spoiled and micro == 0:
             output = output * math.nan
@@ -241,14 +274,15 @@ def model_step(
     auxiliary: AuxiliaryLosses | None,
     *,
     logit_losses: Mapping[int, LogitLoss] = MappingProxyType({}),
+    router_replays: Mapping[int, RouterReplay] = MappingProxyType({}),
     before_output_layer: bool = False,
 ) -> ModelStep:
     """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``.
 
-    ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy. ``before_output_layer``: its output
-    on the last stage is the input of the output layer.
+    ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy; ``router_replays``: experts of the
+    tokens by micro-batch. ``before_output_layer``: its output on the last stage is the input of the output layer.
     """
-    last = len(run.layers) - 1
+    last_stage = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
@@ -256,9 +290,12 @@ def model_step(
             batch.tokens,
             batch.position_ids,
             hidden_states=hidden,
-            labels=batch.labels if stage == last else None,
+            labels=batch.labels if stage == last_stage else None,
             sequences=batch,
-            state=ForwardState(auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro)),
+            state=ForwardState(
+                auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
+                router_replay=router_replays.get(micro),
+            ),
             head=HeadOptions(logit_loss=logit_losses.get(micro), is_skipped=before_output_layer),
         )
 
@@ -290,8 +327,8 @@ class StepStatistics:
         if len(self._copies) and self._owns_loss:
             self._copies[self._copy] += losses.detach().sum(dtype=torch.float64)
         if batch.source is not None and self._owns_loss:
-            for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
-                total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
+            for total, values in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
+                total.index_add_(0, batch.source, values.sum(1, dtype=torch.float64))
 
     def add_terms(self, terms: Tensor) -> None:
         """Add a micro-batch's terms of the objective's sums."""
@@ -300,10 +337,10 @@ class StepStatistics:
 
     def own(self) -> Tensor:
         """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
-        parts = [self._norm.statistics()] if self._totals else []
+        terms = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
-            parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._terms, self._losses.flatten(), self._copies])
+            terms.append(self._norm.squares_by_part(self._layers).flatten())
+        return torch.cat([*terms, self._terms, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
         """The sum of the losses of each copy's samples, with ``Attempts.by_copy``."""
@@ -324,9 +361,9 @@ class StepStatistics:
         yield from self._objective.metrics(sums[:num_sums]).items()
         del sums[:num_sums]
         totals: dict[str, list[float]] = {}
-        for at, name in enumerate(self._sources):  # a file may occur twice in a blend
+        for index, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])
-            total[0], total[1] = total[0] + sums[at], total[1] + sums[at + len(self._sources)]
+            total[0], total[1] = total[0] + sums[index], total[1] + sums[index + len(self._sources)]
         for name, (loss, tokens) in totals.items():
             if tokens:
                 yield f"lm loss by source/{name}", loss / tokens

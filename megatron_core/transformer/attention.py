@@ -85,6 +85,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = context.output_linear(config.num_attention_heads * d, bias=config.has_attention_output_bias)
         self.backend = config.kernel_backend
         self.rotary_interleaved = config.rotary_interleaved
+        self.has_head_norms = qk_layernorm is not None
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
@@ -114,18 +115,17 @@ class SelfAttention(nn.Module):
         In generation, the cache provides the keys and values of earlier positions.
         """
         query, gate, key, value = self._query_key_value(hidden)
-        if not self.norms_rotated:
+        if self.has_head_norms and not self.norms_rotated:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         copies = context.bias_channels is not None
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
         if rotary is not None and self.has_rotary:
             cos, sin = rotary
-            rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
-            query = rotate(query)
-            key = rotate(key)
+            query = rope(query, cos, sin, interleaved=self.rotary_interleaved, backend=self.backend)
+            key = rope(key, cos, sin, interleaved=self.rotary_interleaved, backend=self.backend)
             copies = True
-        if self.norms_rotated:
+        if self.has_head_norms and self.norms_rotated:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         if self.query_factor is not None:
@@ -146,7 +146,7 @@ class SelfAttention(nn.Module):
         else:
             heads = query[:, 0], key[:, 0], value[:, 0], *self._sinks(query)
             attended = context.cache.attend(self, *heads)[:, None]
-        return attended * gate.flatten(2).sigmoid() if self.gated else attended
+        return attended if gate is None else attended * gate.flatten(2).sigmoid()
 
     def _sinks(self, query: Tensor) -> tuple[Tensor, ...]:
         """The argument ``sinks`` of the core attention, if there are sinks."""
@@ -154,15 +154,16 @@ class SelfAttention(nn.Module):
             return ()
         return (query.new_zeros(self.heads) if self.softmax_offset is None else self.softmax_offset,)
 
-    def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return query, gate, key and value as views of one tensor, before norms and rotation.
 
-        Query and gate (empty without gates) are ``[s, b, groups, heads per group, d]``; key and value are
+        Query and gate (None without gates) are ``[s, b, groups, heads per group, d]``; key and value are
         ``[s, b, groups, d]``.
         """
         mixed, _ = self.linear_qkv(hidden)
         queries = self.heads // self.groups
         gates = queries * self.gated
         mixed = mixed.unflatten(-1, (self.groups, queries + gates + 2, self.head_size))
-        query, gate, key, value = mixed.split([queries, gates, 1, 1], dim=-2)
-        return query, gate, key.squeeze(-2), value.squeeze(-2)
+        # Without an empty part for absent gates: backward would allocate its gradient.
+        query, *gate, key, value = mixed.split([queries, *([gates] if gates else []), 1, 1], dim=-2)
+        return query, gate[0] if gate else None, key.squeeze(-2), value.squeeze(-2)

@@ -166,7 +166,8 @@ class _AttachGradient(torch.autograd.Function):
     def forward(ctx, hidden, value, factor):
         # Independent of the gradient that arrives: the auxiliary loss is a term of the sum, with the derivative
         # ``factor``.
-        ctx.gradient = torch.as_tensor(factor, dtype=value.dtype, device=value.device)
+        # A number becomes a tensor on the device: a copy from the host would wait for all work of a GPU.
+        ctx.gradient = factor.to(value.dtype) if isinstance(factor, Tensor) else torch.full_like(value, factor)
         return hidden.view_as(hidden)
 
     @staticmethod

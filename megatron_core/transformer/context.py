@@ -262,6 +262,8 @@ class ForwardState:
     """Recorder, or replay, of the experts chosen by routers."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
     """Collector of the losses added by layers; None: outside of a training step."""
+    once: dict[str, int] = field(default_factory=dict, compare=False)
+    """Numbers that the layers of a forward compute once."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Compute attention; a mask in ``context`` replaces the causal mask, but not the window."""
         documents = context.documents
-        by_formula = self.by_formula or self.dropout.active or sinks is not None
+        # FlexAttention computes neither, but bounds scores itself.
+        needs_weights = self.dropout.active or sinks is not None
+        by_formula = self.by_formula or needs_weights
         plain = documents is None and context.attention_mask is None and not by_formula
         # A window that is as long as the sequence hides nothing, and permits the faster kernels.
         every_key = self.window is None or self.window >= len(key)
@@ -93,7 +95,7 @@ class CoreAttention(nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
             out = self.by_reference(query, key, value, context, sinks=sinks)
-        elif context.attention_mask is None and not self.dropout.active and self._is_flex(query, key, value, documents):
+        elif context.attention_mask is None and not needs_weights and self._is_flex(query, key, value, documents):
             out = flex_attention(query, key, value, window=self.window, softcap=self.softcap, documents=documents)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)

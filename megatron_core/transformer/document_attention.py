@@ -19,7 +19,7 @@ WIDEST = 256
 
 
 @cache
-def _operator() -> Any:
+def varlen_operator() -> Any:
     """torch's ``varlen_attn``, or None before the release with windows and grouped queries (2.11)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -33,7 +33,7 @@ def takes_variable_lengths(query: Tensor, key: Tensor, value: Tensor) -> bool:
     size = query.shape[-1]
     legal = size % 8 == 0 and size <= WIDEST and key.shape[-1] == size == value.shape[-1]
     narrow = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and narrow and legal and _operator() is not None
+    return query.is_cuda and narrow and legal and varlen_operator() is not None
 
 
 def variable_length_attention(
@@ -49,7 +49,7 @@ def variable_length_attention(
     # The same starts for queries and keys, whose documents are equal in training.
     starts = documents.starts
     longest = documents.longest
-    out: Tensor = _operator()(
+    out: Tensor = varlen_operator()(
         *tokens,
         starts,
         starts,

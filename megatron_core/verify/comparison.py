@@ -30,7 +30,6 @@ OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forw
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 
 
-EQUAL_BITS = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
 NO_SWITCHES = """
     micro_batch_size train_iters train_samples skip_train eval_interval eval_iters eval_global_batch_size exit_interval
     exit_duration_in_mins seed moe_router_force_load_balancing disable_bf16_reduced_precision_matmul"""
@@ -83,7 +82,7 @@ def switches(config: RunConfig) -> dict[str, object]:
 def _switch_names() -> list[str]:
     kinds = (ModelConfig, ParallelConfig, TrainingConfig, OptimizerConfig, GraphConfig)
     free = [name for kind in kinds for name in names_by_resume(kind, Resume.FREE)]
-    return [name for name in (*free, *EQUAL_BITS) if name not in NO_SWITCHES.split()]
+    return [name for name in free if name not in NO_SWITCHES.split()]
 
 
 def without_switches(config: RunConfig) -> RunConfig:

@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.config.bad_steps import BadStepConfig
-from megatron_core.config.layer_block import LayerBlock
+from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.config.layout import Layout
 from megatron_core.config.setting import declarations
+from megatron_core.config.training import BadStepConfig
 from megatron_core.config.validate import problems
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig, write_blocks
 from megatron_core.features.outer_steps.settings import OuterConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.rank_records import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.verify.ranks import run_ranks
+from tests.simulated_gpu import streams
+from tests.simulated_gpu.device import LOG
+from tests.simulated_gpu.runtime import simulated_gpu
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
@@ -45,3 +49,36 @@ def _train(path: str) -> list[tuple[float, float, float]]:
             found.append((report.loss, report.grad_norm, report.learning_rate))
     engine.monitor.close()
     return found
+
+
+def _events_and_waits(path: str) -> tuple[list[int], list[int]]:
+    """Events with times and waits of the host, by step, on a simulated GPU."""
+    counts: list[int] = []
+
+    def counted(self, *arguments, real=streams.Event.record) -> None:
+        counts[-1] += self.timed
+        real(self, *arguments)
+
+    config = {"global_batch_size": 8, "micro_batch_size": 2, "zero_stage": 1, "metrics_file": path}
+    waits: list[int] = []
+    with simulated_gpu(), patch.object(streams.Event, "record", counted):
+        counts.append(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, device="cuda") for _ in range(6)))
+        engine = megatron_core.initialize(model, config | {"ddp_bucket_size": 72}).engine
+        for _ in range(6):
+            counts.append(0)
+            LOG.stalls.clear()
+            report = None
+            while report is None:
+                engine.backward(engine(torch.ones(2, 8, device="cuda")).square().mean())
+                report = engine.step()
+            waits.append(sum(LOG.stalls.values()))
+        engine.monitor.close()
+    return counts[1:], waits
+
+
+def test_a_gpu_times_collectives_in_sampled_steps_only(tmp_path: Path) -> None:
+    """Two events for each collective cost host time; and the events of a step are read at its only wait."""
+    events, waits = run_ranks(2, _events_and_waits, str(tmp_path / "metrics.jsonl"))[0]
+    assert max(events[3:]) < events[1]
+    assert waits[3:] == [1, 1, 1]

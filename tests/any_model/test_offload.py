@@ -145,6 +145,6 @@ def _check_saved_buffers(folder: str) -> None:
 
 def test_buffers_are_copied_before_save_returns(tmp_path: Path) -> None:
     _check_saved_buffers(str(tmp_path / "right"))
-    late = planted("training.saving:CheckpointSaver.save", "take(updated, others)", "take(chain(updated, others))")
+    late = planted("training.saving:CheckpointSaver.save", "take(updated, changing)", "take(chain(updated, changing))")
     with late, pytest.raises(AssertionError, match="Arrays are not equal"):
         _check_saved_buffers(str(tmp_path / "late"))

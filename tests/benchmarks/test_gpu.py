@@ -18,7 +18,7 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import environment, speed, training
 from benchmarks.gpu import stages as stages_of_gpus
 from benchmarks.gpu.__main__ import Record, check, kept_stages, main, run_all, run_stage
-from benchmarks.gpu.report import checked, render
+from benchmarks.gpu.report import checked, render, summary
 from benchmarks.gpu.stages import MODES, ROOT, SHAPES, Stage, all_stages
 from megatron_core.errors import DataError
 from megatron_core.verify.ranks import run_ranks
@@ -58,7 +58,7 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
     found = {stage["name"]: stage for stage in record["stages"]}
     assert [stage["status"] for stage in found.values()] == [*["failed"] * 5, "skipped", "ok"]
     assert "the 7th number" in found["raises"]["output"] and found["raises"]["reason"] == "exit status 1"
-    assert found["hangs"]["reason"] == "did not end within 2 s and was killed"
+    assert found["hangs"]["reason"] == "did not end within 2 s and was killed, in <string>:1 in <module>"
     assert "still here" in found["hangs"]["output"]
     assert found["killed"]["reason"] == "ended by SIGKILL"
     assert found["writes nothing"]["reason"] == "wrote no figures"
@@ -68,9 +68,81 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("1 ok, 1 skipped, 5 failed (raises, hangs, killed, writes nothing, absent; output in ")
     html = (tmp_path / "gpu.html").read_text()
+    assert (
+        "the 7th number" in (tmp_path / "gpu.json").read_text()
+        and "| hangs | failed |" in (tmp_path / "gpu.md").read_text()
+    )
     assert "the 7th number" in html and "the device does not exist" in html
     time.sleep(max(0.0, began + 4.5 - time.monotonic()))
     assert not left.exists(), "the child of the stage that hung was killed, too"
+
+
+STACKS = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "/usr/lib/threading.py", line 1 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/usr/lib/subprocess.py", line 5 in wait
+  File "{root}/benchmarks/gpu/layouts.py", line 7 in start
+Fatal Python error: Aborted
+
+Current thread 0x3 (most recent call first):
+  File "{root}/.venv/lib/torch/_inductor/compile.py", line 9 in compile_fx
+  File "{root}/megatron_core/transformer/block.py", line 8 in forward
+  File "{root}/benchmarks/gpu/speed.py", line 7 in main
+
+Extension modules: numpy (total: 1)
+"""
+
+
+def test_the_line_of_a_stage_at_its_limit() -> None:
+    assert program.culprit_of(STACKS.format(root=ROOT)) == (
+        "in .venv/lib/torch/_inductor/compile.py:9 in compile_fx, "
+        "called at megatron_core/transformer/block.py:8 in forward"
+    )
+    assert program.culprit_of("Segmentation fault") == ""
+
+
+def test_a_machine_without_a_gpu_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main(["--out", str(tmp_path / "gpu.json")]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("make gpu needs an NVIDIA GPU and torch with CUDA, and torch ") and "sees none" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_speeds_come_first() -> None:
+    """A run that ends after some minutes has numbers; everything that the two need is before them."""
+    for device in ("cuda", "cpu"):
+        names = [stage.name for stage in all_stages(device) if stage.name != "packages"]
+        assert names[:4] == ["environment", "build", "speed gpt 1b", "speed llama 8b, 8 layers"]
+        assert len(set(names)) == len(names)
+
+
+def test_figures_of_the_steps_so_far_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    step, out = speed.train_step, tmp_path / "figures.json"
+
+    def spied(run: Any) -> object:
+        if out.exists():
+            seen.append(json.loads(out.read_text()))
+        return step(run)
+
+    monkeypatch.setattr(speed, "train_step", spied)
+    figures = speed.measure("gpt 1b", "cpu", out)
+    assert [each["steps"] for each in seen] == list(range(1, speed.STEPS))
+    assert seen[0]["tokens_per_second"] > 0 and figures["product_tflops"] > 0
+
+
+def test_memory_is_compared_before_a_model_is_made() -> None:
+    size = speed.MODELS["gpt 1b"]["micro_batch_size"]
+    assert speed.predicted_size("gpt 1b", "cuda", 141e9) == (size, [])
+    assert speed.predicted_size("llama 8b, 8 layers", "cuda", 141e9)[1] == []
+    smaller, refused = speed.predicted_size("gpt 1b", "cuda", 24e9)
+    assert refused and smaller == refused[-1] // 2
+    assert speed.predicted_size("gpt 1b", "cuda", 1.0)[0] == 1
 
 
 def test_the_budget_leaves_out_later_stages(tmp_path: Path) -> None:
@@ -185,7 +257,7 @@ def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
 def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "speed gpt", "train muon"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [
-        *("train muon", "speed gpt 1b", "speed gpt 1b fp8", "speed gpt 1b compiled", "speed gpt 1b, cuda graphs"),
+        *("speed gpt 1b", "train muon", "speed gpt 1b fp8", "speed gpt 1b compiled", "speed gpt 1b, cuda graphs"),
         "speed gpt 1b, window, bounded scores",
     ]
     with pytest.raises(SystemExit):
@@ -201,6 +273,39 @@ def test_each_stage_as_it_is_started(name: str, tmp_path: Path) -> None:
     assert found["status"] == "ok", found["output"]
     record = {"version": 1, "device": "cpu", "started": "now", "finished": True, "seconds": 1.0}
     assert name in render(checked(record | {"budget_seconds": 1.0, "stages": [found]}))
+
+
+def test_a_page_of_markdown_with_all_numbers(tmp_path: Path) -> None:
+    """Every kind of stage as it writes its figures, and one that failed."""
+    step = {"transfers_ms": 2.0, "hidden": 0.75, "step_seconds": 0.01}
+    figures: dict[str, dict[str, Any]] = {
+        "environment": {"gpu": "NVIDIA H200", "torch": "2.13.0", "revision": "abc"},
+        "speed gpt 1b": {"tokens_per_second": 51234.5, "mfu": 0.41, "of_products": 0.52, "product_tflops": 788.0},
+        "trace launches": {
+            "counted": "launches", "launches_per_layer": 61.5, "launches_besides_layers": 40.0,
+            "host_waits_per_step": 1.0, "host_waits": {"cudaStreamSynchronize": 1.0},
+        },
+        "trace gradient reduction": {"off": step | {"hidden": 0.0}, "on": step, "hidden": 0.75},
+        "layout tp2 sp": {"transport": "NCCL", "largest_difference": 1e-4, "within": True, "tokens_per_second": 9.0},
+        "layout verify": {"transport": "NCCL", "within": True, "layouts": ["tp2 sp: largest error 1.0e-12"]},
+        "train bf16": {"largest_difference": 1e-4, "bound": 5e-3, "within": True},
+    }  # fmt: skip
+    stages = [
+        program.outcome(Stage(name, ("python",), 10.0), "ok", 1.0, figures=found) for name, found in figures.items()
+    ]
+    stages.append(program.outcome(Stage("memcheck", ("x",), 10.0), "failed", 2.0, reason="read | out of bounds"))
+    record = {"version": 1, "device": "cuda", "started": "now", "finished": True, "seconds": 9.0}
+    record |= {"budget_seconds": 1.0, "stages": stages}
+    text = summary(checked(record))
+    expected = (
+        *("# Check of NVIDIA H200", "7 ok, 1 failed, 0 skipped", "| gpt 1b | 5.123e+04 |", "| 0.41 | 0.52 | 788 |"),
+        *("| launches of a layer, forward and backward | 61.5 |", "| of these cudaStreamSynchronize | 1 |"),
+        *("| gradient reduction | 2 | 2 | 0 | 0.75 | 10 | 10 |", "| tp2 sp | NCCL | 0.0001 | yes | 9 |  |"),
+        *("| verify | NCCL | tp2 sp: largest error 1.0e-12 | yes |", "| bf16 | 0.0001 | 0.005 | yes |"),
+        *("| memcheck | failed | 2 | read \\| out of bounds |", "| gpu | NVIDIA H200 |"),
+    )
+    assert [part for part in expected if part not in text] == [], text
+    assert all(word in render(checked(record)) for word in ("Launches and waits", "61.5", "Layouts of two ranks"))
 
 
 @pytest.mark.parametrize("changed", [{"status": "well"}, {"seconds": -1.0}, {"reason": 3}, {"status": "failed"}])

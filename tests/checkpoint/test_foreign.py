@@ -33,7 +33,7 @@ from megatron_core.output_file import make_folder
 from megatron_core.parallel import World
 from megatron_core.reports.metrics import read_metrics
 from megatron_core.training import Callback, pretrain
-from megatron_core.training.reports import Reports
+from megatron_core.training.built_in_callbacks import Reports
 from megatron_core.training.step import StepResult
 from tests.checkpoint.runs import SMALL
 from tests.checkpoint.test_damage import piece, write

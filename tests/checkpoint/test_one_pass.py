@@ -233,7 +233,7 @@ def test_files_are_spread_over_the_readers() -> None:
 DEFECTS = {
     "all messages at once": ("OnePass._exchange", "window_of(self._rank, rank, self._ranks)", "0"),
     "a part goes to the wrong place": ("OnePass._store", "common.within(box)", "common.within(common)"),
-    "bytes after a place are read twice": ("segments_of", "end = at + len(place)", "end = at"),
+    "bytes after a place are read twice": ("segments_of", "end = offset + len(memory)", "end = offset"),
     "hashes are not compared": ("read_chunks", ".hexdigest() != expected.hash", ".hexdigest() == ''"),
     "a fault stays on its rank": ("OnePass.fill", "text in by_rank", "text in by_rank[self._rank : self._rank + 1]"),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout, every_layout
-from megatron_core.config.rules_parallel import divisors
+from megatron_core.config.rule_helpers import divisors
 from megatron_core.errors import LayoutError
 
 

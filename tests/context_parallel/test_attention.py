@@ -185,7 +185,9 @@ def test_a_mask_that_is_not_cut_as_it_should_be_is_found(defect: str) -> None:
 
 def test_parts_are_merged_in_float32() -> None:
     """4096 parts with small contributions: in bfloat16, or without subtraction of the maximum, they would be lost."""
-    scores, values = torch.randn(4096, dtype=torch.float64) * 3 + 80, torch.randn(4096, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4096, dtype=torch.float64, generator=generator) * 3 + 80
+    values = torch.randn(4096, dtype=torch.float64, generator=generator)
     out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -torch.inf)
     for score, value in zip(scores, values.bfloat16(), strict=True):
         merge_(out, lse, value.view(1, 1, 1, 1), score.float().view(1, 1, 1))

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.datasets import sources
-from megatron_core.datasets.parts import file_reader
 from megatron_core.datasets.sources import describe_changes, is_record, record_sources
+from megatron_core.training.data import file_reader
 from tests.datasets.files import splits_of, write, write_counting
 
 AGAIN = "from sample 40 on, samples have new boundaries and a new order, so in this epoch some text may be repeated"

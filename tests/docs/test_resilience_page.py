@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_core import resilience
 from megatron_core.command import INTERRUPTED
-from megatron_core.config.bad_steps import BadStepConfig
+from megatron_core.config.training import BadStepConfig
 from megatron_core.parallel.exit_status import FAILED, RESTART
 from megatron_core.resilience.settings import FAULTS
 

@@ -115,6 +115,8 @@ def undisturbed(folder: Path, tolerance: float) -> int:
     return steps
 
 
+# In make test the page docs/debug.md is run, whose command lets torchrun restart a job in the same way.
+@pytest.mark.whole_matrix
 def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path) -> None:  # C57
     """torchrun's store outlives the ranks: keys of the first attempt must not affect the second."""
     settings = {"train_iters": 6, "save_interval": 2, "inject_fault": "kill@1:4"}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import examples.commands
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
 from tests.programs import free_port, run_program, run_ranks_of
@@ -31,25 +33,18 @@ def _commands(pages: str = README + TRAIN) -> list[str]:
 
 
 def _run(folder: Path, command: str) -> str:
-    """Run a command in ``folder``, which looks like the repository's root: in this process, in forks of it, or as a
-    process of its own if it starts others."""
-    if command.startswith("torchrun") and "--max-restarts" not in command:
-        ranks = run_ranks_of(command, folder)
-        assert ranks.returncode == 0, f"{command}\n{ranks.stdout}\n{ranks.stderr}"
-        return ranks.stdout
-    python, program, *flags = shlex.split(command)
-    # Prints the output of other processes.
-    if python == "python" and program.endswith(".py") and "quickstart" not in program:
+    """Run a command in ``folder``, which looks like the repository's root: in this process, in forks of it, or, if it
+    is not one of Python, as a process of its own."""
+    launcher, program, *flags = shlex.split(command)
+    if "--max-restarts" in command or "--nnodes" in command:
+        # torchrun itself is a fork; its ranks are processes of their own.
+        result = run_ranks_of(command.replace("torchrun", "python -m torch.distributed.run"), folder)
+    elif launcher == "torchrun":
+        result = run_ranks_of(command, folder)
+    elif launcher == "python" and program.endswith(".py"):
         result = run_program(program, *flags, cwd=folder)
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        return result.stdout
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    result = subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    else:
+        result = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -99,22 +94,30 @@ def test_two_nodes(clone: Path) -> None:
     commands = [command for command in _commands() if command.startswith("torchrun --nnodes")]
     assert len(commands) == 2
     local = {"node0": "127.0.0.1", "29500": str(free_port()), "--nproc-per-node 8": "--nproc-per-node 2"}
-    processes = []
+    nodes = []
     for command in commands:
-        for written, here in local.items():
-            command = command.replace(written, here)
-        words = shlex.split(f"{command} {SMALLER} --save two_nodes")
-        words[0:1] = [sys.executable, "-m", "torch.distributed.run"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(words, cwd=clone, env=environment, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+        for written, used in local.items():
+            command = command.replace(written, used)
+        nodes.append(f"{command} {SMALLER} --save two_nodes")
+    second = multiprocessing.get_context("fork").Process(target=_run, args=(clone, nodes[1]))
+    second.start()
+    _run(clone, nodes[0])
+    second.join()
+    assert second.exitcode == 0
     assert (clone / "two_nodes" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_quickstart(clone: Path) -> None:
+def _forked(command: list[str], cwd: Path, **_: object) -> subprocess.CompletedProcess[str]:
+    """In place of ``subprocess.run``: a step of an example as a fork of this process, which has loaded torch."""
+    assert command[0] == sys.executable
+    ended = run_ranks_of(shlex.join(["python", *command[1:]]), cwd)
+    print(ended.stdout, ended.stderr)
+    return ended
+
+
+def test_quickstart(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of ``make quickstart CORPUS=...`` after installation."""
+    monkeypatch.setattr(examples.commands, "subprocess", SimpleNamespace(run=_forked))
     output = _run(clone, f"make --dry-run quickstart CORPUS={ROOT / 'docs'}")
     assert f'python examples/quickstart.py --corpus "{ROOT / "docs"}"' in output
     sizes = "--vocab-size 512 --global-batch-size 32 --train-iters 2 --more-iters 2"

@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import time
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -44,6 +46,17 @@ def run(folder: Path, layout: str, steps: int = STEPS, **settings: Any) -> tuple
     return stored(folder / "save" / f"iter_{steps:07d}"), output
 
 
+@cache
+def _undisturbed(layout: str, steps: int, settings: tuple[tuple[str, Any], ...]) -> dict[str, torch.Tensor]:
+    with TemporaryDirectory() as folder:
+        return run(Path(folder) / "run", layout, steps, **dict(settings))[0]
+
+
+def undisturbed(layout: str, steps: int = STEPS, **settings: Any) -> dict[str, torch.Tensor]:
+    """The last checkpoint of a job without faults, which is trained once for all tests that compare with it."""
+    return _undisturbed(layout, steps, tuple(settings.items()))
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Weights and optimizer state have equal bits."""
     assert found.keys() == expected.keys()
@@ -68,7 +81,7 @@ def await_text(log: Path, text: str) -> None:
     ],
 )
 def test_the_end_is_that_of_an_undisturbed_run(layout: str, faults: list[str], tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / "undisturbed", layout)
+    expected = undisturbed(layout)
     found, output = run(tmp_path / "disturbed", layout, inject_fault=tuple(faults), save_interval=1)
     assert_same(found, expected)
     recoveries = re.findall(r"recovered in ([\d.]+) s: (rank \d was killed by SIGKILL)", output)
@@ -95,7 +108,7 @@ def test_the_line_names_every_process_that_was_killed(tmp_path: Path) -> None:
 )
 def test_fewer_replicas_continue_without_a_spare(layout: str, lost: int, left: int, tmp_path: Path) -> None:
     model = {"global_batch_size": 8} | (MOE if "ep" in layout else {})
-    expected, _ = run(tmp_path / "undisturbed", layout, **model)
+    expected = undisturbed(layout, **model)
     fault = {"inject_fault": (f"kill-gradients@{lost}:3",), "recover_without_spare": True}
     found, output = run(tmp_path / "disturbed", layout, **fault, **model)
     assert f"rank {lost} was killed by SIGKILL; {left} of {Layout.parse(layout).world_size} ranks continue" in output
@@ -118,7 +131,7 @@ STREAMS = GROUPS | {"outer_fragments": 2, "outer_delay": 1, "outer_alpha": 0.25}
 def test_groups_end_as_an_undisturbed_run(
     layout: str, groups: dict[str, Any], faults: list[str], tmp_path: Path
 ) -> None:
-    expected, _ = run(tmp_path / "undisturbed", layout, **groups)
+    expected = undisturbed(layout, **groups)
     found, output = run(tmp_path / "disturbed", layout, inject_fault=tuple(faults), save_interval=3, **groups)
     assert_same(found, expected)
     assert output.count("was killed by SIGKILL; a new process takes the place") == len(faults)
@@ -160,7 +173,7 @@ def test_other_groups_continue_without_a_lost_one(layout: str, lost: int, left: 
 
 def test_fewer_replicas_have_equal_bits_with_layout_invariance(tmp_path: Path) -> None:
     model = {"fp64": False, "layout_invariant": True}
-    expected, _ = run(tmp_path / "undisturbed", "dp2 zero1", **model)
+    expected = undisturbed("dp2 zero1", **model)
     fault = {"inject_fault": ("kill-update@1:3",), "recover_without_spare": True}
     found, output = run(tmp_path / "disturbed", "dp2 zero1", **fault, **model)
     assert "1 of 2 ranks continue" in output
@@ -179,7 +192,7 @@ def test_a_lost_rank_joins_again(
     size, save, port = Layout.parse(layout).world_size, str(tmp_path / "save"), free_port()
     settings = JOB | Layout.parse(layout).settings() | {"recover": "in-process", "recover_without_spare": True}
     settings |= {"train_iters": steps, "recover_mirror": whole_host, "save": save, "port": port}
-    expected, _ = run(tmp_path / "undisturbed", layout, steps, train_iters=steps)
+    expected = undisturbed(layout, steps, train_iters=steps)
     logs = [tmp_path / f"log{rank}" for rank in range(size)]
     with ranks_without_launcher(logs, **settings) as ranks:
         await_text(logs[0], "iteration 5/")
@@ -207,7 +220,7 @@ def test_a_lost_rank_joins_again(
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.whole_matrix)])
 def test_errors_and_hangs_are_survived_and_named(fault: str, words: str, backend: str, tmp_path: Path) -> None:
     settings = {"distributed_backend": backend, "distributed_timeout_minutes": 0.1}
-    expected, _ = run(tmp_path / "undisturbed", "tp2", **settings)
+    expected = undisturbed("tp2", **settings)
     found, output = run(tmp_path / "disturbed", "tp2", inject_fault=(fault,), **settings)
     assert_same(found, expected)
     assert re.search(rf"recovered in [\d.]+ s: {words}", output), output
@@ -226,14 +239,14 @@ def test_errors_and_hangs_are_survived_and_named(fault: str, words: str, backend
 )
 def test_wrong_and_lost_transfers_are_survived_and_named(layout: str, fault: str, words: str, tmp_path: Path) -> None:
     settings = {"link_check_interval": 1, "distributed_timeout_minutes": 0.05}
-    expected, _ = run(tmp_path / "undisturbed", layout, **settings)
+    expected = undisturbed(layout, **settings)
     found, output = run(tmp_path / "disturbed", layout, inject_fault=(fault,), **settings)
     assert_same(found, expected)
     assert re.search(rf"recovered in [\d.]+ s: {words}", output), output
 
 
 def test_a_delayed_transfer_changes_nothing(tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / "undisturbed", "dp2")
+    expected = undisturbed("dp2")
     began = time.monotonic()
     found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("dp-delayed@1:3",))
     assert_same(found, expected)
@@ -253,7 +266,7 @@ def test_a_rank_that_computes_wrong_numbers_is_named_and_excluded(tmp_path: Path
 
 
 def test_a_death_in_a_recovery_is_survived(tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / "undisturbed", "dp2")
+    expected = undisturbed("dp2")
     found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("kill@1:3", "kill-recovery@0:3"))
     assert_same(found, expected)
     assert "injected fault: kill-recovery before step 3" in output

@@ -54,6 +54,8 @@ def test_versions_are_pinned_and_supported() -> None:
     assert all(SpecifierSet(PROJECT["requires-python"]).contains(version) for version in pythons)
     (torch,) = (need for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch")
     versions = re.findall(r"torch==(\d+\.\d+\.\d+)\+", TEXT)
+    [tested] = re.findall(r"Every change is tested with (\d+\.\d+)", (ROOT / "docs" / "install.md").read_text())
+    assert all(version.startswith(f"{tested}.") for version in versions)
     assert len(versions) == 2 and all(torch.specifier.contains(version) for version in versions)
     extras = {name for found in re.findall(r"\[([a-z,]+)\]\"", TEXT) for name in found.split(",")}
     assert extras and extras <= set(PROJECT["optional-dependencies"])
@@ -72,7 +74,11 @@ def test_no_image_runs_as_root() -> None:
     (container,) = pod["containers"]
     assert container["workingDir"] == "/workspace"
     copied = [shlex.split(line) for line in instructions("COPY") if "/workspace" in line]
-    assert {word for words in copied for word in words[1:-1]} == {"examples", "pretrain_gpt.py", "tools"}
+    common = {"examples", "pretrain_gpt.py", "tools"}
+    of_gpus = common | {"Makefile", "benchmarks", "pyproject.toml", "tests"}  # what make gpu needs
+    assert {word for words in copied for word in words[1:-1]} == of_gpus
+    of_cpu = [shlex.split(line) for line in instructions("COPY", images[0].splitlines()) if "/workspace" in line]
+    assert {word for words in of_cpu for word in words[1:-1]} == common
     assert {words[0] for words in copied} == {"--chown=1000"} and TEXT.count("chown 1000 /workspace") == 2
 
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_core.config import RunConfig
-from megatron_core.config.token_ids import KEYS
+from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
@@ -37,14 +37,14 @@ IDS: dict[str, dict[str, Any]] = {
 
 def ids_in(folder: Path) -> dict[str, Any]:
     content = json.loads((folder / "config.json").read_text())
-    return {key: content[key] for key in KEYS if key in content}
+    return {key: content[key] for key in TOKEN_ID_KEYS if key in content}
 
 
 def model_with(ids: dict[str, Any], folder: Path, *, tokenizer: bool) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | {"vocab_size": 400})).save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())
-    content = {key: value for key, value in content.items() if key not in KEYS} | ids
+    content = {key: value for key, value in content.items() if key not in TOKEN_ID_KEYS} | ids
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if tokenizer:

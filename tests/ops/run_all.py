@@ -62,8 +62,9 @@ def run_casts(dtype: torch.dtype, shape: tuple[int, int]) -> bool:
     """Casts to FP8 with all kinds of blocks and orders, with rows aligned to 16 bytes or not."""
     blocks = (fp8.WHOLE, fp8.ROWS, fp8.Blocks(1, 128), fp8.Blocks(128, 128), fp8.Blocks(32, 1))
     tensors = [allocate(torch.randn(shape).to(dtype)) for allocate in (off_16_bytes, torch.clone)]
-    made = [fp8.quantise(x, fp8.E4M3, each, order="both", backend="native") for x in tensors for each in blocks]
-    return _are_finite([each.dequantised(torch.float32) for each in made])
+    orders = [{"rows": each, "columns": other} for each in blocks for other in (each, each.t())]
+    made = [fp8.quantise_orders(x, fp8.E4M3, each, backend="native") for x in tensors for each in orders]
+    return _are_finite([cast.dequantised(torch.float32) for casts in made for cast in casts.values()])
 
 
 def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str, bool]:

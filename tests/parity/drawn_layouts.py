@@ -92,12 +92,13 @@ LAYOUT: list[tuple[float, Choices]] = [
     (0.05, on("deterministic_mode")),
     (0.05, either("rerun_mode", "validate_results", "report_stats")),
     (0.05, on("check_pipeline_messages")),
-    (0.1, crossed({"layout_invariant": True}, layout_invariant_parts=(2,), layout_invariant_chunks=(4,))),
     (0.3, either("num_workers", 0)),
 ]
 
-# Settings of both sides that only a layout with several replicas may have.
+# Settings of both sides whose legality depends on the layout.
 JOINT: list[tuple[float, Choices]] = [
+    # Its split products have errors of 1e-8 of the largest element.
+    (0.1, crossed({"layout_invariant": True}, layout_invariant_parts=(2,), layout_invariant_chunks=(4,))),
     (
         0.08,
         [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_core.config.layer_block import LayerBlock, LayerPart
+from megatron_core.config.layer_settings import LayerBlock, LayerPart
 from megatron_core.features.layer_sizes.settings import write_blocks
 
 NO_OP, LINEAR = LayerPart(no_op=True), LayerPart(linear=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layer_block import LayerBlock, LayerPart
+from megatron_core.config.layer_settings import LayerBlock, LayerPart
 from megatron_core.config.layout import Layout
 from megatron_core.features.layer_sizes.settings import write_blocks
 from megatron_core.ops.native import unavailable_reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from functools import cache
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_core.planner.explain import flag_of, objection, parse_words, start
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.layout_settings import KEPT, NEUTRAL, with_settings
-from megatron_core.planner.search import Search
+from megatron_core.planner.search import Candidate, Search
 from megatron_core.schedules import TRAINING
 from tests.runs import TINY
 from tests.sample import WHOLE_MATRIX
@@ -53,13 +54,22 @@ def _search(config: RunConfig, devices: int, hardware: Hardware | None = None) -
     return Search(config, devices, hardware or read_hardware("h100"), config.data.vocab_size or 0)
 
 
-def test_as_fast_as_the_best_of_all() -> None:
-    """Branch and bound against every point of 4 ranks, on a device where the obvious layouts do not fit."""
+@cache
+def whole_search(devices: int) -> tuple[Search, list[Candidate]]:
+    """A search that nothing stops, and its five best layouts."""
+    search = _search(_config(), devices)
+    return search, search.best(5)
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole_matrix)])
+def test_as_fast_as_the_best_of_all(devices: int) -> None:
+    """Branch and bound against every point, on a device where the obvious layouts do not fit."""
     hardware = replace(read_hardware("a100"), memory_bytes=5e9)
-    search = _search(_config(), 4, hardware)
+    search = _search(_config(), devices, hardware)
     fastest = None
+    sizes = [size for size in (1, 2, 4) if size <= devices]
     for tp, pp, cp, micro, kept, schedule, chunks, zero in product(
-        (1, 2, 4), (1, 2, 4), (1, 2, 4), MICRO, KEPT[:3], (None, *TRAINING), (None, 2), range(4)
+        sizes, sizes, sizes, MICRO, KEPT[:3], (None, *TRAINING), (None, 2), range(4)
     ):
         settings = NEUTRAL | kept | {
             "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp,
@@ -68,7 +78,7 @@ def test_as_fast_as_the_best_of_all() -> None:
             "overlap_param_gather": zero > 0,
         }  # fmt: skip
         config = with_settings(search.config, settings)
-        if next(problems(without_data(config), 4), None) is not None:
+        if next(problems(without_data(config), devices), None) is not None:
             continue
         found = search.candidate(config)
         if search.fits(found.memory) and (fastest is None or found < fastest):
@@ -79,7 +89,7 @@ def test_as_fast_as_the_best_of_all() -> None:
     assert all(search.fits(each.memory) for each in best)
     assert len({each.shape for each in best}) == 3
     for each in best:  # reuses times of layers of others
-        assert step_cost(each.config, 4, hardware, 32000).seconds == pytest.approx(each.seconds, rel=1e-12)
+        assert step_cost(each.config, devices, hardware, 32000).seconds == pytest.approx(each.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("more", [{}, {"num_experts": 4, "disable_bias_linear": True}], ids=["dense", "experts"])
@@ -96,7 +106,7 @@ def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
 
 
 def test_more_devices_and_memory_are_never_slower() -> None:
-    times = [_search(_config(), devices).best(1)[0].seconds for devices in (1, 2, 4)]
+    times = [whole_search(devices)[1][0].seconds for devices in (1, 2, 4)]
     assert times == sorted(times, reverse=True)
     tight = replace(read_hardware("h100"), memory_bytes=5e9)
     assert _search(_config(), 4, tight).best(1)[0].seconds >= times[2]
@@ -249,8 +259,7 @@ def test_a_search_ends_in_time() -> None:
     found = search.best(5)
     assert search.stopped and next(ticks) < 40
     assert found and all(search.fits(candidate.memory) for candidate in found)
-    whole = _search(_config(), 4)
-    best = whole.best(5)
+    whole, best = whole_search(4)
     assert not whole.stopped and best[0].seconds <= found[0].seconds
     line = stopped_early(search)
     assert line.startswith("stopped early after 30 s: ") and "--time-limit N" in line
@@ -260,8 +269,7 @@ def test_a_search_ends_in_time() -> None:
 
 def test_the_bound_of_a_stopped_search_holds() -> None:
     """With time for the list of points: no layout of the whole search is faster than the bound."""
-    whole = _search(_config(), 4)
-    best = whole.best(3)
+    best = whole_search(4)[1][:3]
     times = iter([0.0] * 10_000)
     search = _search(_config(), 4)
     search.clock = lambda: next(times) if not search.decided else 99.0

@@ -26,6 +26,7 @@ def write_run(
     config: Mapping[str, Any] = {},
     about: list[dict[str, Any]] | None = None,
     memory: Mapping[str, int] = {},
+    gpu: Mapping[str, float] = {},
     **event: Any,
 ) -> Path:
     """A run of 6 equal steps; ``ranks`` are the phases of each rank per step in seconds, ``event`` is in its
@@ -43,7 +44,7 @@ def write_run(
         sent = traffic[rank] if traffic else {}
         seconds = sum(phases.values()) + sum(t.exposed for t in sent.values())
         for number in range(1, steps + 1):
-            writer.write(number, number, number * seconds, StepTimes(dict(phases), sent, seconds), memory, 0)
+            writer.write(number, number, number * seconds, StepTimes(dict(phases), sent, seconds), memory, 0, gpu=gpu)
         writer.close()
     for number in range(1, steps + 1):
         sink.on_step(step(number, **({"global_batch_size": 32} | event)))

@@ -7,9 +7,11 @@ import torch
 
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.reports import gpu_notes as gpu_notes_module
 from megatron_core.reports.gpu_notes import (
     describe_allocator,
     gpu_notes,
+    gpu_state,
     nodes_of,
     ranks_per_node,
     tensor_parallel_notes,
@@ -48,3 +50,21 @@ def test_fragments_and_retries_of_the_allocator_are_shown(monkeypatch: pytest.Mo
         assert describe_allocator(device) == "allocator: peak of 2.00 GiB reserved, 25% of it fragments; 0 retries"
         monkeypatch.setitem(runtime.ALLOCATOR, "num_alloc_retries", 3)
         assert "3 retries, each of which waited for the whole device; use PYTORCH" in describe_allocator(device)
+
+
+def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_state(torch.device("cpu")) == {}
+    device = torch.device("cuda", 0)
+    with simulated_gpu():
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**22)
+        state = gpu_state(device)
+        assert state["reserved"] == 2**22 and state["fragments"] == 0.75
+        monkeypatch.setattr(gpu_notes_module, "find_spec", lambda name: object())
+        monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
+        assert gpu_state(device)["busy"] == 0.4
+
+        def fails(device: object) -> int:
+            raise OSError("NVML is not there")
+
+        monkeypatch.setattr(torch.cuda, "utilization", fails)
+        assert "busy" not in gpu_state(device)

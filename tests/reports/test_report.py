@@ -14,7 +14,9 @@ from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.parallel.meter import Traffic
 from megatron_core.reports.page import bars, chart, html_table, three_digits
+from megatron_core.reports.rank_records import read_run
 from megatron_core.reports.report import report, write_report
+from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.monitor.examples import validation
@@ -136,3 +138,28 @@ def test_numbers_and_charts() -> None:
     begin, end = map(float, at)
     assert end - begin == pytest.approx(10 / 23 * 632, abs=0.2)
     assert "width:50.000%" in bars({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.0}}, "s")
+
+
+def test_gpus_and_scaling(tmp_path: Path) -> None:
+    """Utilisation and fragments of each GPU; the waiting of one run, and the rate of a rank in two."""
+    sent = {"dp all_reduce": Traffic(1, 1e6, 0.25, 0.3)}
+    gpu = {"reserved": 3 * 2**30, "fragments": 0.125, "busy": 0.9}
+    memory = {"weights": 2**30, "peak": 2**31, "current": 2**30}
+    large = write_run(
+        tmp_path / "large",
+        [{"forward": 0.75}] * 4,
+        traffic=[sent] * 4,
+        memory=memory,
+        gpu=gpu,
+        tokens_per_second=3000.0,
+    )
+    unmeasured = {"reserved": 1.0, "fragments": 0.0}
+    small = write_run(
+        tmp_path / "small", [{"forward": 1.0}] * 2, memory=memory, gpu=unmeasured, tokens_per_second=2000.0
+    )
+    text = report(large, small)
+    for words in (three_digits(3072.0), "12.5%", "90%", "scaling efficiency from 2 ranks", "75.0%", "100.0%"):
+        assert words in text, words
+    assert RunSummary.of(read_run(large)).scaling_efficiency == pytest.approx(0.75)
+    assert "not measured: pip install nvidia-ml-py" in report(small)
+    assert "GPU busy" not in report(write_run(tmp_path / "cpu", [{"forward": 1.0}], memory=memory))

@@ -26,8 +26,8 @@ from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, M
 from megatron_core.resilience.recovery import MOST, Recovery
 from megatron_core.resilience.settings import FaultConfig
 from megatron_core.resilience.state_copies import StateCopies
+from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job
-from megatron_core.training.stop import SIGNALS
 from tests.memory import needs_proc
 from tests.runs import tiny_config, tiny_run
 

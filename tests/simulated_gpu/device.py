@@ -59,6 +59,11 @@ BY_ELEMENT = (
     "_local_scalar_dense",
 )
 """Operators that accept numbers of the CPU, in addition to those that torch tags as pointwise."""
+WITHOUT_KERNEL = (
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias"),
+)
+"""Operators that only allocate memory or make a view, besides those that torch knows as views."""
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "mv", "dot")
 
 
@@ -97,11 +102,19 @@ class Log:
     """Number of calls of operators that torch has only for CUDA, by name."""
     replays: int = 0
     """Number of replays of CUDA graphs."""
+    launches: Counter[str] = field(default_factory=Counter)
+    """Kernels that a GPU would launch, by operator: one for each operator that is neither a view nor an allocation.
+    A proxy: some operators of torch launch several. Kernels of this project are counted exactly (``launches``)."""
 
     def mark(self, tensor: Tensor) -> None:
         """The computation writes or allocates ``tensor``."""
         self.clock += 1
         self.written[tensor.untyped_storage().data_ptr()] = self.clock
+
+    def count_launch(self, operator: Any, name: str) -> None:
+        """Count the kernel of an operator, if it has one."""
+        if not (getattr(operator, "is_view", False) or name in WITHOUT_KERNEL):
+            self.launches[name] += 1
 
     def stall(self, what: str) -> None:
         if self.capture is not None:
@@ -199,6 +212,7 @@ class OnGPU(Tensor):
             for each in _tensors([*written, host_kwargs.get("out")]):
                 LOG.capture.changes(each)
         result = func(*host_args, **host_kwargs)
+        LOG.count_launch(func, name)
         if operator in only_cuda.FUNCTIONS:
             LOG.calls[operator] += 1
         if LOG.capture is not None:
@@ -263,6 +277,7 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any, kwargs: Any) ->
 
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``copy_`` between the devices."""
+    LOG.launches["copy"] += 1
     if LOG.capture is not None:
         raise RuntimeError(f"{line_of_project()}: a copy between host and device while the stream is capturing")
     if FRAME.stream is not None and non_blocking and LOG.is_pinned(source if isinstance(to, OnGPU) else to):
@@ -270,7 +285,8 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return to
     if isinstance(to, OnGPU):
         LOG.mark(to)
-    if isinstance(to, OnGPU):
+        if FRAME.stream is not None:  # written by that stream, which needs not wait for it
+            LOG.written[to.untyped_storage().data_ptr()] = FRAME.stream.known
         for memory, values in LOG.arriving:  # the device works in order: earlier copies are complete
             if memory.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
                 memory.copy_(values)
@@ -359,6 +375,9 @@ class Factories(TorchFunctionMode):
             return result
         if _is_gpu(device):
             LOG.mark(result)
+            if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+                LOG.stall(f"{func.__name__} of numbers of the host")
+            LOG.count_launch(func, getattr(func, "__name__", ""))
         return OnGPU.of(result) if _is_gpu(device) else on_host(result)
 
     def _moved(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -395,7 +414,10 @@ class Inner(TorchDispatchMode):
             LOG.capture.note(func, args, kwargs, result)
         if not (FRAME.inner or is_there) or not isinstance(result, Tensor) or isinstance(result, OnGPU):
             return result
-        return result if any(isinstance(each, Tensor) for each in args) else OnGPU.of(result)
+        if any(isinstance(each, Tensor) for each in args):
+            return result
+        LOG.count_launch(func, func.__name__.partition(".")[0])
+        return OnGPU.of(result)
 
 
 def set_hooks(self: Any, pack: Callable, unpack: Callable, real: Callable = saved_tensors_hooks.__init__) -> None:

@@ -58,6 +58,31 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: An
     return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
 
+def _scaled_mm_v2(
+    a: Tensor, b: Tensor, scale_a: list[Tensor], kind_a: list[int], _: Any, scale_b: list[Tensor], kind_b: list[int],
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    """Products with scales of blocks of 128: rows of 1 x 128 elements column-major, 128 x 128 padded to 4 blocks."""
+    kinds = [torch.nn.functional.ScalingType(kind[0]).name for kind in (kind_a, kind_b)]
+    rows, along, columns = len(a), a.shape[1], b.shape[1]
+    blocks = along // 128
+    if a.stride() != (along, 1) or b.stride() != (1, along) or rows % 16 or columns % 16 or along % 128:
+        raise RuntimeError("mat1 must be row major, mat2 column major, and extents divisible by 16 and blocks")
+    wide = []
+    for matrix, scale, kind, length in ((a, scale_a[0], kinds[0], rows), (b.t(), scale_b[0], kinds[1], columns)):
+        if kind == "BlockWise1x128":
+            if scale.shape != (length, blocks) or scale.stride() != (1, length):
+                raise RuntimeError(f"scales of 1 x 128 have shape {scale.shape} and strides {scale.stride()}")
+            by = scale.repeat_interleave(128, 1)
+        else:
+            padded = -(-blocks // 4) * 4
+            if scale.shape != (padded, length // 128) or scale.stride() != (1, padded):
+                raise RuntimeError(f"scales of 128 x 128 have shape {scale.shape} and strides {scale.stride()}")
+            by = scale.t()[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        wide.append(matrix.float() * by)
+    return (wide[0] @ wide[1].t()).to(rest[2])
+
+
 def _checked_by_torch(function: Any, *given: Any) -> None:
     """Apply torch's checks of shapes, strides and dtypes on the meta device, which are those of CUDA."""
     function(*(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
@@ -138,6 +163,7 @@ FUNCTIONS = {
     "torch_attn._varlen_attn.default": _varlen,
     "torch_attn._varlen_attn_backward.default": _varlen_backward,
     "aten._scaled_mm.default": _scaled_mm,
+    "aten._scaled_mm_v2.default": _scaled_mm_v2,
     "aten.addmm.dtype_out": _addmm,
     "aten.baddbmm.dtype_out": _addmm,
     "aten._grouped_mm.default": _grouped_mm,

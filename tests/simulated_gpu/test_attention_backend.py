@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from megatron_core.reports import gpu_notes
 from megatron_core.reports.gpu_notes import chosen_kernel, dropout_notes
 from megatron_core.transformer import core_attention
 from megatron_core.transformer.core_attention import fused_attention
@@ -28,7 +29,17 @@ def test_the_chosen_kernel_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, choice=choice, **__: choice.value)
             names.append(chosen_kernel(config, GPU))
         assert names == ["flash attention", "cudnn attention", "math attention"]
-        assert chosen_kernel(tiny_config(attention_backend="unfused"), GPU) is None
+        monkeypatch.setattr(gpu_notes, "flex_obstacle", lambda device: None)
+        kernels = {
+            "the formula for all queries and keys, as requested": {"attention_backend": "unfused"},
+            "the formula in blocks of queries, because of attention_dropout": {"attention_dropout": 0.1},
+            "math attention; windows: FlexAttention": {"window_size": (3, 0)},
+            "FlexAttention": {"attn_logit_softcapping": 30.0},
+        }
+        for text, settings in kernels.items():
+            assert chosen_kernel(tiny_config(**({"attention_dropout": 0.0} | settings)), GPU) == text
+        packed = tiny_config(attention_dropout=0.0, bf16=True, reset_attention_mask=True, reset_position_ids=True)
+        assert str(chosen_kernel(packed, GPU)).endswith("; documents: variable lengths")
 
 
 def test_dropout_of_attention_weights_names_its_memory() -> None:

@@ -12,7 +12,7 @@ from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.snapshot import Snapshot
 from megatron_core.features.offload.placement import HostPlacement
 from megatron_core.parallel import pinned
-from megatron_core.parallel.pinned import pinned_bytes
+from megatron_core.parallel.pinned import pinned_bytes, pinned_like
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.runtime import simulated_gpu
 
@@ -39,6 +39,14 @@ def test_offloaded_state_is_pinned_in_its_size() -> None:
         state = HostPlacement(torch.device("cuda", 0)).tensor("exp_avg", 3 * 2**18 + 1, torch.float32)
         assert state.dtype == torch.float32 and state.is_pinned() and not state.any()
         assert sum(LOG.registered.values()) < 4 * state.numel() + pinned.PAGE
+
+
+def test_gradients_are_sent_to_memory_of_their_size() -> None:
+    with simulated_gpu():
+        grad = torch.ones(5 * 2**18 + 1, device="cuda")
+        memory = pinned_like(grad)
+        assert memory.shape == grad.shape and memory.dtype == grad.dtype and memory.is_pinned()
+        assert sum(LOG.registered.values()) < grad.nbytes + pinned.PAGE
 
 
 def _pieces(count: int) -> list[TensorBox]:

@@ -26,7 +26,7 @@ from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops import libraries
-from tests.parity.moe_rows import DROP, EP2, MIXTRAL
+from tests.parity.moe_rows import ALL_GATHER, DROP, EP2, MIXTRAL, PADDED
 from tests.parity.recurrent_rows import MAMBA
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
 from tests.sample import WHOLE_MATRIX
@@ -177,10 +177,22 @@ def test_experts_with_biases_wait_no_more() -> None:
     assert run_ranks(2, waits, biased) == [2 * 2 + 2] * 2
 
 
-def test_experts_wait_once_for_the_numbers_of_their_rows() -> None:
+DISPATCHERS: dict[str, tuple[dict, int, int]] = {
+    "all-to-all": (MIXTRAL, 1, 0),
+    "all-to-all, dropped": (MIXTRAL | DROP, 1, 0),
+    "all-to-all, padded": (MIXTRAL | PADDED, 0, 0),
+    "all-gather": (MIXTRAL | ALL_GATHER, 1, 1),
+    "all-gather, padded": (MIXTRAL | ALL_GATHER | PADDED, 0, 1),
+}
+"""Waits in each layer, for the numbers of rows unless they are padded, and in each micro-batch, for the largest number
+of tokens of a rank."""
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_waits_of_dispatchers(dispatcher: str) -> None:
     """Of 2 layers with one micro-batch in each of 2 steps, besides the wait of each step."""
-    for settings in (MIXTRAL, MIXTRAL | DROP):
-        assert run_ranks(2, waits, EP2 | settings) == [2 * 2 + 2] * 2
+    settings, of_layer, of_micro_batch = DISPATCHERS[dispatcher]
+    assert run_ranks(2, waits, EP2 | settings) == [2 * (2 * of_layer + of_micro_batch) + 2] * 2
 
 
 def streams_of_times(plant: tuple[str, str, str] | None) -> tuple[bool, int]:

@@ -15,8 +15,8 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import MegatronError
 from megatron_core.locations import CACHE_VARIABLE, location, run_folder
 from megatron_core.parallel import World
-from megatron_core.resilience.failure_log import FILE, FailureLog
-from megatron_core.storage.run_files import FetchedFiles, RunFiles
+from megatron_core.resilience.failure_log import FILE, OF_FAILURES, FailureLog
+from megatron_core.storage.run_files import NOT_COPIED, FetchedFiles, RunFiles
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
@@ -107,6 +107,11 @@ def test_failures_are_kept_with_the_checkpoints(save: str, tmp_path: Path, monke
     log.unlink()
     assert "division" in attempt(Broken()) and log.is_file()
     assert attempt() == "" and not log.exists() and not list(log.parent.glob("failures.*"))
+
+
+def test_the_copies_leave_out_the_objects_of_the_failure_log() -> None:
+    """The core does not import the log, so that the beginning of its names is written twice."""
+    assert NOT_COPIED == OF_FAILURES and FILE.startswith(NOT_COPIED)
 
 
 def _attempt(folder: Path) -> tuple[str, str]:

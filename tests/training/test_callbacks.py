@@ -21,9 +21,9 @@ from megatron_core.reports.memory_report import MemorySnapshots
 from megatron_core.resilience.bad_steps import BadSteps
 from megatron_core.resilience.failure_log import FailureLog
 from megatron_core.training import Callback, pretrain
+from megatron_core.training.built_in_callbacks import Reports
 from megatron_core.training.callbacks import Callbacks, feature_callbacks
 from megatron_core.training.loop import built_in_callbacks, train
-from megatron_core.training.reports import Reports
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 from megatron_core.verify.ranks import run_ranks

@@ -153,7 +153,7 @@ ADD = "training.step:StepStatistics.add_losses"
     [
         ("tp2 sp", "not None and self._owns_loss", "not None and self._norm.group.rank() < 0"),
         ("cp2", "not None and self._owns_loss", "not None and self._norm.group.rank() == 0"),
-        ("dp2", "batch.source, each", "batch.source[:1].expand(len(each)), each"),
+        ("dp2", "batch.source, values", "batch.source[:1].expand(len(values)), values"),
         ("cp2", "batch.loss_mask), strict", "torch.ones_like(batch.loss_mask)), strict"),
     ],
     ids=["no rank counts", "one rank counts", "a micro-batch has one source", "all tokens count"],

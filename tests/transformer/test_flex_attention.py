@@ -249,3 +249,15 @@ def test_a_request_that_cannot_be_met_is_an_error() -> None:
 def test_settings_that_it_excludes(settings: dict[str, Any], ranks: int, told: str | None) -> None:
     found = [each for each in problems(tiny_config(attention_backend="flex", **settings), ranks) if "flex" in each]
     assert (found == []) if told is None else (told in found[0])
+
+
+def test_sinks_are_not_ignored(unfused_on_cpu: Counter[str]) -> None:
+    """The kernel has no further key; windows with sinks are computed by the formula."""
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(60, 2, count, 16, generator=generator).double() for count in (4, 2, 2))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).double()
+    found, expected = (
+        core(backend, window=20)(query, key, value, SequenceContext(), sinks) for backend in ("auto", "unfused")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not unfused_on_cpu["flex"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.compression import CompressionKind
+from megatron_core.config.parallel import CompressionKind
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Condition, Resume, section, setting
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron_core.config import RunConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits, divide_files
-from megatron_core.datasets.parts import DataPart, DataRequest
 from megatron_core.datasets.paths import Phase, read_paths, split_ranges
 from megatron_core.datasets.sources import FileContent, content_hash
 from megatron_core.errors import ConfigError
@@ -18,6 +17,7 @@ from megatron_core.features.conversations.dataset import ConversationDataset, Co
 from megatron_core.features.conversations.encoder import ConversationTokenizer
 from megatron_core.features.conversations.settings import ConversationConfig
 from megatron_core.tokenizers import Tokenizer
+from megatron_core.training.data import DataPart, DataRequest
 
 
 class ConversationData(DataPart):

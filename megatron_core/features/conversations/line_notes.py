@@ -91,7 +91,7 @@ def of_keys(lines: Iterable[Line], names: frozenset[str]) -> Iterator[str]:
         number += 1
         keys.update(line.unused)
         keys.update({f"{key} of messages" for key in _message_keys(line.content, names)})
-        roles.update({role for talk in line.conversations for role in _other_roles(talk, names)})
+        roles.update({message["role"] for talk in line.conversations for message in talk} - {*ROLES, *names})
         choices.update(_choices(line))
     if keys:
         listed = [f"{shortened(key, 40)} ({count})" for key, count in keys.most_common(MOST_KEYS)]
@@ -113,10 +113,6 @@ def _message_keys(content: Mapping[str, Any], names: frozenset[str]) -> set[str]
                 keys = {key for key, value in message.items() if value not in (None, "", [], {})}
                 unread |= keys - {"from", "value", *FLAGS} if is_sharegpt(message) else keys - {*KNOWN, *names}
     return unread
-
-
-def _other_roles(talk: Iterable[Mapping[str, Any]], names: frozenset[str]) -> set[str]:
-    return {message["role"] for message in talk} - {*ROLES, *names}
 
 
 def _choices(line: Line) -> Iterator[str]:

@@ -141,12 +141,9 @@ def aligned(x: Tensor) -> Tensor:
     """The matrix ``x`` itself if it, or its transpose, is contiguous and begins at a multiple of ``ALIGNMENT`` bytes,
     else such a copy; a matrix whose columns are contiguous stays so."""
     if x.stride(-1) == 1:
-        return x if x.is_contiguous() and _begins_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+        is_aligned = not x.is_cpu or x.data_ptr() % ALIGNMENT == 0
+        return x if x.is_contiguous() and is_aligned else x.clone(memory_format=torch.contiguous_format)
     return aligned(x.t()).t()
-
-
-def _begins_aligned(x: Tensor) -> bool:
-    return not x.is_cpu or x.data_ptr() % ALIGNMENT == 0
 
 
 Tokens = tuple[slice, int]

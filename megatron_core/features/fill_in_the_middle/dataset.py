@@ -9,10 +9,10 @@ from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Dataset, Sample, sources_of
 from megatron_core.datasets.build import Splits
 from megatron_core.datasets.keyed_dataset import mix64
-from megatron_core.datasets.parts import DataPart, DataRequest
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.fill_in_the_middle.settings import FillInTheMiddleConfig
 from megatron_core.tokenizers import Tokenizer
+from megatron_core.training.data import DataPart, DataRequest
 
 # Identifies each random draw of a document or fragment.
 _REARRANGED, _SUFFIX_FIRST, _FIRST_CUT, _SECOND_CUT = range(4)

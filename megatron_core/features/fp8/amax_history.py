@@ -4,7 +4,7 @@ The amax of a matrix in a step is the maximum over its micro-batches and over al
 copies of the layer, so that histories are the same in every layout.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.features.fp8.arithmetic import fp8_of
+from megatron_core.features.fp8.native_casts import roll_natively
 from megatron_core.features.fp8.products import ROLES, FP8Products
 from megatron_core.features.fp8.settings import FP8Config
+from megatron_core.ops.backend import select_backend
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 
@@ -48,22 +50,30 @@ class AmaxHistories:
         self.group = group
         self.device = device
         self.is_delayed = settings.fp8_format is not None and settings.fp8_recipe == "delayed"
+        # One tensor for all layers, so that a step has one reduction and one launch.
+        self._recorded = torch.zeros(len(self.layers), len(ROLES), device=device)
+        self._history: Tensor | None = None
+        for layer, recorded in zip(self.layers.values(), self._recorded, strict=True):
+            layer.recorded = recorded
+
+    def begin_step(self, *, keeps_weights: bool) -> None:
+        """Drop the quantised weights of an earlier step; ``keeps_weights``: quantise each once until ``update``."""
         for layer in self.layers.values():
-            layer.recorded = torch.zeros(len(ROLES), device=device)
+            layer.keep_weight(wanted=keeps_weights)
 
     def update(self) -> None:
         """Add the step's amaxes to each history. If the amax is 0 (an expert without tokens) or not finite, repeat the
         last entry."""
+        self.begin_step(keeps_weights=False)
         if not self.is_delayed or not self.layers:
             return
-        latest = torch.stack([layer.recorded for layer in self.layers.values()])
-        all_reduce_(latest, self.group, maximum=True)
-        for layer_latest, layer in zip(latest, self.layers.values(), strict=True):
-            if layer.history is None:
-                layer.history = layer_latest.new_zeros(self.settings.fp8_amax_history_len, len(ROLES))
-            layer_latest = torch.where(layer_latest.isfinite() & (layer_latest > 0), layer_latest, layer.history[0])
-            layer.history = torch.cat([layer_latest[None], layer.history[:-1]])
-            layer.recorded.zero_()
+        all_reduce_(self._recorded, self.group, maximum=True)
+        if self._history is None:
+            self._allocate()
+        assert self._history is not None
+        scales, inverses = roll(self._recorded, self._history, next(iter(self.layers.values())))
+        for layer, scale, inverse in zip(self.layers.values(), scales, inverses, strict=True):
+            layer.known_scales = scale, inverse
 
     def histories(self) -> Mapping[str, Tensor]:
         """The histories ``[steps, 3]`` by layer; empty before the first step."""
@@ -71,11 +81,17 @@ class AmaxHistories:
 
     def allocate(self) -> Mapping[str, Tensor]:
         """Allocate histories by layer, to be loaded from a checkpoint; its weights were not gathered in FP8."""
+        self._recorded.zero_()
         for layer in self.layers.values():
-            layer.recorded.zero_()
             layer.weight_is_narrow = False
-            layer.history = torch.zeros(self.settings.fp8_amax_history_len, len(ROLES), device=self.device)
+        self._allocate()
         return self.histories()
+
+    def _allocate(self) -> None:
+        steps = self.settings.fp8_amax_history_len
+        self._history = torch.zeros(len(self.layers), steps, len(ROLES), device=self.device)
+        for layer, history in zip(self.layers.values(), self._history, strict=True):
+            layer.history = history
 
     def pieces(self) -> Iterator[TensorBox]:
         """The histories as pieces of a checkpoint; every rank with the layer has the complete history."""
@@ -101,6 +117,7 @@ class AmaxHistories:
 
     def forget(self) -> None:
         """Clear the histories."""
+        self._history = None
         for layer in self.layers.values():
             layer.history = None
 
@@ -121,6 +138,24 @@ class AmaxHistories:
             for name, rows in zip(counted, totals.tolist(), strict=True)
             for role, (clamped, zero, present) in zip(ROLES, rows, strict=True)
         ]
+
+
+def roll(latest: Tensor, history: Tensor, layer: FP8Products) -> Sequence[Tensor]:
+    """Append ``latest`` ``[L, 3]`` to ``history`` ``[L, steps, 3]`` and set it to 0; return scales and their inverses.
+
+    ``layer``: one of the layers, which have equal settings. The native kernel is one launch.
+    """
+    settings = layer.settings
+    if select_backend("fp8", layer.backend, latest.device.type, latest.dtype) == "native":
+        scales = torch.empty(2, *latest.shape, device=latest.device)
+        largest = [torch.finfo(layer.dtypes[role]).max for role in ROLES]
+        takes_largest = settings.fp8_amax_compute_algo == "max"
+        roll_natively(latest, history, scales, largest, takes_largest=takes_largest, divisor=2.0**settings.fp8_margin)
+        return scales.unbind()
+    amaxes = torch.where(latest.isfinite() & (latest > 0), latest, history[:, 0])
+    history.copy_(torch.cat([amaxes[:, None], history[:, :-1]], dim=1))
+    latest.zero_()
+    return layer.scales_of(history)
 
 
 def update_of(histories: AmaxHistories | None) -> Callable[[], None]:

@@ -8,24 +8,32 @@ layout. The casts also have native kernels, which read a matrix once or twice an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_core.ops import native
+from megatron_core.features.fp8.native_casts import (
+    GIVEN,
+    ONE,
+    PARTS,
+    TILE,
+    TILE_BLOCKS,
+    Order,
+    Source,
+    amaxes_in_parts,
+    cast_orders,
+    part_grid,
+    scale_grid,
+)
 from megatron_core.ops.backend import Backend, select_backend
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-Order = Literal["rows", "columns", "both"]
-"""Memory order of a matrix: row-major, column-major, or one copy of each."""
 SMALLEST_AMAX = 1e-12
 """Lower bound of amax in the computation of a scale, for example for a block of zeros; torchao's constant."""
-TILE = 128
-TILE_BLOCKS = 512
-"""Rows and columns of a kernel's tile, and maximal number of blocks in a tile (csrc/common/fp8.h)."""
 
 
 class Blocks(NamedTuple):
@@ -44,6 +52,13 @@ ROWS = Blocks(1, None)
 COLUMNS = Blocks(None, 1)
 
 
+class Scales(NamedTuple):
+    """Scales of a matrix's blocks, and 1 / scale, which products read; None: computed when it is needed."""
+
+    scale: Tensor
+    inverse: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Quantised:
     """``data`` ``[..., R, C]`` in FP8 with ``scale`` ``[..., R / rows, C / columns]`` (1 for a whole extent)."""
@@ -51,23 +66,32 @@ class Quantised:
     data: Tensor
     scale: Tensor
     blocks: Blocks
-    other: Tensor | None = None
-    """``data`` in the other memory order, if both exist."""
+    known_inverse: Tensor | None = None
+    """1 / scale, if a kernel has written it."""
+
+    @property
+    def inverse(self) -> Tensor:
+        """1 / scale."""
+        return self.scale.reciprocal() if self.known_inverse is None else self.known_inverse
+
+    @property
+    def scales(self) -> Scales:
+        """The scales, for another cast of the same matrix."""
+        return Scales(self.scale, self.known_inverse)
 
     def t(self) -> Quantised:
         """The transposed matrix, a view."""
-        return Quantised(self.data.mT, self.scale.mT, self.blocks.t(), None if self.other is None else self.other.mT)
-
-    def by_rows(self) -> Tensor:
-        """``data`` in row-major order; copied if necessary."""
-        if self.other is not None and not self.data.is_contiguous():
-            return self.other.contiguous()
-        return self.data.contiguous()
+        inverse = None if self.known_inverse is None else self.known_inverse.mT
+        return Quantised(self.data.mT, self.scale.mT, self.blocks.t(), inverse)
 
     def __getitem__(self, index: int | slice) -> Quantised:
         """One of several matrices, or some rows of a matrix whose blocks are single rows."""
-        scale = self.scale if isinstance(index, slice) and self.scale.shape[0] == 1 else self.scale[index]
-        return Quantised(self.data[index], scale, self.blocks)
+        if isinstance(index, slice) and self.scale.shape[0] == 1:
+            return Quantised(self.data[index], self.scale, self.blocks, self.known_inverse)
+        # Products read vectors of scales from aligned addresses, and a part of a vector may begin anywhere.
+        is_aligned = isinstance(index, int) and None in self.blocks
+        inverse = self.known_inverse[index] if self.known_inverse is not None and is_aligned else None
+        return Quantised(self.data[index], self.scale[index], self.blocks, inverse)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """data / s in ``dtype``, with one rounding to float32 or wider and one to ``dtype``."""
@@ -85,13 +109,9 @@ def block_amax(x: Tensor, blocks: Blocks, *, backend: Backend = "auto") -> Tenso
     if not x.numel():
         shape = [1 if height >= rows else -(-rows // height), 1 if width >= columns else -(-columns // width)]
         return x.new_zeros(*x.shape[:-2], *shape)
-    tile = Blocks(blocks.rows or TILE, blocks.columns or TILE)
-    if _is_native(x, tile, backend):
-        amaxes = torch.empty(_grid(x, tile), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        x = x.contiguous()
-        native.call("fp8_amax", x, *_sizes(x, tile), x, amaxes)
-        undivided = [dim for dim, size in ((-2, blocks.rows), (-1, blocks.columns)) if size is None]
-        return amaxes.amax(undivided, keepdim=True) if undivided else amaxes
+    if _is_native(x, [blocks], backend):
+        (amaxes,) = amaxes_in_parts(x, part_grid(x, [blocks]), [blocks])
+        return _complete(amaxes, blocks)
     if rows % height or columns % width:
         x = torch.nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
     return x.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
@@ -118,18 +138,56 @@ def spread_scale(scale: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
 
 
 def cast_to_fp8(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, blocks: Blocks, *, order: Order = "rows", backend: Backend = "auto"
+    x: Tensor,
+    scales: Scales | Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks,
+    *,
+    order: Order = "rows",
+    backend: Backend = "auto",
 ) -> Quantised:
     """Cast ``x`` with the given scales to ``dtype``. Values are clamped: e5m2 would round 61,440 and more to infinity.
 
     Only native kernels apply ``order``; otherwise the memory order is that of ``x``.
     """
-    if _is_native(x, blocks, backend):
-        return _cast(x, scale.expand(_grid(x, blocks)).contiguous(), dtype, blocks, order)
+    scale, inverse = (scales, None) if isinstance(scales, Tensor) else scales
+    if _is_native(x, [blocks], backend):
+        numbers = scale.expand(scale_grid(x, blocks)).contiguous()
+        data = cast_orders(x, dtype, {order: Source(blocks, GIVEN, numbers)})[order].data
+        return Quantised(data, scale, blocks, inverse)
     most = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = x.to(wide) * spread_scale(scale, x.shape, blocks).to(wide)
-    return Quantised(scaled.clamp(-most, most).to(dtype), scale, blocks)
+    return Quantised(scaled.clamp(-most, most).to(dtype), scale, blocks, inverse)
+
+
+def cast_recording(
+    x: Tensor,
+    scales: Scales,
+    dtype: torch.dtype,
+    orders: Sequence[Order],
+    recorded: Tensor | None,
+    *,
+    backend: Backend = "auto",
+) -> dict[Order, Quantised]:
+    """Cast ``x`` with one scale, known before, and raise the number ``recorded`` to its largest absolute value.
+
+    Values that are not finite become NaN instead of being clamped; the reference makes all values NaN.
+    """
+    grid = scale_grid(x, WHOLE)
+    scale = scales.scale.expand(grid)
+    if _is_native(x, [WHOLE], backend):
+        inverse = None if scales.inverse is None else scales.inverse.expand(grid)
+        sources = {order: Source(WHOLE, ONE, scales.scale) for order in orders}
+        # Only with a place for the largest value does the kernel look for values that are not finite.
+        place = x.new_empty(1, dtype=torch.float32) if recorded is None else recorded
+        casts = cast_orders(x, dtype, sources, recorded=place)
+        return {order: Quantised(cast.data, scale, WHOLE, inverse) for order, cast in casts.items()}
+    amax = block_amax(x, WHOLE, backend="reference")
+    if recorded is not None and amax.numel():
+        recorded.copy_(torch.maximum(recorded, amax.amax().to(recorded.dtype)))
+    quantised = cast_to_fp8(x, scale + (amax * 0.0).float(), dtype, WHOLE, backend="reference")
+    return dict.fromkeys(orders, quantised)
 
 
 def quantise(
@@ -141,60 +199,79 @@ def quantise(
     order: Order = "rows",
     backend: Backend = "auto",
 ) -> Quantised:
-    """Cast ``x`` to ``dtype`` with scales from its own blocks; ``order`` as in ``cast_to_fp8``.
-
-    For blocks without a whole extent native kernels compute scales and cast in one pass.
-    """
-    if None not in blocks and _is_native(x, blocks, backend):
-        scale = torch.empty(_grid(x, blocks), dtype=torch.float32, device=x.device)
-        return _cast(x, scale, dtype, blocks, order, computes_scales=True, power_of_two=power_of_two)
-    scale = scale_of(block_amax(x, blocks, backend=backend), dtype, power_of_two=power_of_two)
-    return cast_to_fp8(x, scale, dtype, blocks, order=order, backend=backend)
+    """Cast ``x`` to ``dtype`` with scales from its own blocks; ``order`` as in ``cast_to_fp8``."""
+    return quantise_orders(x, dtype, {order: blocks}, power_of_two=power_of_two, backend=backend)[order]
 
 
-def _is_native(x: Tensor, blocks: Blocks, backend: Backend) -> bool:
-    """Whether a native kernel can cast ``x`` in these blocks."""
-    if not x.numel() or any(size is not None and (size > TILE or size & (size - 1)) for size in blocks):
-        return False
-    if (TILE // (blocks.rows or TILE)) * (TILE // (blocks.columns or TILE)) > TILE_BLOCKS:
-        return False
-    return select_backend("fp8", backend, x.device.type, x.dtype) == "native"
-
-
-def _cast(
+def quantise_orders(
     x: Tensor,
-    scale: Tensor,
+    dtype: torch.dtype,
+    orders: Mapping[Order, Blocks],
+    *,
+    power_of_two: bool = False,
+    backend: Backend = "auto",
+    change_amax: Callable[[Tensor, Blocks], None] | None = None,
+) -> dict[Order, Quantised]:
+    """Cast ``x`` to each memory order of ``orders`` with scales from the blocks of that order.
+
+    ``change_amax(amax, blocks)``, if given, changes the largest numbers of blocks with a whole extent, before scales
+    are computed from them. Native kernels need one launch without whole extents, else two, or more with it.
+    """
+    if not _is_native(x, list(orders.values()), backend):
+        by_blocks = {
+            blocks: _quantise_reference(x, dtype, blocks, power_of_two, backend, change_amax)
+            for blocks in dict.fromkeys(orders.values())
+        }
+        return {order: by_blocks[blocks] for order, blocks in orders.items()}
+    with_parts = list(dict.fromkeys(blocks for blocks in orders.values() if None in blocks))
+    grid = part_grid(x, with_parts)
+    amaxes = dict(zip(with_parts, amaxes_in_parts(x, grid, with_parts), strict=True)) if with_parts else {}
+    if change_amax is not None:
+        for blocks, amax in amaxes.items():
+            amaxes[blocks] = _complete(amax, blocks)
+            change_amax(amaxes[blocks], blocks)
+        grid = (1, 1)
+    sources = {
+        order: Source(blocks, PARTS, amaxes[blocks]) if blocks in amaxes else Source(blocks)
+        for order, blocks in orders.items()
+    }
+    casts = cast_orders(x, dtype, sources, power_of_two=power_of_two, grid=grid)
+    return {
+        order: Quantised(cast.data, cast.scale, orders[order], cast.inverse)
+        for order, cast in casts.items()
+        if cast.scale is not None
+    }
+
+
+def _quantise_reference(
+    x: Tensor,
     dtype: torch.dtype,
     blocks: Blocks,
-    order: Order,
-    *,
-    computes_scales: bool = False,
-    power_of_two: bool = False,
+    power_of_two: bool,
+    backend: Backend,
+    change_amax: Callable[[Tensor, Blocks], None] | None,
 ) -> Quantised:
-    """The native ``cast_to_fp8``; with ``computes_scales`` the kernel writes the scales to ``scale``."""
-    x = x.contiguous()
-    data = None if order == "columns" else torch.empty_like(x, dtype=dtype)
-    turned = None if order == "rows" else torch.empty_like(x.mT, dtype=dtype, memory_format=torch.contiguous_format)
-    format_code = int(dtype == E5M2)
-    native.call(
-        "fp8_cast", x, *_sizes(x, blocks), x, format_code, int(computes_scales), int(power_of_two), scale, data, turned
-    )
-    if data is None:
-        assert turned is not None, "order is one of rows, columns and both"
-        return Quantised(turned.mT, scale, blocks)
-    return Quantised(data, scale, blocks, None if turned is None else turned.mT)
+    amax = block_amax(x, blocks, backend=backend)
+    amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+    if change_amax is not None and None in blocks:
+        change_amax(amax, blocks)
+    return cast_to_fp8(x, scale_of(amax, dtype, power_of_two=power_of_two), dtype, blocks, backend=backend)
 
 
-def _sizes(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
-    """Number of matrices, rows, columns, and extents of blocks (0: whole extent)."""
-    rows, columns = x.shape[-2:]
-    return x.numel() // (rows * columns), rows, columns, blocks.rows or 0, blocks.columns or 0
+def _complete(amaxes: Tensor, blocks: Blocks) -> Tensor:
+    """Combine the parts of whole extents."""
+    undivided = [dim for dim, size in ((-2, blocks.rows), (-1, blocks.columns)) if size is None]
+    return amaxes.amax(undivided, keepdim=True) if undivided else amaxes
 
 
-def _grid(x: Tensor, blocks: Blocks) -> tuple[int, ...]:
-    """Shape of the scales."""
-    rows, columns = x.shape[-2:]
-    return *x.shape[:-2], -(-rows // (blocks.rows or rows)), -(-columns // (blocks.columns or columns))
+def _is_native(x: Tensor, kinds: Sequence[Blocks], backend: Backend) -> bool:
+    """Whether native kernels can cast ``x`` in these blocks."""
+    for blocks in kinds:
+        if not x.numel() or any(size is not None and (size > TILE or size & (size - 1)) for size in blocks):
+            return False
+        if (TILE // (blocks.rows or TILE)) * (TILE // (blocks.columns or TILE)) > TILE_BLOCKS:
+            return False
+    return select_backend("fp8", backend, x.device.type, x.dtype) == "native"
 
 
 def lost(x: Tensor, quantised: Quantised) -> Tensor:

@@ -64,8 +64,8 @@ def _scaled_grouped_mm(rows: Quantised, matrices: Quantised, counts: Sequence[in
     as float32 ``[R]`` and ``[E, N]``."""
     groups, _, columns = matrices.data.shape
     right = matrices.data.mT.contiguous().mT
-    scale_a = rows.scale.reciprocal().expand(len(rows.data), 1).reshape(-1).contiguous()
-    scale_b = matrices.scale.reciprocal().expand(groups, 1, columns).reshape(groups, columns).contiguous()
+    scale_a = rows.inverse.expand(len(rows.data), 1).reshape(-1).contiguous()
+    scale_b = matrices.inverse.expand(groups, 1, columns).reshape(groups, columns).contiguous()
     ends = ends_of(counts, rows.data.device)
     return torch._scaled_grouped_mm(
         rows.data.contiguous(), right, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16

@@ -41,6 +41,11 @@ class FP8Part(RunPart):
                 "them"
             )
 
+    def before_step(self) -> None:
+        """Quantise each weight once in the step."""
+        # ZeRO stage 3 frees a weight after its layer; both orders in FP8 would hold the bytes of a weight in 16 bits.
+        self.histories.begin_step(keeps_weights=self.run.config.parallel.dp_zero_stage < 3)
+
     def after_gradients(self) -> None:
         """Add the step to the histories, before the update, which may gather weights with the new scales."""
         self.histories.update()

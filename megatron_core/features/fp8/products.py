@@ -21,8 +21,8 @@ al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,20 @@ from megatron_core.features.fp8.casts import (
     ROWS,
     WHOLE,
     Blocks,
-    Order,
     Quantised,
-    block_amax,
+    Scales,
+    cast_recording,
     cast_to_fp8,
     lost,
-    quantise,
+    quantise_orders,
     scale_of,
 )
-from megatron_core.features.fp8.scaled_product import product
+from megatron_core.features.fp8.native_casts import Order
+from megatron_core.features.fp8.scaled_product import add_product_, product
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.ops import Backend
 from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.parallel.handles import Handle
 from megatron_core.tensor_parallel.linear import LinearGradients, MatrixProducts, main_grad_of, parallel_linear
 from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm, gather_input, reduced_output
 
@@ -89,13 +89,16 @@ class FP8Products(MatrixProducts):
         self.power_of_two = not self.per_tensor
         grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
         self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
-        self.history: Tensor | None = None
-        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
-        was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
+        self._history: Tensor | None = None
+        self.known_scales: tuple[Tensor, Tensor] | None = None
+        """Scales ``[3]`` of the roles from the history, and their inverses; None: computed at their first use."""
         self.recorded = torch.zeros(len(ROLES))
         """Largest absolute values of this step so far, on this rank."""
         self.weight_is_narrow = False
         """Whether the weight was gathered in FP8, which has already recorded its amax, before rounding."""
+        self.keeps_weight = False
+        """Whether weights stay equal until this is set again, so that each is quantised once for all micro-batches."""
+        self._kept_weight: dict[int, Quantised] = {}
         self.counts: Tensor | None = None
         """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
 
@@ -104,9 +107,25 @@ class FP8Products(MatrixProducts):
         return parallel_linear(x, weight, bias, comm, products=self)
 
     @property
+    def history(self) -> Tensor | None:
+        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
+        was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
+        return self._history
+
+    @history.setter
+    def history(self, history: Tensor | None) -> None:
+        self._history = history
+        self.known_scales = None
+
+    @property
     def knows_scales(self) -> bool:
         """Whether scales come from earlier steps."""
-        return self.is_delayed and self.history is not None
+        return self.is_delayed and self._history is not None
+
+    def keep_weight(self, *, wanted: bool) -> None:
+        """Drop the quantised weight; ``wanted``: keep the next one until the next call, for all its products."""
+        self.keeps_weight = wanted
+        self._kept_weight = {}
 
     def multiplies_weight_grad(self) -> bool:
         """Whether weight gradients are computed in FP8."""
@@ -124,75 +143,106 @@ class FP8Products(MatrixProducts):
         along = Blocks(1, BLOCK if recipe == "blockwise" else SMALL_BLOCK)
         return along if summed == 1 else along.t()
 
-    def scale(self, role: Role, x: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE) -> Tensor:
-        """The scales of ``x`` ``[..., R, C]``; ``record``: add its amax to the history; ``sequence``: more ranks that
-        share its rows."""
-        amax = block_amax(x, blocks, backend=self.backend)
-        record = record and not (role == "weight" and self.weight_is_narrow)
-        amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
-        return self.scale_of_amax(role, amax, blocks, record=record, sequence=sequence)
-
-    def scale_of_amax(
-        self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False, sequence: Group = ALONE
-    ) -> Tensor:
-        """As ``scale``, from the amaxes of the matrix's blocks on this rank, which are modified."""
-        if record and self.is_delayed and amax.numel():
-            self._record(role, amax)
+    def scale_of_amax(self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
+        """The scales from the amaxes of the matrix's blocks on this rank, which are modified."""
+        self._change_amax(role, record=record)(amax, blocks)
         if self.knows_scales and blocks == WHOLE:
-            return self._scale_of_history(role, amax)
-        rows, columns = self.splits[role]
-        if blocks.rows is None:
-            all_reduce_(amax, rows, maximum=True)
-            all_reduce_(amax, sequence, maximum=True)
-        if blocks.columns is None:
-            all_reduce_(amax, columns, maximum=True)
+            # An amax that is not finite makes the scale NaN: clamping must not hide it.
+            return self._scales_of_history(role).scale + (amax * 0.0).float()
         return scale_of(amax, self.dtypes[role], power_of_two=self.power_of_two)
 
-    def _record(self, role: Role, amax: Tensor) -> None:
-        if self.recorded.device != amax.device:
-            self.recorded = self.recorded.to(amax.device)
-        recorded = self.recorded[ROLES.index(role)]
-        recorded.copy_(torch.maximum(recorded, amax.amax().to(recorded.dtype)))
+    def _change_amax(self, role: Role, *, record: bool, sequence: Group = ALONE) -> Callable[[Tensor, Blocks], None]:
+        """The function that records amaxes and takes their maximum over the ranks that share the matrix.
 
-    def _scale_of_history(self, role: Role, amax: Tensor) -> Tensor:
-        """Scale from the history: 1 if all amaxes were 0; NaN if ``amax`` is not finite, which must not be clamped."""
-        assert self.history is not None
-        past = self.history[:, ROLES.index(role)]
-        past = past.amax() if self.settings.fp8_amax_compute_algo == "max" else past[0]
-        scale = scale_of(past, self.dtypes[role], margin=self.settings.fp8_margin)
-        return torch.where(past > 0, scale, torch.ones_like(scale)) + (amax * 0.0).float()
+        ``sequence``: more ranks that share its rows.
+        """
+        rows, columns = self.splits[role]
+
+        def change(amax: Tensor, blocks: Blocks) -> None:
+            if record and self.is_delayed and amax.numel():
+                recorded = self._recorded_of(role, amax.device)
+                recorded.copy_(torch.maximum(recorded, amax.amax().to(recorded.dtype)))
+            if self.knows_scales and blocks == WHOLE:
+                return
+            if blocks.rows is None:
+                all_reduce_(amax, rows, maximum=True)
+                all_reduce_(amax, sequence, maximum=True)
+            if blocks.columns is None:
+                all_reduce_(amax, columns, maximum=True)
+
+        return change
+
+    def _recorded_of(self, role: Role, device: torch.device) -> Tensor:
+        if self.recorded.device != device:
+            self.recorded = self.recorded.to(device)
+        return self.recorded[ROLES.index(role)]
+
+    def _scales_of_history(self, role: Role) -> Scales:
+        if self.known_scales is None:
+            assert self._history is not None
+            self.known_scales = self.scales_of(self._history)
+        scales, inverses = self.known_scales
+        return Scales(scales[ROLES.index(role)], inverses[ROLES.index(role)])
+
+    def scales_of(self, histories: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales ``[..., 3]`` from histories ``[..., steps, 3]``, and their inverses; 1 if all amaxes were 0."""
+        past = histories.amax(-2) if self.settings.fp8_amax_compute_algo == "max" else histories[..., 0, :]
+        margin = self.settings.fp8_margin
+        by_role = [scale_of(past[..., i], self.dtypes[role], margin=margin) for i, role in enumerate(ROLES)]
+        scales = torch.stack(by_role, dim=-1)
+        scales = torch.where(past > 0, scales, torch.ones_like(scales))
+        return scales, scales.reciprocal()
 
     def quantise(
         self,
         role: Role,
         x: Tensor,
-        summed: int,
-        scale: Tensor | None = None,
-        *,
+        *sums: int,
+        scales: Scales | None = None,
         record: bool = False,
-        both: bool = False,
-    ) -> Quantised:
-        """``x`` quantised for a product that sums over its dim ``summed``, with ``scale`` or its own.
+        sequence: Group = ALONE,
+    ) -> list[Quantised]:
+        """``x`` quantised for each product that sums over a dim of ``sums``, with ``scales`` or its own.
 
-        Products need matrices that are contiguous along the summed dim: native kernels write this layout, or, with
-        ``both`` and blocks that do not depend on the summed dim, both layouts.
+        Products need matrices that are contiguous along the summed dim: native kernels write these layouts in one
+        launch. ``record``: add the amax to the history; ``sequence``: more ranks that share the rows of ``x``.
         """
-        blocks = self.blocks(role, summed)
+        orders = {ORDERS[summed]: self.blocks(role, summed) for summed in sums}
         dtype = self.dtypes[role]
-        order = ORDERS[summed]
-        if both and self.keeps_scale(role):
-            order = "both"
+        record = record and not (role == "weight" and self.weight_is_narrow)
+        quantised: Mapping[Order, Quantised]
         with torch.no_grad():
-            if scale is None and None not in blocks and not (record and self.is_delayed):
-                # Blocks are not shared between ranks.
-                quantised = quantise(
-                    x, dtype, blocks, power_of_two=self.power_of_two, order=order, backend=self.backend
-                )
+            if scales is not None:
+                quantised = {
+                    order: cast_to_fp8(x, scales, dtype, blocks, order=order, backend=self.backend)
+                    for order, blocks in orders.items()
+                }
+            elif self.knows_scales and set(orders.values()) == {WHOLE}:
+                place = self._recorded_of(role, x.device) if record else None
+                known = self._scales_of_history(role)
+                quantised = cast_recording(x, known, dtype, list(orders), place, backend=self.backend)
             else:
-                scale = self.scale(role, x, blocks, record=record) if scale is None else scale
-                quantised = cast_to_fp8(x, scale, dtype, blocks, order=order, backend=self.backend)
+                groups = (*self.splits[role], sequence)
+                is_changed = (record and self.is_delayed) or any(group.size() > 1 for group in groups)
+                change = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
+                quantised = quantise_orders(
+                    x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=change
+                )
             if self.counts is not None:
-                self.counts[ROLES.index(role)] += lost(x, quantised)
+                # Statistics are per cast for a product; both orders of one cast have the same numbers or own scales.
+                for numbers in {id(result.scale): result for result in quantised.values()}.values():
+                    self.counts[ROLES.index(role)] += lost(x, numbers)
+        return [quantised[ORDERS[summed]] for summed in sums]
+
+    def quantised_weight(self, weight: Tensor, *, training: bool) -> dict[int, Quantised]:
+        """The weight for the product over its dim 1, and for that over dim 0 if it is kept for a whole step."""
+        if self._kept_weight:
+            return self._kept_weight
+        # Without a gradient nothing is recorded, so that the next forward must quantise again.
+        sums = (1, 0) if self.keeps_weight and training else (1,)
+        quantised = dict(zip(sums, self.quantise("weight", weight, *sums, record=training), strict=True))
+        if len(sums) > 1:
+            self._kept_weight = quantised
         return quantised
 
     def keeps_scale(self, role: Role) -> bool:
@@ -201,69 +251,81 @@ class FP8Products(MatrixProducts):
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
-    ) -> tuple[Tensor, Any]:
-        """y, and the scales that backward needs."""
-        if comm.gather_sequence and self.per_tensor:
-            y, scales = self._output(x, weight, record=training, gather=comm.group)
-        else:
-            y, scales = self._output(gather_input(x, comm), weight, record=training)
+    ) -> tuple[Tensor, Tensor, Any]:
+        """y, the input for backward, in FP8 where possible, and the scales of the operands."""
+        gathers_bytes = comm.gather_sequence and self.per_tensor
+        full = x if gathers_bytes else gather_input(x, comm)
+        # Only this layer reads its input in backward, so that one byte takes the place of two; but an input that is
+        # gathered again there must not be kept whole.
+        keeps_input = training and weight.requires_grad and self.multiplies_weight_grad()
+        sums = (1, 0) if keeps_input and not comm.gather_sequence else (1,)
+        flat = full.reshape(-1, full.shape[-1])
+        gather = comm.group if gathers_bytes else ALONE
+        a, *columns = self.quantise("input", flat, *sums, record=training, sequence=gather)
+        saved_x = x
+        input_scales = a.scales if self.keeps_scale("input") else None
+        if columns:
+            saved_x = columns[0].data.mT.view(torch.uint8)
+            input_scales = columns[0].scales
+        shape = full.shape
+        if gathers_bytes:
+            shard = a.data.view(torch.uint8).reshape(x.shape)
+            saved_x = shard if keeps_input else x
+            gathered, gathering = start_gather_sequence(shard, gather)
+            gathering.wait()
+            shape = gathered.shape
+            a = Quantised(gathered.view(a.data.dtype).flatten(0, -2), a.scale, a.blocks, a.known_inverse)
+        matrices = self.quantised_weight(weight, training=training)
+        y = product(a, matrices[1].t(), weight.dtype, fast_accumulation=True).view(*shape[:-1], len(weight))
         y = reduced_output(y, comm)
-        return (y if bias is None else y + bias), scales
+        weight_scales = matrices[1].scales if self.keeps_scale("weight") else None
+        saved = SavedOperands(input_scales, bool(columns), weight_scales, matrices.get(0))
+        return (y if bias is None else y + bias), saved_x, saved
 
     def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> FP8Gradients:
         """The products of backward, with the scales of ``output``."""
         return FP8Gradients(self, weight, grad_y, saved)
 
-    def _output(
-        self, x: Tensor, weight: Tensor, *, record: bool, gather: Group = ALONE
-    ) -> tuple[Tensor, dict[Role, Tensor]]:
-        """x W^T for ``[..., I]`` and ``[O, I]``, and the scales that backward needs; ``record`` as in ``scale``.
 
-        ``gather``: ranks that hold parts of x along its first dim, which are gathered in FP8 with a common scale.
-        """
-        flat = x.reshape(-1, x.shape[-1])
-        scale = self.scale("input", flat, self.blocks("input", 1), record=record, sequence=gather)
-        a = self.quantise("input", flat, 1, scale)
-        if gather.size() > 1:
-            x, gathering = start_gather_sequence(a.data.view(torch.uint8).reshape(x.shape), gather)
-            gathering.wait()
-            a = Quantised(x.view(a.data.dtype).reshape(-1, x.shape[-1]), scale, a.blocks)
-        b = self.quantise("weight", weight, 1, record=record)
-        y = product(a, b.t(), weight.dtype, fast_accumulation=True)
-        operands: dict[Role, Quantised] = {"input": a, "weight": b}
-        scales = {role: quantised.scale for role, quantised in operands.items() if self.keeps_scale(role)}
-        return y.view(*x.shape[:-1], len(weight)), scales
+class SavedOperands(NamedTuple):
+    """What backward needs of the matrices of forward, besides the saved input."""
+
+    input_scales: Scales | None
+    """Scales of the saved input, or, if it is not in FP8, scales that do not depend on the summed dim."""
+    is_turned: bool
+    """Whether the saved input is the transposed matrix in FP8."""
+    weight_scales: Scales | None
+    """Scales of the weight that do not depend on the summed dim."""
+    weight: Quantised | None
+    """The weight for dL/dx, if it is kept."""
 
 
 class FP8Gradients(LinearGradients):
-    """The gradients of y = x W^T from dL/dy ``[..., O]``; ``scales`` come from ``FP8Products.output``."""
+    """The gradients of y = x W^T from dL/dy ``[..., O]``; ``saved`` comes from ``FP8Products.output``."""
 
-    def __init__(self, fp8: FP8Products, weight: nn.Parameter, grad_y: Tensor, scales: Mapping[Role, Tensor]) -> None:
+    def __init__(self, fp8: FP8Products, weight: nn.Parameter, grad_y: Tensor, saved: SavedOperands) -> None:
         super().__init__(weight, grad_y)
         self.fp8 = fp8
-        self.scales = scales
+        self.saved = saved
         self._rows = grad_y.reshape(-1, grad_y.shape[-1])
-        self._quantised: dict[Blocks, Quantised] = {}
+        self._quantised: dict[int, Quantised] = {}
 
     def _grad(self, summed: int) -> Quantised:
-        """dL/dy, quantised once if both products use the same blocks."""
-        blocks = self.fp8.blocks("grad", summed)
-        if blocks not in self._quantised:
-            self._quantised[blocks] = self.fp8.quantise(
-                "grad", self._rows, summed, record=True, both=self.fp8.multiplies_weight_grad()
-            )
-        return self._quantised[blocks]
+        """dL/dy, quantised once for both products."""
+        if summed not in self._quantised:
+            is_first = not self._quantised
+            needs_both = is_first and self.fp8.multiplies_weight_grad() and self.weight.requires_grad
+            sums = (1, 0) if needs_both else (summed,)
+            matrices = self.fp8.quantise("grad", self._rows, *sums, record=is_first)
+            self._quantised |= dict(zip(sums, matrices, strict=True))
+        return self._quantised[summed]
 
     def of_input(self) -> Tensor:
         """dL/dx ``[..., I]``, this rank's part of the sum over the ranks that split the output."""
-        weight = self.fp8.quantise("weight", self.weight.detach(), 0, self.scales.get("weight"))
+        weight = self.saved.weight
+        if weight is None:
+            (weight,) = self.fp8.quantise("weight", self.weight.detach(), 0, scales=self.saved.weight_scales)
         return product(self._grad(1), weight, self.grad_y.dtype).view(*self.grad_y.shape[:-1], -1)
-
-    def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-        """Start gathering the input; as FP8 bytes if forward has already computed its scale."""
-        if comm.gather_sequence and self.fp8.per_tensor and self.fp8.multiplies_weight_grad():
-            x = self.fp8.quantise("input", x, 1, self.scales["input"]).data.view(torch.uint8)
-        return super().start_gather(x, comm)
 
     def of_weight(self, x: Tensor) -> Tensor | None:
         """``weight_grad``, in FP8 unless ``fp8_wgrad`` is off."""
@@ -271,15 +333,18 @@ class FP8Gradients(LinearGradients):
             return super().of_weight(x)
         main_grad = main_grad_of(self.weight)
         if main_grad is None:
-            return self._of_weight(x, self.weight.dtype)
-        main_grad.add_(self._of_weight(x, main_grad.dtype))
+            return product(*self._factors(x), self.weight.dtype)
+        # torch's products in FP8 cannot add to a matrix, unlike those in 16 bits.
+        add_product_(main_grad, *self._factors(x))
         return None
 
-    def _of_weight(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dL/dW ``[O, I]`` in ``out_dtype`` from ``x`` ``[..., I]`` or its FP8 bytes."""
-        if x.dtype == torch.uint8:
-            data = x.view(self.fp8.dtypes["input"]).reshape(-1, x.shape[-1])
-            quantised = Quantised(data, self.scales["input"], WHOLE)
-        else:
-            quantised = self.fp8.quantise("input", x.reshape(-1, x.shape[-1]), 0, self.scales.get("input"))
-        return product(self._grad(0).t(), quantised, out_dtype)
+    def _factors(self, x: Tensor) -> tuple[Quantised, Quantised]:
+        """The factors of dL/dW ``[O, I]``, from the saved ``[..., I]``, its FP8 bytes, or those of ``[I, R]``."""
+        scales = self.saved.input_scales
+        dtype = self.fp8.dtypes["input"]
+        if x.dtype != torch.uint8:
+            (quantised,) = self.fp8.quantise("input", x.reshape(-1, x.shape[-1]), 0, scales=scales)
+            return self._grad(0).t(), quantised
+        assert scales is not None, "the input was saved in FP8, with its scales"
+        data = x.view(dtype).mT if self.saved.is_turned else x.reshape(-1, x.shape[-1]).view(dtype)
+        return self._grad(0).t(), Quantised(data, scales.scale, self.fp8.blocks("input", 0), scales.inverse)

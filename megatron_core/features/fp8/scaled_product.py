@@ -49,23 +49,37 @@ def product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumula
     accumulates in lower precision, as is usual in forward.
     """
     if is_scaled_product(a, b, out_dtype):
-        scale_a = a.scale.reciprocal()
-        scale_b = b.scale.reciprocal()
-        kernel_dtype = out_dtype
-        if a.blocks != WHOLE or b.blocks != WHOLE:
-            scale_a = scale_a.expand(a.data.shape[0], 1).contiguous()
-            scale_b = scale_b.expand(1, b.data.shape[1]).contiguous()
-            if a.data.device.type == "cuda":
-                kernel_dtype = torch.bfloat16  # the only output dtype of torch's rowwise kernels
-        left = a.by_rows()
-        right = b.t().by_rows().t()
-        y = torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation)
-        return y.to(out_dtype)
+        return _scaled_product(a, b, out_dtype, fast_accumulation=fast_accumulation).to(out_dtype)
     if (a.blocks, b.blocks) in KINDS and scaled_product_unavailable_reason(a.blocks.columns, a.data.device) is None:
         if is_block_product(a, b, out_dtype):
             return block_product(block_operands(a, b), out_dtype)
         warnings.warn(UNFIT, stacklevel=2)
     return dequantised_product(a, b, out_dtype)
+
+
+def add_product_(total: Tensor, a: Quantised, b: Quantised) -> None:
+    """total += A B, with a product in the dtype of ``total``; see ``product``."""
+    if is_scaled_product(a, b, total.dtype):
+        # The sum converts a result in 16 bits, exactly.
+        total.add_(_scaled_product(a, b, total.dtype, fast_accumulation=False))
+    else:
+        total.add_(product(a, b, total.dtype))
+
+
+def _scaled_product(a: Quantised, b: Quantised, out_dtype: torch.dtype, *, fast_accumulation: bool) -> Tensor:
+    """torch's product, in ``out_dtype`` or, for scales of rows on GPUs, in bfloat16."""
+    scale_a = a.inverse
+    scale_b = b.inverse
+    kernel_dtype = out_dtype
+    if a.blocks != WHOLE or b.blocks != WHOLE:
+        # Transposed scales have other strides, although a dim has size 1, and torch compares strides.
+        scale_a = scale_a.expand(a.data.shape[0], 1).flatten().contiguous()[:, None]
+        scale_b = scale_b.expand(1, b.data.shape[1]).flatten().contiguous()[None]
+        if a.data.device.type == "cuda":
+            kernel_dtype = torch.bfloat16  # the only output dtype of torch's rowwise kernels
+    left = a.data.contiguous()
+    right = b.data.t().contiguous().t()
+    return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation)
 
 
 def dequantised_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
@@ -77,7 +91,7 @@ def dequantised_product(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> T
     # it; scales of blocks are powers of two, so that dequantising to bfloat16 is exact, too.
     if _leaves_sum(a, b):
         y = torch.mm(a.data.to(torch.bfloat16), b.data.to(torch.bfloat16), out_dtype=torch.float32)
-        return (y * a.scale.reciprocal() * b.scale.reciprocal()).to(out_dtype)
+        return (y * a.inverse * b.inverse).to(out_dtype)
     y = torch.mm(a.dequantised(torch.bfloat16), b.dequantised(torch.bfloat16), out_dtype=torch.float32)
     return y.to(out_dtype)
 
@@ -128,19 +142,21 @@ def block_operands(a: Quantised, b: Quantised) -> Operands:
     """
     turned = b.t()
     kinds = KINDS[a.blocks, b.blocks]
-    return Operands(a.by_rows(), turned.by_rows().t(), _block_scales(a), _block_scales(turned), kinds)
+    return Operands(a.data.contiguous(), turned.data.contiguous().t(), _block_scales(a), _block_scales(turned), kinds)
 
 
 def _block_scales(x: Quantised) -> Tensor:
-    inverse = x.scale.reciprocal()
+    inverse = x.inverse
     rows, blocks = inverse.shape
     if x.blocks.columns == SMALL_BLOCK:
         filled = functional.pad(inverse, (0, -blocks % 4, 0, -rows % 128))
         tiles = filled.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0, 3, 2, 1, 4)
         return tiles.flatten().to(torch.float8_e8m0fnu)
     if x.blocks.rows == 1:
-        return inverse.t().contiguous().t()
-    return functional.pad(inverse, (0, -blocks % 4)).contiguous().t()
+        # Flattened first: torch compares the strides of a dim of size 1, too.
+        return inverse.t().flatten().contiguous().view(blocks, rows).t()
+    filled = functional.pad(inverse, (0, -blocks % 4)) if blocks % 4 else inverse
+    return filled.contiguous().t()
 
 
 def block_product(operands: Operands, out_dtype: torch.dtype) -> Tensor:

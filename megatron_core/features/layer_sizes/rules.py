@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_parallel import context_problems, parallel_problems, uneven
+from megatron_core.config.rules_parallel import context_problems, parallel_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.feature import used_features
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON as NAME

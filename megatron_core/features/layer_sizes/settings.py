@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-from megatron_core.config.layer_block import LayerBlock, LayerPart
+from megatron_core.config.layer_settings import LayerBlock, LayerPart
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 from megatron_core.errors import ConfigError, quoted, shortened

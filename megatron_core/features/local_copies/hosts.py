@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_core.checkpoint.hosts import page_cache_of, raise_on_all_ranks
+from megatron_core.checkpoint.chunks import page_cache_of
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.parallel.texts import gather_from_all_ranks, raise_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from megatron_core.checkpoint.folder import (
     run_of,
 )
 from megatron_core.checkpoint.hashes import damage
-from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.one_pass import read_header
 from megatron_core.checkpoint.reader import CheckpointReader, note
@@ -35,7 +34,7 @@ from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError
 from megatron_core.features.local_copies.hosts import Hosts, find_hosts
 from megatron_core.features.local_copies.transfer import Transfer, carry_out
-from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks, listed
+from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks, listed, raise_on_all_ranks
 
 LOADING = ".loading"
 WAY_OUT = "free space there, or resume from disk with --ckpt-step"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.rules_run import fast_restart_problems
+from megatron_core.config.rules_data import fast_restart_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.features.local_copies.settings import LocalCopiesConfig
 

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_core.config.linear_layers import LinearLayer, linear_layers, mlp_layers
 from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.rule_helpers import exclusive, shown
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_single import exclusive, illegal_values, shown
+from megatron_core.config.rules_single import illegal_values
 from megatron_core.config.run import RunConfig
 from megatron_core.feature import features
 from megatron_core.features.lora.settings import NAMES, PARTS, WHOLE, TuningConfig
@@ -104,8 +105,9 @@ def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _faults_of_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """Faults of the settings that determine the layers of a model."""
-    for rule in (illegal_values, model_problems, moe_problems):
-        yield from rule(config)
+    yield from illegal_values(config.flat())
+    yield from model_problems(config)
+    yield from moe_problems(config)
     for feature in features():
         if feature.layers and feature.problems is not None:
             yield from feature.problems(config, world_size)

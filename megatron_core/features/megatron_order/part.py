@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.build import Share, Splits, build_datasets
-from megatron_core.datasets.parts import DataPart, DataRequest
 from megatron_core.features.megatron_order.build import build_megatron_order
 from megatron_core.features.megatron_order.mock import build_mock_order
 from megatron_core.features.megatron_order.order import samples_wanted
 from megatron_core.features.megatron_order.settings import MegatronOrderConfig
+from megatron_core.training.data import DataPart, DataRequest
 
 
 class OrderedData(DataPart):

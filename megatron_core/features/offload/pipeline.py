@@ -21,6 +21,7 @@ from megatron_core.data_parallel.memory import BucketMemory, Placement
 from megatron_core.features.offload.placement import DiskPlacement, HostPlacement
 from megatron_core.optimizer.rule import ShardSlice
 from megatron_core.optimizer.shard import Shard, ShardUpdates, UpdateJob
+from megatron_core.parallel.pinned import pinned_like
 from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
 
 
@@ -47,7 +48,8 @@ class UpdatePipeline(ShardUpdates):
         earlier = self._sent.get(shard)
         if earlier is None or earlier.version != grad._version:
             if shard not in self._memory:
-                self._memory[shard] = empty_on_host(grad)
+                # Lives as long as the run, so that it is allocated in whole pages.
+                self._memory[shard] = pinned_like(grad) if grad.is_cuda else torch.empty_like(grad, device="cpu")
             transfer = lane("host copy_out", grad.device).copy(self._memory[shard], grad, for_host=True)
             self._sent[shard] = _Sent(grad._version, self._memory[shard], transfer)
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_core.config.rules_parallel import divisors, leaves_rest
-from megatron_core.config.rules_single import exclusive
+from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.features.outer_steps.settings import OuterConfig
 

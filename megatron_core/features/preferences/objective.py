@@ -45,7 +45,8 @@ class Preferences(Objective):
     def count_terms(self, batches: Sequence[MicroBatch]) -> Tensor:
         """This rank's share of its micro-batches' pairs, a float64 scalar: context-parallel ranks share them."""
         pairs = sum(batch.tokens.shape[0] // 2 for batch in batches)
-        return torch.tensor(pairs / self.run.groups.size("cp"), dtype=torch.float64, device=self.run.world.device)
+        count = pairs / self.run.groups.size("cp")
+        return torch.full((), count, dtype=torch.float64, device=self.run.world.device)
 
     def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
         """The loss of pairs of answers; the reference computes all micro-batches before the model."""

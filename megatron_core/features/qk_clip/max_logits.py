@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config.attention import QUERY_BLOCK
+from megatron_core.ops.grouped import copied_to
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.groups import Group
 from megatron_core.transformer.context import PackedDocuments, SequenceContext
@@ -60,5 +61,5 @@ def _numbers(documents: PackedDocuments, length: int) -> Tensor:
     """The number of the document of each token, ``[b, length]``."""
     numbers = torch.zeros(len(documents.lengths), length, dtype=torch.int64, device=documents.device)
     for row, lengths in zip(numbers, documents.lengths, strict=True):
-        row[torch.tensor(list(accumulate(lengths))[:-1], dtype=torch.int64, device=row.device)] = 1
+        row[copied_to(list(accumulate(lengths))[:-1], torch.int64, row.device)] = 1
     return numbers.cumsum(1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.compression import compression_of
+from megatron_core.config.parallel import compression_of
 from megatron_core.config.run import RunConfig
 from megatron_core.features.qk_clip.settings import QKClipConfig
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.rules_single import shown
+from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig
 from megatron_core.features.questions.settings import QuestionConfig
 

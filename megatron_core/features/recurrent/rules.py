@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import inf
 
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.rules_parallel import uneven
+from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.run import RunConfig
 from megatron_core.features.recurrent.settings import AHEAD, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
 

@@ -1,7 +1,5 @@
 """Optimizer state without ZeRO, which DeepSpeed stores by numbers instead of names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

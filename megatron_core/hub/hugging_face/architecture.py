@@ -7,7 +7,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
 
-from megatron_core.config import ModelConfig, token_ids
+from megatron_core.config import ModelConfig
+from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.config.run import field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
@@ -38,14 +39,14 @@ TYPES_OF_SETTINGS: dict[str, KeyType] = {
 _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
 IGNORED_KEYS = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-    *("output_router_logits", "pretraining_tp", *token_ids.KEYS),
+    *("output_router_logits", "pretraining_tp", *TOKEN_ID_KEYS),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("chunk_size_feed_forward", "is_encoder_decoder"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 ROPE_KEY = "rope_parameters"
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
-_COMMON_TYPES |= dict.fromkeys(token_ids.KEYS, TOKEN_ID)
+_COMMON_TYPES |= dict.fromkeys(TOKEN_ID_KEYS, TOKEN_ID)
 _COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
 

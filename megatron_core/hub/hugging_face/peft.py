@@ -1,7 +1,5 @@
 """Low-rank adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,8 +1,6 @@
 """Weights stored in fewer bits: in FP8 with a scale for each block, as DeepSeek-V3, MiniMax-M2 and the FP8 editions of
 Qwen3 are; experts in MXFP4, as gpt-oss is: 4-bit floats in blocks of 32 with a common power of two."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

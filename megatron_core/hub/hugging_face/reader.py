@@ -17,7 +17,7 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.token_ids import token_ids_json
+from megatron_core.config.ranges import token_ids_json
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.architecture import FP8, Architecture, architecture_of

@@ -1,13 +1,11 @@
 """Rules for settings of config.json that need more than a renamed key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.token_ids import LARGEST, is_token_id
+from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
 from megatron_core.schema import (
@@ -27,7 +25,7 @@ from megatron_core.schema import (
 )
 
 Settings = dict[str, Any]
-TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST:,}, or a list of ids", is_token_id)
+TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST_TOKEN_ID:,}, or a list of ids", is_token_id)
 
 
 def refuse(key: str, value: object, reason: str) -> NoReturn:

@@ -1,11 +1,9 @@
 """The text model in a multimodal folder, which also holds a vision tower or another encoder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_core.config.token_ids import KEYS
+from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.rules import Settings
 
@@ -46,7 +44,7 @@ def text_settings(hf_config: Settings, names: Iterable[str]) -> Settings:
     inner = hf_config.get("text_config")
     if isinstance(inner, dict):
         shared: Settings = {key: hf_config[key] for key in SHARED_KEYS if hf_config.get(key)}
-        token_ids = {key: hf_config[key] for key in KEYS if key in hf_config}
+        token_ids = {key: hf_config[key] for key in TOKEN_ID_KEYS if key in hf_config}
         text: Settings = shared | token_ids | inner
     else:  # earlier files of Qwen2-VL and Qwen2.5-VL
         text = {key: value for key, value in hf_config.items() if not key.startswith(("vision_", "image_", "video_"))}

@@ -1,7 +1,5 @@
 """Keys of config.json that an architecture does not read, and that may still describe the model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

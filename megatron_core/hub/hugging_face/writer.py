@@ -68,7 +68,7 @@ def write_hugging_face(
     for name in sorted(names, key=_natural):
         stored = architecture.source(name).stored_shapes(model, shapes[name])
         entries = [(key, stored_dtype(name, dtype), size) for key, size in stored.items()]
-        groups.append((entries, partial(_stored_tensors, reader, architecture, model, name, shapes[name], dtype)))
+        groups.append((entries, partial(stored_tensors, reader, architecture, model, name, shapes[name], dtype)))
     constants = architecture.constants(model)
     values = [torch.tensor(value, dtype=dtype) for value in constants.values()]
     groups.append(([(key, dtype, ()) for key in constants], lambda: values))
@@ -109,7 +109,7 @@ def read_whole(reader: Weights, name: str, shape: tuple[int, ...], dtype: torch.
     return tensor
 
 
-def _stored_tensors(
+def stored_tensors(
     reader: Weights,
     architecture: Architecture,
     model: ModelConfig,
@@ -117,7 +117,7 @@ def _stored_tensors(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Iterable[Tensor]:
-    """The stored tensors that hold our weight ``name``."""
+    """The stored tensors that hold our weight ``name``, in the order of ``TensorSource.stored_shapes``."""
     ours = read_whole(reader, f"model.{name}", shape, stored_dtype(name, dtype))
     source = architecture.source(name)
     if source.of_heads:

@@ -1,7 +1,5 @@
 """The format ``torch_dist`` of Megatron-LM: chunks of global tensors in files of ``torch.distributed.checkpoint``."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ bucket; with expert parallelism experts have buffers of their own, and each virt
 contain the main weights: a state is read only if these agree with the weights, so that another order is an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

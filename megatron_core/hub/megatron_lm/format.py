@@ -1,7 +1,5 @@
 """The state of a training of Megatron-LM, as the state of a run of this project."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path

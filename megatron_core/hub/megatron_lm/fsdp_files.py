@@ -5,8 +5,6 @@ Keys are paths in the state dict, such as ``model.module.decoder.layers.0.mlp.li
 layers are tensors of their own (``_w``, ``_v``). Source: ``preprocess_fsdp_dtensor_state_dict`` of Megatron-LM.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

@@ -5,8 +5,6 @@
 computed before a pickle is loaded, because loading hashes the tuples that are keys of dicts.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

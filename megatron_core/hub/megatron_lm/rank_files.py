@@ -1,7 +1,5 @@
 """The format ``torch`` of Megatron-LM: a file for each model-parallel rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Both are folders of ``torch.distributed.checkpoint``: each rank writes the tenso
 and rank 0 the file ``.metadata``, which names each box. A box may have several names, which share its bytes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -29,7 +27,7 @@ from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
-from megatron_core.config.layer_block import LayerBlock
+from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.errors import CheckpointError
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig

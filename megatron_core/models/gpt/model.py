@@ -79,6 +79,8 @@ class GPTModel(nn.Module):
         self.config = self.model_config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
+        self.rotary_channels = attention_of(config).rotary_channels
+        self._frequencies: dict[tuple[torch.device, int], tuple[Tensor, float]] = {}
 
         # Settings and groups.
         parallel = parallel or ModelParallelConfig()
@@ -327,18 +329,21 @@ class GPTModel(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        channels = attention_of(self.model_config).rotary_channels
-        if not channels:
+        if not self.rotary_channels:
             return None
-        frequencies, magnitude = scaled_frequencies(
-            self.model_config, channels, self.max_sequence_length, position_ids.device
+        # Frequencies are settings, which no forward changes; their few numbers would take several launches each time.
+        key = position_ids.device, self.max_sequence_length
+        frequencies, magnitude = self._frequencies.get(key) or scaled_frequencies(
+            self.model_config, self.rotary_channels, self.max_sequence_length, position_ids.device
         )
+        # Tensors of a mode, such as fake ones, are of no use after it.
+        if not (torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling() or frequencies.is_inference()):
+            self._frequencies[key] = frequencies, magnitude
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         base = self.model_config.rotary_base_of_windows
-        channels = attention_of(self.model_config).rotary_channels
-        if not channels or base is None:
+        if not self.rotary_channels or base is None:
             return None
-        frequencies = plain_frequencies(channels, base, position_ids.device)
+        frequencies = plain_frequencies(self.rotary_channels, base, position_ids.device)
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype))

@@ -10,8 +10,6 @@ where a_i is the sum over the ranks of |x_i|. For random signs, P(|sum of s_i e_
 false alarm is below 3e-14 for each block.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Compares the recorded checksums of all ranks, and describes each wrong delivery."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -62,13 +60,10 @@ def _wrong_calls(group: Group, names: Sequence[str], ranks: Sequence[int], devic
     differences: list[tuple[tuple[int, int], str]] = []
     for call, sources in _wrong_moves([call for call in calls if not call.is_sum], group):
         senders = [ranks[source] for source in sources]
-        differences.append((call.key, _sentence(call, ranks[group.rank()], _from(senders), where)))
+        sender = f" from rank{'s' * (len(senders) > 1)} {listed(senders)}"
+        differences.append((call.key, _sentence(call, ranks[group.rank()], sender, where)))
     differences += _wrong_sums([call for call in calls if call.is_sum], group, ranks, where)
     return [text for _, text in sorted(differences)]
-
-
-def _from(senders: Sequence[int]) -> str:
-    return f" from rank{'s' * (len(senders) > 1)} {listed(senders)}"
 
 
 def _sentence(call: RecordedCall, receiver: int, sender: str, where: str) -> str:

@@ -6,8 +6,6 @@ the ranks. A message between pipeline stages carries its checksum: the bytes of 
 the message, which detects outdated messages. Otherwise the cost is one check of a flag for each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

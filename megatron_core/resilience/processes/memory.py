@@ -5,8 +5,6 @@ later one share it. Only written pages use memory. The copies are written in tur
 one leaves the other intact.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -3,8 +3,6 @@
 It has the interface of ``Watchdog``, which it replaces: that ends the process, this lets it continue.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading
@@ -127,7 +125,8 @@ class Monitor:
                 exception = ctypes.py_object(interrupt.InterruptedWait)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
         if is_first:
-            abort_groups()
+            # In another thread: an abort of NCCL may hang, and this one must still interrupt the main thread.
+            threading.Thread(target=abort_groups, name="abort", daemon=True).start()
 
 
 def abort_groups() -> None:

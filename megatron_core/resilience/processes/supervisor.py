@@ -5,8 +5,6 @@ notices a death at once (``waitpid``), and a process that is stopped or does not
 killed. Errors of one training process therefore do not end the launcher's process, and torchrun does not end the job.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -19,7 +19,7 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from megatron_core.ops.grouped import runs
+from megatron_core.ops.grouped import copied_to, runs
 from megatron_core.parallel.collectives import (
     all_reduce_,
     all_to_all_rows,
@@ -108,7 +108,8 @@ class Dispatcher:
     """Base class of the dispatchers: the assignment of experts to ranks.
 
     ``dispatch`` of a subclass sends ``x`` ``[T, h]`` to the chosen experts. ``padded``: messages and the rows of each
-    expert are padded to ``routing.capacity``. ``meanwhile`` is called during the communication.
+    expert are padded to ``routing.capacity``. ``meanwhile`` is called during the communication. ``once``: numbers that
+    the layers of one forward share.
     """
 
     def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
@@ -136,6 +137,7 @@ class AllToAll(Dispatcher):
         padded: bool = False,
         meanwhile: Callable[[], None] | None = None,
         numbers: TokenNumbers | None = None,
+        once: dict[str, int] | None = None,
     ) -> Dispatched:
         """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
@@ -202,9 +204,9 @@ class AllToAll(Dispatcher):
         return table, table
 
     def _holders_on(self, device: torch.device) -> Tensor:
-        """``holders`` on the device; copied once, because the host waits for this copy."""
+        """``holders`` on the device, copied once."""
         if self._holders is None or self._holders.device != device:
-            self._holders = torch.tensor(self.holders, device=device)
+            self._holders = copied_to(self.holders, torch.int64, device)
         return self._holders
 
     def _by_expert(
@@ -235,15 +237,22 @@ class AllGatherDispatcher(Dispatcher):
         padded: bool = False,
         meanwhile: Callable[[], None] | None = None,
         numbers: TokenNumbers | None = None,
+        once: dict[str, int] | None = None,
     ) -> Dispatched:
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
         assert numbers is None, "validation refuses layout_invariant with allgather"
         local_rows = x.shape[0]
-        longest = torch.full((), local_rows, device=x.device)  # unlike ``torch.tensor``, without a copy from the host
-        all_reduce_(longest, self.group, maximum=True)
-        # A gather needs equal sizes, and ranks may have a different number of tokens.
-        missing = int(longest) - local_rows
+        # A gather needs equal sizes, and ranks may have a different number of tokens. All layers of a forward have the
+        # same tokens, so that the host waits for the largest number only once.
+        once = {} if once is None else once
+        if "longest" not in once:
+            longest = torch.full(
+                (), local_rows, device=x.device
+            )  # unlike ``torch.tensor``, without a copy from the host
+            all_reduce_(longest, self.group, maximum=True)
+            once["longest"] = int(longest)
+        missing = once["longest"] - local_rows
 
         def gathered(tensor: Tensor, fill: float = 0) -> Tensor:
             tail = tensor.new_full((missing, *tensor.shape[1:]), fill)
@@ -256,12 +265,16 @@ class AllGatherDispatcher(Dispatcher):
         keys = keys.masked_fill((experts < 0) | (keys < 0) | (keys >= self.local_experts), self.local_experts)
         capacity = routing.capacity * self.size if padded and routing.capacity is not None else None
         slots = Slots.of(keys, self.local_experts, capacity, drops=True)
-        counts = slots.counts.tolist()  # waits for the device
+        inputs = gathered(x)
+        input_probs = gathered(routing.probs).flatten()
         if capacity is None:
+            counts = slots.counts.tolist()  # waits for the device, while it gathers
             slots = replace(slots, rows=slots.rows[: sum(counts)])
+        else:
+            counts = [capacity] * self.local_experts
         tokens = slots.owners(keys.shape[1])
-        rows = _Take.apply(gathered(x), tokens, slots.places, True, _plain_total)
-        probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True, _plain_total)
+        rows = _Take.apply(inputs, tokens, slots.places, True, _plain_total)
+        probs = _Take.apply(input_probs, slots.rows, slots.places.view(-1, 1), True, _plain_total)
 
         def combine(outputs: Tensor) -> Tensor:
             total = _SumTaken.apply(outputs, slots.places, tokens, True, _plain_total)

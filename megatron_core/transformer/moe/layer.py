@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.latent_attention import DownProjection
@@ -79,7 +80,7 @@ class MoELayer(nn.Module):
         if self.fc1_latent_proj is not None:
             x = self.fc1_latent_proj(x)
         sent = self.dispatcher.dispatch(
-            x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers
+            x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers, once=context.once
         )
         if not self.overlaps:
             share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
@@ -110,10 +111,7 @@ class MoELayer(nn.Module):
         return self.tp_group.size() > 1 and not self.sequence_parallel
 
     def _own_rows(self, length: int) -> slice:
-        if not self._divides:
-            return slice(0, length)
-        rank, size = self.tp_group.rank(), self.tp_group.size()
-        return slice(length * rank // size, length * (rank + 1) // size)
+        return routed_rows(length, self.tp_group) if self._divides else slice(0, length)
 
     def _tokens(self, hidden: Tensor, own_rows: slice, context: SequenceContext) -> Tokens:
         length, batch, _ = hidden.shape
@@ -125,6 +123,13 @@ class MoELayer(nn.Module):
             counted = hidden.new_ones(length, batch)
         most = -(-length // self.tp_group.size()) if self._divides else length
         return Tokens(counted[own_rows], positions[own_rows], most)
+
+
+def routed_rows(length: int, tp_group: Group) -> slice:
+    """The positions that a tensor-parallel rank routes, if all ranks of its group have the same ``length`` ones."""
+    rank = tp_group.rank()
+    size = tp_group.size()
+    return slice(length * rank // size, length * (rank + 1) // size)
 
 
 class SharedExperts(MLP):

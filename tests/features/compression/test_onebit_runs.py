@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.config.compression import compression_of
+from megatron_core.config.parallel import compression_of
 from megatron_core.features.compression.signs import OneBitLAMB, SignSums
 from megatron_core.features.compression.updates import ZeroOneAdamUpdate
 from megatron_core.reports.replicas import Replicas

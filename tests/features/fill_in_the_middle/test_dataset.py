@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
 from megatron_core.datasets import Sample
+from megatron_core.datasets.base import WholeRound
 from megatron_core.datasets.loader import BatchLoader
-from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError
 from megatron_core.features.fill_in_the_middle.dataset import FIMDataset
 from megatron_core.tokenizers import Tokenizer, build_tokenizer

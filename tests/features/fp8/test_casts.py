@@ -217,13 +217,13 @@ def test_linear_layer_by_hand(recipe: str) -> None:
     [
         (
             "tensorwise",
-            "features.fp8.casts:_cast",
-            "None if turned is None else turned.mT",
-            "turned and turned.view(x.shape)",
+            "features.fp8.native_casts:cast_orders",
+            'data if order == "rows" else data.mT',
+            "data.view(x.shape)",
         ),
         ("rowwise", "features.fp8.products:FP8Products.blocks", "ROWS if summed == 1", "ROWS if summed == 0"),
-        ("rowwise", "features.fp8.casts:scale_of", "torch.full_like(scale, 0.5)", "torch.ones_like(scale)"),
-        ("tensorwise", "features.fp8.products:FP8Gradients.of_input", 'get("weight")', 'get("input")'),
+        ("rowwise", "features.fp8.native_casts:cast_orders", "dtype, power_of_two, *grid", "dtype, False, *grid"),
+        ("tensorwise", "features.fp8.products:FP8Gradients.of_input", "saved.weight_scales", "saved.input_scales"),
         ("tensorwise", "features.fp8.products:FP8Products.__init__", 'if settings.fp8_format == "hybrid"', "if False"),
     ],
     ids=["transposed form", "rows and columns", "rounding", "stale scale", "format"],

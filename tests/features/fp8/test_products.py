@@ -137,7 +137,7 @@ def test_recipes_are_their_definition_on_massive_activations() -> None:
         }
         for recipe, expected in defined.items():
             products = fp8_products.FP8Products(FP8Config(fp8_format="e4m3", fp8_recipe=recipe), ALONE, ALONE)
-            found, _ = products.output(x, weight, None, linear_comm.NO_COMM, training=False)
+            found, *_ = products.output(x, weight, None, linear_comm.NO_COMM, training=False)
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
         others = {
             "whole": defined["tensorwise"],

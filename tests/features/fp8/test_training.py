@@ -141,8 +141,9 @@ def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> Non
     run = start(DELAYED | {"fp8_statistics_interval": 1})
     train(run, 1)
     assert histories_of(run).losses() == []
-    histories_of(run).layers["decoder.layers.0.mlp.linear_fc1"].history.fill_(1e-9)
-    histories_of(run).layers["decoder.layers.1.mlp.linear_fc2"].history.fill_(1e9)
+    for name, amax in (("decoder.layers.0.mlp.linear_fc1", 1e-9), ("decoder.layers.1.mlp.linear_fc2", 1e9)):
+        layer = histories_of(run).layers[name]
+        layer.history = layer.history.fill_(amax)
     histories_of(run).count(wanted=True)
     train(run, 1)
     found = {(loss.layer, loss.role): (loss.saturated, loss.underflown) for loss in histories_of(run).losses()}

@@ -13,7 +13,7 @@ import transformers
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.datasets import MockDataset
-from megatron_core.datasets.whole_round import WholeRound
+from megatron_core.datasets.base import WholeRound
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.questions import scores as scoring
 from megatron_core.features.questions.dataset import ChoiceDataset

@@ -1,7 +1,5 @@
 """Bamba: layers of a Mamba-2 mixer or attention, and an MLP, which are two layers each here."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig

@@ -1,7 +1,5 @@
 """Falcon-H1: layers of parallel attention and Mamba-2 mixer, and an MLP, with factors on many of their parts."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_core.config import ModelConfig

@@ -1,7 +1,5 @@
 """Granite 4: layers of a Mamba-2 mixer or attention, and an MLP or experts, which are two layers each here."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register

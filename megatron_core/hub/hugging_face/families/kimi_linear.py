@@ -1,7 +1,5 @@
 """Kimi Linear: Kimi delta attention, latent attention without rotary positions, and experts as DeepSeek-V3's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.config import ModelConfig

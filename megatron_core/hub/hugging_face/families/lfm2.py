@@ -1,7 +1,5 @@
 """LFM2: layers of a gated short convolution or attention, and an MLP or experts, which are two layers each here."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import CONVOLUTION, RecurrentConfig
 from megatron_core.hub.hugging_face.architecture import register, variant

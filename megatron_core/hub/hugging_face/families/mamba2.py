@@ -1,7 +1,5 @@
 """Mamba-2: models whose layers are all Mamba-2 mixers."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_core.config import ModelConfig

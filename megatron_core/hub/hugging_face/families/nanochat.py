@@ -1,7 +1,5 @@
 """NanoChat: norms without weights, also of embeddings, queries and keys; squared ReLU; bounded logits."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import register
 from megatron_core.hub.hugging_face.families.nemotron import ARCEE

@@ -1,7 +1,5 @@
 """Nemotron-H: layers with one part each: a Mamba-2 mixer, attention without positions, an MLP, or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config import ModelConfig

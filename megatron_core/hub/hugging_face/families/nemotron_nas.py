@@ -1,7 +1,5 @@
 """Llama-Nemotron Super and Ultra, found by a search of architectures: Llama with layers of different sizes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

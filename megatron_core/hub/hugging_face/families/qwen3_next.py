@@ -1,7 +1,5 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets, and attention with a gate in every fourth layer."""
 
-from __future__ import annotations
-
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import GatedDeltaNetKind
 from megatron_core.features.recurrent.settings import RecurrentConfig

@@ -6,7 +6,7 @@ from weakref import finalize, ref
 from torch import nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.rules_parallel import RECOMPUTABLE
+from megatron_core.config.rules_sharding import RECOMPUTABLE
 from megatron_core.errors import ConfigError
 
 _LIVE = frozenset(

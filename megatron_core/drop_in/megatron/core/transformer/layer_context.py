@@ -16,7 +16,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_core.config.layer_block import LayerPart
+from megatron_core.config.layer_settings import LayerPart
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON

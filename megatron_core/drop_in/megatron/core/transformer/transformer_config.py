@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.moe import LoadBalancing
-from megatron_core.config.rules_parallel import RECOMPUTABLE
+from megatron_core.config.rules_sharding import RECOMPUTABLE
 from megatron_core.errors import ConfigError
 from megatron_core.feature import extended, setting_names
 from megatron_core.features.fp8 import FP8

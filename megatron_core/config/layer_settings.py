@@ -1,0 +1,289 @@
+"""Settings of the parts of a layer: norms, activation, latent attention, positions, muP, recompute; sizes of parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
+class NormConfig:
+    """Type and places of norms."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
+    """Type of normalization."""
+    disable_bias_layernorm: bool = setting(False, needs=c.LAYER_NORM, resume=Resume.TENSORS)
+    """LayerNorm with weights, but without biases (Cohere)."""
+    disable_weight_layernorm: bool = setting(False, needs=c.RMS_NORM, resume=Resume.TENSORS)
+    """RMSNorm without weights, except for norms of queries and keys with --qk-layernorm (NanoChat)."""
+    embedding_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
+    """Normalize the embeddings before the first layer (NanoChat)."""
+    apply_layernorm_1p: bool = setting(False, when=ALWAYS)
+    """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
+    norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
+    """Added to the variance inside the normalization."""
+    norm_placement: Literal["pre", "sandwich", "post"] = setting("pre", when=ALWAYS, resume=Resume.TENSORS)
+    """Position of norms. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
+    both (Gemma 2)."""
+    qk_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
+    """Normalize queries and keys, separately for each head."""
+    qk_layernorm_over_heads: bool = setting(
+        False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
+    )
+    """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
+    qk_layernorm_weight_per_head: bool = setting(
+        False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION), resume=Resume.TENSORS
+    )
+    """With --qk-layernorm: separate weights for each head, and no biases (Command R+)."""
+    qk_layernorm_after_rotary: bool = setting(False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION))
+    """With --qk-layernorm: normalize queries and keys after their rotation, not before (Hunyuan)."""
+    qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
+    """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
+    qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))
+    """With --qk-l2-norm: only in layers with rotary positions."""
+    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED, is_refinement=True)
+    """With --qk-layernorm: apply weight decay to the weights of these norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
+class ActivationConfig:
+    """The function between the matrices of MLPs and experts; default: GELU."""
+
+    swiglu: bool = setting(False, when=ALWAYS)
+    """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
+    geglu: bool = setting(False, when=ALWAYS)
+    """Gated MLP with GELU: gelu(gate) * up (Shazeer 2020)."""
+    quick_geglu: bool = setting(False, when=ALWAYS)
+    """Gated MLP with an approximation of GELU: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
+    glu_linear_offset: float = setting(0.0, r.NON_NEGATIVE, needs=c.GATED)
+    """Offset o of a gated MLP: f(gate) * (up + o); 1 in gpt-oss."""
+    activation_func_clamp_value: float | None = setting(None, r.POSITIVE, needs=c.GATED)
+    """Bound v of a gated MLP: min(gate, v), and up between -v and v (gpt-oss); default: none."""
+    mlp_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.GATED, when=c.DENSE_LAYER)
+    """Factors on the gates, before the activation function, and on the output of a gated MLP (Falcon-H1)."""
+    squared_relu: bool = setting(False, when=ALWAYS)
+    """MLP with relu(x)^2 (So et al. 2021)."""
+    relu: bool = setting(False, when=ALWAYS)
+    """MLP with relu(x) (OPT)."""
+    xielu: bool = setting(False, needs=c.NO_EXPERTS, resume=Resume.TENSORS)
+    """MLP with xIELU, which has two learned numbers in each layer (Huang and Schlag 2024; Apertus)."""
+    openai_gelu: bool = setting(False, when=c.GELU)
+    """Approximate GELU by tanh, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM approximates by
+    default in layers with biases."""
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the MLP's first projection computes a gate and a value."""
+        return self.swiglu or self.geglu or self.quick_geglu
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(needs=c.LATENT_ATTENTION, resume=Resume.FUNCTION)
+class LatentAttentionConfig:
+    """Attention whose keys and values are projections of one small latent per token (DeepSeek-AI 2024, arXiv
+    2405.04434, section 2.1). It always has rotary positions, in separate channels."""
+
+    multi_latent_attention: bool = setting(False, when=ALWAYS)
+    """Use multi-latent attention in all layers; default: one projection to queries, keys and values."""
+    q_lora_rank: int | None = setting(None, r.SIZE)
+    """Width of the latent of queries; default: queries are projections of the hidden state."""
+    kv_lora_rank: int = setting(32, r.SIZE)
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = setting(128, r.SIZE)
+    """Channels of a query or key head without positions."""
+    qk_pos_emb_head_dim: int = setting(64, r.SIZE)
+    """Channels of a query head with rotary positions; all heads share these channels of the key."""
+    v_head_dim: int = setting(128, r.SIZE)
+    """Channels of a value head."""
+    latent_norm_epsilon: float | None = setting(None, r.POSITIVE, when=c.QK_LAYERNORM)
+    """Added to the variance in the norms of latents; default: --norm-epsilon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(needs=c.MUP, resume=Resume.FUNCTION)
+class MuPConfig:
+    """Maximal update parametrization (Yang et al. 2022): hyperparameters tuned on a narrow model suit a wide one.
+
+    With m = width / base width, the initial standard deviation of hidden matrices is init_method_std / sqrt(m), logits
+    are divided by m, and attention scores by the channels of a head. ``OptimizerKind`` has the powers of m for rates.
+    """
+
+    use_mup: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
+    """Scale initial weights, attention, logits and learning rates with --hidden-size over --mup-base-hidden-size."""
+    mup_base_hidden_size: int | None = setting(None, r.COUNT)
+    """Width for which --lr was tuned; default: --hidden-size, so that only attention is scaled."""
+    mup_base_head_dim: float | None = setting(None, r.POSITIVE, when=c.DEFAULT_SOFTMAX_SCALE)
+    """Channels of a head of the base model; scores are multiplied by their square root; default: 1."""
+    mup_attn_scale_power: float = setting(1.0, r.NON_NEGATIVE, when=c.DEFAULT_SOFTMAX_SCALE)
+    """Scores are divided by the channels of a head to this power; without MuP the power is 0.5."""
+    mup_embedding_mult: float = setting(1.0, r.POSITIVE)
+    """Factor on the embeddings."""
+    mup_output_mult: float = setting(1.0, r.POSITIVE)
+    """Factor on the logits; 1.0 means --mup-base-hidden-size / --hidden-size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
+class RotaryConfig:
+    """Rotary positions (Su et al. 2021) and their scaling to longer sequences."""
+
+    rotary_base: float = setting(10000.0, r.POSITIVE, when=c.ROTARY, aliases="rotary_position_embeddings_theta")
+    """Base of the rotary frequencies."""
+    rotary_base_of_windows: float | None = setting(
+        None, r.POSITIVE, needs=c.NO_LATENT_ATTENTION, when=(c.WINDOWED_LAYER, c.ROTARY, c.WINDOW)
+    )
+    """Base in layers with the window of --window-size, which is not scaled (Gemma 3); default: --rotary-base."""
+    rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
+    """Fraction of each head's channels that have rotary positions."""
+    no_rope_freq: tuple[int, ...] | None = setting(None, needs=c.ROTARY)
+    """Layers without rotary positions (Llama 4, SmolLM3). One number n: every n-th layer. One number per layer: 1
+    without, 0 with rotary positions; also an expression such as ([0]*3+[1])*12. Default: all layers have them."""
+    attention_chunk_size: int | None = setting(None, r.SIZE, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
+    """Layers with rotary positions attend within chunks of this number of tokens of a document (Llama 4); default:
+    within whole documents."""
+    query_temperature_scale: float = setting(0.0, r.NON_NEGATIVE, needs=(c.QUERY_TEMPERATURE, c.NO_LATENT_ATTENTION))
+    """Scale a of the temperature in layers without rotary positions: the query at position p is multiplied by
+    1 + a ln(1 + floor((p + 1) / --query-temperature-floor)) (Llama 4)."""
+    query_temperature_floor: int = setting(8192, r.SIZE, needs=given("query_temperature_scale", "A"))
+    """Positions after which the temperature of --query-temperature-scale changes."""
+    query_temperature_of_rotary: bool = setting(False, needs=(c.ROTARY, given("query_temperature_scale", "A")))
+    """Apply the temperature in the layers with rotary positions instead, with p in place of p + 1 (Ministral 3)."""
+    rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
+    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default: i and i + half (Llama)."""
+    rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
+    """Divide positions by this, for sequences longer than in training (Chen et al. 2023); default: no division."""
+    use_rope_scaling: bool = setting(False, needs=c.ROTARY)
+    """Scale the frequencies by --rope-scaling-factor with the method --rope-scaling-type."""
+    rope_scaling_type: Literal["llama3", "yarn", "longrope", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
+    """llama3: lower the frequencies of slow channels and keep the fast ones (Llama 3.1). yarn: as llama3 with other
+    bounds, and longer queries and keys (Peng et al. 2023). longrope: divide each frequency by its own factor, one of
+    --longrope-long-factor if the run's longest text (--seq-length in training, --max-length in generation) has more
+    than --original-max-position-embeddings tokens, else of --longrope-short-factor (Ding et al. 2024). ntk: a larger
+    base (bloc97 2023). dynamic: as ntk, with the factor that --max-position-embeddings needs, 1 up to the original
+    length (emozilla 2023)."""
+    rope_scaling_factor: float = setting(8.0, r.POSITIVE, when=c.ROPE_SCALING, aliases="rotary_scaling_factor")
+    """Factor of --use-rope-scaling; 8 for Llama 3.1, 32 for Llama 3.2."""
+    original_max_position_embeddings: int | None = setting(
+        None,
+        r.SIZE,
+        when=(c.NOT_NTK, c.ROPE_SCALING),
+        aliases="rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings",
+    )
+    """Number of positions in training before --use-rope-scaling; default: 8192 for llama3; not needed for ntk."""
+    yarn_beta_fast: float = setting(32.0, r.POSITIVE, when=c.YARN, aliases="beta_fast")
+    """YaRN: channels that make more than this number of turns over the original positions are not scaled."""
+    yarn_beta_slow: float = setting(1.0, r.POSITIVE, when=c.YARN, aliases="beta_slow")
+    """YaRN: channels that make fewer than this number of turns over the original positions are scaled fully."""
+    yarn_correction_range_round_to_int: bool = setting(True, when=c.YARN)
+    """YaRN: round the first and the last partly scaled channel outwards to integers."""
+    mscale: float = setting(1.0, r.NON_NEGATIVE, when=(c.NO_YARN_FACTOR, c.YARN), aliases="rope_scaling_mscale")
+    """YaRN: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor)."""
+    mscale_all_dim: float = setting(
+        0.0, r.NON_NEGATIVE, when=(c.SOFTMAX_SCALE_FROM_YARN, c.YARN), aliases="rope_scaling_mscale_all_dim"
+    )
+    """YaRN: the divisor of --mscale."""
+    yarn_attention_factor: float | None = setting(None, r.POSITIVE, when=c.YARN)
+    """YaRN: multiply cosine and sine by this; default: the factor from --mscale."""
+    longrope_short_factor: tuple[float, ...] = setting((), needs=c.LONGROPE)
+    """LongRoPE: a divisor of each rotary frequency, for texts up to the original positions."""
+    longrope_long_factor: tuple[float, ...] = setting((), needs=c.LONGROPE)
+    """LongRoPE: a divisor of each rotary frequency, for longer texts."""
+    longrope_short_mscale: float | None = setting(None, r.POSITIVE, needs=c.LONGROPE)
+    """LongRoPE: multiply cosine and sine by this for texts up to the original positions N; default:
+    sqrt(1 + ln(--rope-scaling-factor) / ln(N))."""
+    longrope_long_mscale: float | None = setting(None, r.POSITIVE, needs=c.LONGROPE)
+    """LongRoPE: the same for longer texts."""
+
+    @property
+    def has_longrope(self) -> bool:
+        """Whether the longest text of the run chooses the rotary frequencies."""
+        return self.use_rope_scaling and self.rope_scaling_type == "longrope"
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """The attention or the MLP of a layer."""
+
+    no_op: bool = False
+    """Whether the layer does not have it."""
+    linear: bool = False
+    """Whether a matrix ``[h, h]`` replaces it."""
+    size: int | None = None
+    """Number of key-value groups, or width of the MLP; None: that of the model."""
+
+    def sized(self, size: int) -> LayerPart:
+        """The part with ``size``, if it has a size and none of its own."""
+        return self if self.no_op or self.linear or self.size is not None else replace(self, size=size)
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """The parts of a layer."""
+
+    attention: LayerPart = LayerPart()
+    """Its attention; the size is the number of key-value groups."""
+    mlp: LayerPart = LayerPart()
+    """Its MLP; the size is the width."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the layer returns its input."""
+        return self.attention.no_op and self.mlp.no_op
+
+    @property
+    def has_sizes_of_model(self) -> bool:
+        """Whether no part has a size of its own."""
+        return self.attention.size is None and self.mlp.size is None
+
+    def sized(self, groups: int, width: int) -> LayerBlock:
+        """The layer with the sizes of the model where it has none of its own."""
+        return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))
+
+
+WHOLE_BLOCK = LayerBlock()
+"""A layer with attention and an MLP of the sizes of the model."""
+
+
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FREE)
+class RecomputeConfig:
+    """Activations that are not stored on the device between forward and backward."""
+
+    recompute_granularity: Literal["full", "selective"] | None = setting(None, when=c.TRAINING)
+    """Activations that backward recomputes. full: of whole layers. selective: of --recompute-modules."""
+    recompute_modules: tuple[RecomputeModule, ...] = setting(
+        ("core_attn",), needs=c.SELECTIVE_RECOMPUTE, is_refinement=True
+    )
+    """Parts of a layer for selective recompute. core_attn: attention without its projections. layernorm: norms before
+    attention and MLP. mla_up_proj: queries, keys and values from their latents. mlp, moe, shared_experts: these
+    modules as a whole. moe_act: the activation function of experts."""
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, needs=c.FULL_RECOMPUTE, aliases="activations_checkpoint_method", is_refinement=True
+    )
+    """With full recompute. uniform: keep the input of every --recompute-num-layers layers. block: recompute the first
+    --recompute-num-layers layers of each stage."""
+    recompute_num_layers: int | None = setting(
+        None,
+        r.COUNT,
+        needs=c.FULL_RECOMPUTE,
+        aliases="activations_checkpoint_num_layers checkpoint_num_layers",
+        is_refinement=True,
+    )
+    """uniform: number of layers between stored inputs. block: number of recomputed layers of each stage."""
+    cpu_offloading: bool = setting(False, when=c.GPU)
+    """Move activations to the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
+    cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"))
+    """Number of first layers of each stage with offloaded activations (with full recompute: stored inputs)."""
+
+    def recomputes(self, module: str) -> bool:
+        """Whether backward recomputes ``module``, one of ``--recompute-modules``."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules

@@ -1,0 +1,5 @@
+"""Post-training: objectives of log-probabilities, a trainer that a program drives, and its sampler."""
+
+from megatron_core.post_training.sampler import Answer, RolloutSampler, largest_difference
+from megatron_core.post_training.trainer import TokenScores, Trainer
+from megatron_core.post_training.trajectories import Trajectory

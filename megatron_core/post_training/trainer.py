@@ -1,0 +1,278 @@
+"""Post-training that a program drives: log-probabilities, and steps on an objective of them, in any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import RunConfig
+from megatron_core.config.rules_data import SOURCES
+from megatron_core.config.validate import check
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.lora.adapters import without_adapters
+from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.models import GPTModel
+from megatron_core.parallel import World, start_world
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.post_training.hugging_face_weights import NamedTensor, hugging_face_weights
+from megatron_core.post_training.objectives import TokenObjective
+from megatron_core.post_training.policy_loss import PolicyLoss, Scores
+from megatron_core.post_training.step_data import StepData
+from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
+from megatron_core.post_training.weights import LiveWeights
+from megatron_core.training.driver import StepRates, run_plan
+from megatron_core.training.plans import StepSize
+from megatron_core.training.setup import Run, set_up
+from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, step_rates, train_on_batches
+from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of the learned tokens of each trajectory, in order: float32 or wider, equal on all ranks."""
+
+    log_probs: list[Tensor]
+    entropy: list[Tensor] | None
+    """Entropy of each token's distribution in nats, on request."""
+
+
+class Trainer:
+    """A model and its optimizer in any layout of ``RunConfig``, for programs with a loop of their own.
+
+    Every rank calls the same methods with the same trajectories, which are a few numbers for each token; each rank
+    computes its part. With ``pack`` several trajectories share a row of ``seq_length`` positions, and do not attend to
+    each other.
+
+    Errors: ``ConfigError`` for settings that are not legal, ``DataError`` for trajectories that are not.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | None = None,
+        *,
+        pack: bool = True,
+        layer_specs: LayerSpecs = layer_spec,
+    ) -> None:
+        """``world``: ranks of a program that has joined torch.distributed itself; None: those of the launcher, which
+        join here."""
+        joins = world is None
+        world = World.from_environment() if world is None else world
+        config = _without_data(config)
+        check(config, world.size)
+        parallel = config.parallel
+        if joins:
+            timeout = parallel.distributed_timeout_minutes
+            start_world(world, backend=parallel.distributed_backend, timeout_minutes=timeout)
+        self.run: Run = set_up(config, world, layer_specs=layer_specs, reads_data=False)
+        self._room = _row_room(config, pack=pack)
+
+    @property
+    def iteration(self) -> int:
+        """Number of optimizer steps so far, including those before a resume."""
+        return self.run.state.iteration
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.run.world.rank == 0
+
+    # Scores.
+
+    def log_probs(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        adapters: bool = True,
+    ) -> TokenScores:
+        """Log-probabilities of the learned tokens under the present weights, without dropout and gradients.
+
+        ``temperature``: log softmax(z / temperature), as the tokens were sampled. ``adapters=False``: of the model
+        without its low-rank adapters, a reference that takes no memory.
+        """
+        _check_temperature(temperature)
+        stages = self.run.stages
+        scores = Scores(self.run, temperature=temperature, with_entropy=with_entropy)
+        with nullcontext() if adapters else without_adapters(list(stages.values())):
+            return self.score(trajectories, stages, scores)
+
+    def score(self, trajectories: Sequence[Trajectory], stages: Mapping[int, GPTModel], scores: Scores) -> TokenScores:
+        """Scores of the learned tokens by ``stages``, which have the layout of the trainer."""
+        data = StepData(self.run, self._rows(trajectories), ())
+        run = self.run
+        last = len(run.layers) - 1
+        logit_losses = scores.logit_losses(len(data.batches))
+        compute = model_step(
+            run, stages, data.batches, None, logit_losses=logit_losses, router_replays=data.router_replays
+        )
+        outputs: dict[int, Tensor] = {}
+
+        def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+            output = compute(stage, micro, hidden)
+            if stage < last:
+                return output
+            outputs[micro] = -output
+            return output.new_zeros(())
+
+        modes = {number: stage.training for number, stage in stages.items()}
+        for stage in stages.values():
+            stage.eval()
+        with torch.no_grad():
+            run_plan(run, run.plans.evaluation(len(data.batches)), forward, lengths=message_lengths(data.batches))
+        for number, stage in stages.items():
+            stage.train(modes[number])
+        log_probs = data.collect(outputs)
+        return TokenScores(log_probs, data.collect(scores.entropies) if scores.with_entropy else None)
+
+    def frozen_copy(self) -> FrozenPolicy:
+        """A copy of the present weights without gradients, in the layout of the trainer, such as a reference."""
+        run = self.run
+        present = LiveWeights(run.data_parallel, run.vocab_size, run.world.device)
+        return FrozenPolicy(self, load_frozen(run, run.config, run.layer_specs, present))
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
+        """Yield the present weights as ``transformers`` names them; see ``hugging_face_weights``."""
+        return hugging_face_weights(self.run, dtype)
+
+    # Steps.
+
+    def train_on(
+        self,
+        trajectories: Sequence[Trajectory],
+        objective: TokenObjective,
+        *,
+        lr: float | None = None,
+        temperature: float = 1.0,
+    ) -> StepResult:
+        """Take one optimizer step on ``objective`` of all ``trajectories``; the result is equal on all ranks.
+
+        ``lr``: the learning rate, instead of the one of the configured schedule.
+        """
+        _check_temperature(temperature)
+        run = self.run
+        rows = self._rows(trajectories)
+        data = StepData(run, rows, value_names(trajectories))
+        size = StepSize(run.state.consumed_samples, len(rows.rows), len(data.batches), rows.length)
+        rates = step_rates(run, size) if lr is None else StepRates(lr, None, run.config.optimizer.weight_decay)
+        scores = Scores(run, temperature=temperature, with_entropy=objective.uses_entropy)
+        configured = run.objective
+        run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores, data.router_replays)
+        try:
+            return train_on_batches(run, StepInput(size, data.batches, rates))
+        finally:
+            run.objective = configured
+
+    def train_on_loss(
+        self,
+        trajectories: Sequence[Trajectory],
+        loss: Callable[[list[Tensor]], Tensor],
+        *,
+        lr: float | None = None,
+        temperature: float = 1.0,
+    ) -> StepResult:
+        """Take one optimizer step on any function of the log-probabilities of all trajectories.
+
+        ``loss`` receives the log-probabilities of the learned tokens of each trajectory and returns a scalar, the same
+        on all ranks; it may relate trajectories to each other, as losses of preferences do. They are computed twice:
+        first for ``loss``, then with its gradient as the weight of each token. The first has no dropout.
+        """
+        scores = self.log_probs(trajectories, temperature=temperature).log_probs
+        leaves = [log_probs.detach().requires_grad_() for log_probs in scores]
+        with torch.enable_grad():
+            value = loss(leaves)
+        if value.dim() or not value.requires_grad:
+            raise DataError(
+                f"the loss has the shape {list(value.shape)}; it must be a scalar that depends on the log-probabilities"
+            )
+        slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        weighted = [
+            replace(trajectory, values={"slope": torch.zeros_like(leaf) if slope is None else slope})
+            for trajectory, leaf, slope in zip(trajectories, leaves, slopes, strict=True)
+        ]
+        linear = TokenObjective(loss=lambda log_probs, batch: batch["slope"] * log_probs, mean_over="sum")
+        result = self.train_on(weighted, linear, lr=lr, temperature=temperature)
+        return replace(result, loss=float(value.detach()))
+
+    def _rows(self, trajectories: Sequence[Trajectory]) -> PackedRows:
+        """Pack the trajectories, after checking that they are legal and the same on all ranks."""
+        run = self.run
+        if not trajectories:
+            raise DataError("no trajectories; give at least one")
+        at_once = run.config.training.micro_batch_size * run.groups.size("dp")
+        rows = PackedRows.of(trajectories, self._room, at_once)
+        for number, trajectory in enumerate(trajectories):
+            if min(trajectory.tokens) < 0 or max(trajectory.tokens) >= run.vocab_size:
+                raise DataError(
+                    f"trajectory {number} has token ids outside of the vocabulary, 0 to {run.vocab_size - 1}"
+                )
+        digest = rows.digest()
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=run.world.device)
+        all_reduce_(extremes, run.groups.group(WORLD), maximum=True)
+        largest, negative = extremes.tolist()
+        if largest != -negative:
+            raise DataError(
+                "the trajectories differ between ranks: every rank must pass the same trajectories in the same order; "
+                "sample with the same seed on all ranks, or send them to all ranks"
+            )
+        return rows
+
+    # State.
+
+    def save(self) -> None:
+        """Save model, optimizer and counters in the folder ``--save``."""
+        if self.run.config.checkpoint.save is None:
+            raise ConfigError("save=None: give a folder with --save")
+        self.run.saver.save(self.run.state)
+
+    def close(self) -> None:
+        """Complete the checkpoints under way."""
+        self.run.saver.close()
+
+
+class FrozenPolicy:
+    """A model without gradients in the layout of a trainer, such as the reference of a divergence."""
+
+    def __init__(self, trainer: Trainer, frozen: FrozenModel) -> None:
+        self._trainer = trainer
+        self._frozen = frozen
+
+    def log_probs(self, trajectories: Sequence[Trajectory], *, temperature: float = 1.0) -> TokenScores:
+        """See ``Trainer.log_probs``."""
+        _check_temperature(temperature)
+        scores = Scores(self._trainer.run, temperature=temperature, with_entropy=False)
+        return self._trainer.score(trajectories, self._frozen.stages, scores)
+
+
+def _without_data(config: RunConfig) -> RunConfig:
+    """The configuration of a run whose caller passes the data of each step."""
+    for name in SOURCES:
+        if value := getattr(config.data, name):
+            raise ConfigError(f"{name}={value} is not read by Trainer: pass trajectories to its methods, and remove it")
+    if config.num_groups > 1:
+        raise ConfigError(f"outer groups ({config.num_groups}) cannot be used with Trainer; use one group")
+    return replace(config, data=replace(config.data, dataloader_type="external"))
+
+
+def _row_room(config: RunConfig, *, pack: bool) -> RowRoom:
+    """The rows of a layout."""
+    parallel = config.parallel
+    longest = config.data.seq_length
+    if parallel.layout_invariant:
+        # Products have the shapes of generation, which computes whole chunks from the start of each text.
+        return RowRoom(longest, align=longest // parallel.layout_invariant_chunks, whole=True, pack=pack)
+    tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    context_chunks = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
+    return RowRoom(longest, multiple=tensor_ranks * context_chunks, pack=pack)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ConfigError(f"temperature={temperature} must be a finite number > 0")

@@ -1,0 +1,43 @@
+"""The programs on docs/post_training.md run, and print what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_core.post_training import objectives
+from tests.programs import run_ranks_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "post_training.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(PROGRAMS[0])
+    result = run_ranks_of("python loop.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = re.findall(r"step \d: gradient norm (\S+), largest difference (\S+)", result.stdout)
+    assert [difference for _, difference in lines] == ["0.0"] * 3
+    assert any(float(norm) > 0 for norm, _ in lines)
+
+
+def test_an_objective_of_ones_own() -> None:
+    names: dict = {}
+    exec(PROGRAMS[1], names)
+    assert names["objective"].metric_names == ("distance",)
+
+    class Batch(dict):
+        def report(self, name: str, x: torch.Tensor) -> None:
+            self["reported"] = (name, x)
+
+    batch = Batch(target=torch.tensor([[-1.0, -2.0]]))
+    losses = names["objective"](torch.tensor([[-2.0, -2.0]]), batch)
+    assert losses.tolist() == [[0.5, 0.0]]
+    assert batch["reported"][0] == "distance"
+
+
+def test_every_objective_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    assert all(f"| `{name}(" in text for name in objectives.NAMED)
