@@ -134,6 +134,13 @@ def changed_values(task: Task, config: RunConfig, dtype: str) -> dict[str, tuple
     return {name: (value, compared[0]) for name, value, compared in differences if name not in left_out}
 
 
+def changed_lines(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
+    """Yield the line with the settings that have another value in the comparison, if there are any."""
+    pairs = [f"{name} {value} -> {compared}" for name, (value, compared) in changed.items()]
+    if pairs:
+        yield f"compared with other values: {', '.join(pairs)}"
+
+
 def _differences(task: Task, config: RunConfig, dtype: str) -> Iterator[tuple[str, object, list[object]]]:
     """Name, value and other values of each setting that a layout of ``task`` has otherwise than ``config``, except the
     words of layouts."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.bounds import EPSILON
+from megatron_core.verify.comparison import changed_lines
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
 HEADING = "# Layouts compared with one process"
@@ -152,13 +153,6 @@ class Verdict:
         changed = {name: list(map(str, values)) for name, values in self.changed.items()}
         switches = setting_words(self.switches)
         return {"compared": self.compared(), "missing": self.missing(), "switches": switches, "changed": changed}
-
-
-def changed_lines(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
-    """Yield the line with the settings that have another value in the comparison, if there are any."""
-    pairs = [f"{name} {value} -> {compared}" for name, (value, compared) in changed.items()]
-    if pairs:
-        yield f"compared with other values: {', '.join(pairs)}"
 
 
 def bits_page(

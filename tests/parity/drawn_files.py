@@ -19,7 +19,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 """The folder is removed at the end of the process."""
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 TEMPLATE = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
-TEACHER = {"num_layers": 8, "position_embedding_type": "rope", "seed": 7, "seq_length": 48}
+TEACHER = {"num_layers": 8, "position_embedding_type": "rope", "seed": 7, "seq_length": 65}
 
 
 @cache
