@@ -61,11 +61,12 @@ class RankTrace:
     def add_state(self, pieces: Iterable[TensorBox]) -> None:
         """Copy this rank's parts of a checkpoint other than weights: moments, main and averaged weights, histories.
 
-        Errors that compressed reductions keep belong to ranks, so that they have no counterpart in other layouts.
+        Errors that compressed reductions keep belong to ranks, so that they have no counterpart in other layouts. Bases
+        of eigenvectors magnify rounding errors by the ratio of eigenvalues; the weights show their effect.
         """
         for piece in pieces:
             kind, _, name = piece.name.removeprefix("optimizer.").partition(".")
-            if kind not in ("model", "compression"):
+            if kind not in ("model", "compression") and "_basis" not in kind:
                 self._add(kind, [replace(piece, name=name)])
 
     def add_evaluation(self, losses: Mapping[str, float]) -> None:
