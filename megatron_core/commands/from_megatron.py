@@ -49,8 +49,7 @@ from megatron_core.planner.search import Search
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
-from megatron_core.verify.comparison import layout_task, require_legal
-from megatron_core.verify.shrink import changes
+from megatron_core.verify.comparison import changed_lines, changed_values, layout_task, require_legal
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
@@ -318,9 +317,8 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     yield f"megatron-verify --config {name} --world-size {ranks}"
     count = translated.world_size // least
     copies = "" if ranks == translated.world_size else f"; two of its {count} copies are compared"
-    yield f"layout {task.layouts[0]} with a small model on a CPU ({changes(config, task.config)}){copies}"
-    if config.training.bf16 or config.training.fp16:
-        yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"
+    yield f"layout {task.layouts[0]} with a small model on a CPU, in float64 and the dtype of a 16-bit run{copies}"
+    yield from changed_lines(changed_values(task, config, "float64"))
 
 
 def _start(translated: TranslatedLaunch, name: str) -> Iterator[str]:

@@ -31,20 +31,27 @@ from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits,
 from megatron_core.verify.comparison import (
     OF_EVERY_LAYOUT,
     Task,
+    changed_lines,
+    changed_values,
     configured,
     layout_task,
     not_compared,
     require_legal,
     said_of_stages,
+    switches,
 )
 from megatron_core.verify.pairwise import pairwise
-from megatron_core.verify.shrink import at_full_size, changes, small_run
+from megatron_core.verify.parity import ParityReport
+from megatron_core.verify.resumed import check_resumed, why_not_resumed
+from megatron_core.verify.shrink import at_full_size, small_run
 from megatron_core.verify.table import (
     BITS_HEADING,
     HEADING,
     TerminalTable,
+    Verdict,
     bits_page,
     layout_page,
+    setting_words,
     summary_line,
     verdict_line,
 )
@@ -56,8 +63,6 @@ SMALL_WIDTH = 1024
 """Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
-LONGEST_VALUE = 40
-"""Maximum number of characters of a printed value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +92,13 @@ class LayoutOptions:
     """Compare hashes instead of values: every bit of losses, gradients, norms, weights and optimizer state must be that
     of one process. A layout fails with the first step, module and tensor that differ. Add --layout-invariant, without
     which most layouts differ."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Dtype of all computations; default: float64, which shows every defect, and with --bits float32. In a narrower
-    dtype than float64 the bounds are those of rounding."""
+    thorough: bool = False
+    """Also compare the optimizer's state and averaged weights, an evaluation, and trainings of 10 steps on token files,
+    which go through the shortened schedules: without an interruption, and resumed from a checkpoint of one process
+    and by one process from a checkpoint of the layout."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Dtype of all computations; default: float64, which shows every defect, then that of a run with --bf16 or --fp16;
+    with --bits float32. In a narrower dtype than float64 the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
     simulated: ranks are threads, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
@@ -106,6 +115,12 @@ class LayoutOptions:
         """``dtype`` or its default."""
         return self.dtype or ("float32" if self.bits else "float64")
 
+    def dtypes(self, config: RunConfig) -> list[str]:
+        """The dtypes of the comparison, one after the other."""
+        own = {"bfloat16": config.training.bf16, "float16": config.training.fp16}
+        both = self.dtype is None and not self.bits
+        return [self.compared_dtype, *(dtype for dtype, is_own in own.items() if is_own and both)]
+
 
 Outputs = Mapping[str, Output]
 """Output files by the names of their settings."""
@@ -121,9 +136,10 @@ def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -
             "or remove --compile"
         )
     what = describe_comparison(task.config, options, device)
-    changed_to = f"{'changed' if options.full_size else 'shrunk'}: {task.shrunk}"
-    print(*(f"note: {note}" for note in task.notes), what, *([changed_to] if task.shrunk else []), sep="\n", flush=True)
+    print(*(f"note: {note}" for note in task.notes), what, sep="\n", flush=True)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
+    if not options.bits:
+        experiment = replace(experiment, thorough=options.thorough, plain_reference=True)
     return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what, outputs)
 
 
@@ -131,24 +147,49 @@ def compare_values(
     experiment: GPTExperiment, task: Task, options: LayoutOptions, device: str, what: str, outputs: Outputs
 ) -> int:
     """Compare within the bounds of rounding."""
-    table = TerminalTable([str(layout) for layout in task.layouts], options.compared_dtype)
-    print(table.head(), flush=True)
-    report = check_parity(
-        experiment,
-        task.layouts,
-        dtype=options.compared_dtype,
-        device=device,
-        backend=task.config.parallel.distributed_backend,
-        on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
-    )
+    backend = task.config.parallel.distributed_backend
     left_out = setting_words(task.not_compared)
-    print(verdict_line(summary_line(report), left_out), *refusals(task), sep="\n")
+    reports = list[ParityReport]()
+    for dtype in task.dtypes:
+        table = TerminalTable([str(layout) for layout in task.layouts], dtype)
+        print(table.head(), flush=True)
+        reports.append(
+            check_parity(
+                experiment,
+                task.layouts,
+                dtype=dtype,
+                device=device,
+                backend=backend,
+                on_row=table.print_row,
+            )
+        )
+        print(verdict_line(summary_line(reports[-1]), left_out), flush=True)
+    unresumed = why_not_resumed(task, device) if options.thorough else "add --thorough"
+    if not unresumed:
+        table = TerminalTable([f"1 process from {layout}" for layout in task.layouts], "float64")
+        print(table.head(), flush=True)
+        reports.append(
+            check_resumed(
+                experiment,
+                task.layouts,
+                backend=backend,
+                on_row=table.print_row,
+            )
+        )
+        print(summary_line(reports[-1]))
+    verdict = Verdict(options.steps, options.thorough, unresumed, switches(task.config), task.changed)
+    print(*verdict.lines(), *refusals(task), sep="\n")
+    first, *further = reports
     if "json" in outputs:
-        written = report.as_dict() | {"not_compared": left_out, "refused": task.refused}
+        written = first.as_dict() | {"not_compared": left_out, "refused": task.refused} | verdict.as_dict()
+        written["further"] = [report.as_dict() for report in further]
         outputs["json"].write(json.dumps(written, indent=1) + "\n")
     if "markdown" in outputs:
-        outputs["markdown"].write("\n".join(layout_page(report, what, left_out)) + "\n")
-    return 0 if report.holds else 1
+        pages = [*layout_page(first, what, left_out), "", *(f"- {line}" for line in verdict.lines())]
+        for report in further:
+            pages += ["", *layout_page(report, what)]
+        outputs["markdown"].write("\n".join(pages) + "\n")
+    return 0 if all(report.holds for report in reports) else 1
 
 
 def compare_bits(
@@ -165,19 +206,13 @@ def compare_bits(
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
     left_out = setting_words(task.not_compared)
-    print(verdict_line(report.summary, left_out), *refusals(task), sep="\n")
+    print(verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task), sep="\n")
     if "json" in outputs:
         written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
         outputs["json"].write(json.dumps(written, indent=1) + "\n")
     if "markdown" in outputs:
         outputs["markdown"].write("\n".join(bits_page(report, what, task.refused, left_out)) + "\n")
     return 0 if report.holds else 1
-
-
-def setting_words(settings: Mapping[str, object]) -> list[str]:
-    """Settings as texts; a switch is its name, and a long value is left out."""
-    texts = {name: "" if value is True else f"={value}" for name, value in settings.items()}
-    return [f"{name}{text if len(text) <= LONGEST_VALUE else ''}" for name, text in texts.items()]
 
 
 def refusals(task: Task) -> list[str]:
@@ -201,8 +236,13 @@ def task_of(config: RunConfig, options: LayoutOptions) -> Task:
         ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
         task = layout_task(config, ranks, full_size_model(config) if options.full_size else None)
     require_legal(task, options.compared_dtype)
-    left_out = not_compared(task, config, options.compared_dtype)
-    return replace(task, shrunk=changes(config, task.config), not_compared=left_out)
+    dtypes = options.dtypes(config)
+    return replace(
+        task,
+        dtypes=dtypes,
+        not_compared=not_compared(task, config, dtypes[-1]),
+        changed=changed_values(task, config, dtypes[-1]),
+    )
 
 
 def changed_layout(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
@@ -287,8 +327,6 @@ def notes_on_comparison(config: RunConfig, layouts: list[Layout], options: Layou
     if stages:
         settings = ", ".join(f"{name}={value}" for name, value in stages.items())
         yield f"--layouts determine the stages, so {settings} is ignored; to check it, remove --layouts"
-    if config.training.fp16:
-        yield f"fp16 is ignored: the dtype is --dtype {options.compared_dtype}"
     for layout in layouts if not options.full_size else ():
         as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
         fault = next(problems(as_given, layout.world_size), None)

@@ -127,10 +127,10 @@ class CheckpointSaver:
         if restarts_fast:
             self._begin_run(is_new=is_new)
         if settings.async_save and self.data.device.type == "cuda":
-            self._snapshot.reserve(chain(*self._pieces()))
+            self._snapshot.reserve(chain(*self.pieces()))
         self._is_open = True
 
-    def _pieces(self) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
+    def pieces(self) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
         """This rank's pieces of a checkpoint: those that change only in updates, and the others."""
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         updated: Iterable[TensorBox] = updated_pieces(self.data, optimizer)
@@ -261,7 +261,7 @@ class CheckpointSaver:
             keep_every=None if temporary else settings.save_retain_interval,
             replaced=() if temporary else self._replaced,
         )
-        updated, changing = self._pieces()
+        updated, changing = self.pieces()
         is_written = temporary and self._restarts.write(save, chain(updated, changing), self._agree)
         if not is_written and settings.async_save:
             seconds = 60.0 * self.config.parallel.distributed_timeout_minutes

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_core.verify.trace import Trace
 
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Machine epsilon of each dtype: the distance from 1 to the next number."""
 FLOAT64_BOUND = 1e-9
 NOISE_FACTOR = 5.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_core.config.layout import Layout as Layout
 from megatron_core.config.layout import every_layout as every_layout
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.run import RunConfig
+from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.cuda_graphs.settings import GraphConfig
 from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
 from megatron_core.verify.together import incomparable
 
@@ -26,6 +29,11 @@ NOT_IN_NAMES = (
 OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 
+
+NO_SWITCHES = """
+    micro_batch_size train_iters train_samples skip_train eval_interval eval_iters eval_global_batch_size exit_interval
+    exit_duration_in_mins seed moe_router_force_load_balancing disable_bf16_reduced_precision_matmul"""
+"""Settings with which a run may resume although they change its results, its steps or its data."""
 
 _CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"  # part of a layout's name
 OF_STAGES = {name: usual for name, usual in BALANCED_STAGES.items() if name not in _CHUNKS} | {"pipeline_plan": None}
@@ -44,12 +52,14 @@ class Task:
     """Settings of the model's flags that the name of a layout does not include."""
     notes: tuple[str, ...] = ()
     """Differences between what is compared and what the flags describe."""
-    shrunk: str = ""
-    """The sizes that are smaller than those of the flags."""
     refused: dict[str, str] = field(default_factory=dict)
     """Layouts of --all that are not compared, with the reason."""
     not_compared: dict[str, object] = field(default_factory=dict)
     """Settings of the flags that the comparison leaves out."""
+    dtypes: list[str] = field(default_factory=lambda: ["float64"])
+    """The dtypes of the comparison, one after the other."""
+    changed: dict[str, tuple[object, object]] = field(default_factory=dict)
+    """Settings with another value in the comparison: the value of the flags and the compared one."""
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -58,11 +68,39 @@ def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     return [layout for layout in candidates if not any(problems(configured(config, layout, "float64"), world_size))]
 
 
+def switches(config: RunConfig) -> dict[str, object]:
+    """Settings of ``config`` that decide how results are computed, but not their values, and differ from defaults.
+
+    These are the settings with which a run may resume from a checkpoint of a run without them, except those of the
+    data and of the steps. One process computes the reference without them.
+    """
+    defaults = RunConfig().flat()
+    values = config.flat()
+    return {name: values[name] for name in _switch_names() if values[name] != defaults[name]}
+
+
+def _switch_names() -> list[str]:
+    kinds = (ModelConfig, ParallelConfig, TrainingConfig, OptimizerConfig, GraphConfig)
+    free = [name for kind in kinds for name in names_by_resume(kind, Resume.FREE)]
+    return [name for name in free if name not in NO_SWITCHES.split()]
+
+
+def without_switches(config: RunConfig) -> RunConfig:
+    """``config`` of one process, with the PyTorch reference of each operation."""
+    defaults = RunConfig().flat()
+    plain = RunConfig.from_flat(config.flat() | {name: defaults[name] for name in _switch_names()})
+    for name, value in {"kernel_backend": "reference", "attention_backend": "unfused"}.items():
+        candidate = RunConfig.from_flat(plain.flat() | {name: value})
+        if not any(problems(candidate, 1)):
+            plain = candidate
+    return plain
+
+
 def configured(
     config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
 ) -> RunConfig:
     """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
-    precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
+    precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     if not precision["bf16"]:  # the residual stream has the dtype of the weights
         precision["fp32_residual_connection"] = False
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
@@ -80,16 +118,38 @@ def require_legal(task: Task, dtype: str) -> None:
 
 def not_compared(task: Task, config: RunConfig, dtype: str) -> dict[str, object]:
     """Settings of ``config`` that differ from their defaults and have them in a layout of ``task``."""
+    replaced = {*OF_COMPARISON.split(), *SIZES.split()}
     defaults = RunConfig().flat()
-    values = config.flat()
-    words = Layout().settings().keys() - OF_STAGES.keys() - {*OF_EVERY_LAYOUT}
-    compared = [configured(task.config, layout, dtype, task.own_settings).flat() for layout in task.layouts]
-    replaced = words.union(OF_COMPARISON.split(), SIZES.split())
     return {
         name: value
-        for name, value in values.items()
-        if value != defaults[name] and name not in replaced and any(flat[name] == defaults[name] for flat in compared)
+        for name, value, compared in _differences(task, config, dtype)
+        if name not in replaced and value != defaults[name] and defaults[name] in compared
     }
+
+
+def changed_values(task: Task, config: RunConfig, dtype: str) -> dict[str, tuple[object, object]]:
+    """All other settings with another value in a layout of ``task`` than in ``config``, with both values."""
+    left_out = not_compared(task, config, dtype)
+    differences = _differences(task, config, dtype)
+    return {name: (value, compared[0]) for name, value, compared in differences if name not in left_out}
+
+
+def changed_lines(changed: Mapping[str, tuple[object, object]]) -> Iterator[str]:
+    """Yield the line with the settings that have another value in the comparison, if there are any."""
+    pairs = [f"{name} {value} -> {compared}" for name, (value, compared) in changed.items()]
+    if pairs:
+        yield f"compared with other values: {', '.join(pairs)}"
+
+
+def _differences(task: Task, config: RunConfig, dtype: str) -> Iterator[tuple[str, object, list[object]]]:
+    """Name, value and other values of each setting that a layout of ``task`` has otherwise than ``config``, except the
+    words of layouts."""
+    words = Layout().settings().keys() - OF_STAGES.keys() - {*OF_EVERY_LAYOUT}
+    every = [configured(task.config, layout, dtype, task.own_settings).flat() for layout in task.layouts]
+    for name, value in config.flat().items():
+        compared = [flat[name] for flat in every if flat[name] != value]
+        if compared and name not in words:
+            yield name, value, compared
 
 
 def said_of_stages(config: RunConfig) -> dict[str, object]:

@@ -1,9 +1,11 @@
 """Test the GPT of ``pretrain_gpt.py``: trace a few of its own training steps."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 
 import numpy as np
 
@@ -18,8 +20,8 @@ from megatron_core.reports.hash_records import HashRecord
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
-from megatron_core.training.step import StepResult, train_step
-from megatron_core.verify.comparison import configured
+from megatron_core.training.step import StepResult, evaluate, train_step
+from megatron_core.verify.comparison import configured, without_switches
 from megatron_core.verify.culprit import Comparer, RankFindings, Recorder, Reference
 from megatron_core.verify.groups import GroupsInOneProcess
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -38,22 +40,27 @@ class GPTExperiment:
     accumulation."""
     own_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings that a layout's words cannot express, for every layout except one process."""
+    thorough: bool = False
+    """Also compare the optimizer's state and an evaluation."""
+    plain_reference: bool = False
+    """Compare with one process without switches (``without_switches``), so that a fault of a switch in every layout is
+    found; not for hashes, because another kernel rounds otherwise."""
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
-        return train_traced(self._configured(layout, dtype), self.steps)
+        return train_traced(self.configured(layout, dtype), self.steps, thorough=self.thorough)
 
     def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
         """Train and return the records of the initial state and of each step, equal on all ranks."""
-        return train_hashed(self._configured(layout, dtype), self.steps)
+        return train_hashed(self.configured(layout, dtype), self.steps)
 
     def record(self, step: int) -> Reference:
         """The tensors of ``step`` in one process, in float64."""
-        return record_step(self._configured(Layout(), "float64"), step)
+        return record_step(self.configured(Layout(), "float64"), step)
 
     def compare(self, layout: Layout, reference: Reference, step: int) -> RankFindings:
         """This rank's tensors of ``step`` that differ from those of one process, in float64."""
-        return compare_step(self._configured(layout, "float64"), reference, step)
+        return compare_step(self.configured(layout, "float64"), reference, step)
 
     def reference(self, layout: Layout) -> "GPTExperiment":
         """The training that must give in one process what this one gives under ``layout``.
@@ -61,7 +68,7 @@ class GPTExperiment:
         It has the same global batches, which without ``global_batch_size`` depend on the number of replicas, and, if
         sequences that are computed together affect each other, the same sequences together.
         """
-        training = self._configured(layout, "float64").training
+        training = self.configured(layout, "float64").training
         alone = self.config.flat()
         few = self.few_micro_batches
         if training.step_batch_size_schedule is None:
@@ -70,9 +77,11 @@ class GPTExperiment:
             of_all = replicas(self.config, layout) if Scope.REPLICAS in scopes else 1
             alone["micro_batch_size"] = training.micro_batch_size * of_all
             few = False
-        return replace(self, config=RunConfig.from_flat(alone), few_micro_batches=few)
+        config = RunConfig.from_flat(alone)
+        return replace(self, config=without_switches(config) if self.plain_reference else config, few_micro_batches=few)
 
-    def _configured(self, layout: Layout, dtype: str) -> RunConfig:
+    def configured(self, layout: Layout, dtype: str) -> RunConfig:
+        """The configuration of a layout in a dtype."""
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             samples = config.training.final_batch_size(layout.dp) // layout.dp
@@ -82,8 +91,10 @@ class GPTExperiment:
 
 
 def prepared(config: RunConfig) -> Run:
-    """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches."""
+    """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches or its own data."""
     run = set_up(config, this_world())
+    if not config.data.mock_data:
+        return run
     packing = packing_of(config.data, run.tokenizer)
     data = config.data
     eod = run.tokenizer.eod if run.tokenizer is not None and (packing or data.eod_mask_loss) else None
@@ -91,13 +102,16 @@ def prepared(config: RunConfig) -> Run:
     return run
 
 
-def train_traced(config: RunConfig, steps: int) -> RankTrace:
-    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+def train_traced(config: RunConfig, steps: int, *, untraced: int = 0, thorough: bool = False) -> RankTrace:
+    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world, after ``untraced`` others.
+
+    ``thorough``: evaluate after them, and trace the optimizer's state, too (not that of outer groups).
+    """
     if in_one_process(config):
         return trace_groups(config, steps)
-    run = prepared(config)
+    run = _trained(config, untraced)
     trace = RankTrace(owner=outer_group_of(run))
-    hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
+    hooks = StepHooks(before_update=partial(_add_gradients, trace, run))
     for _ in range(steps):
         result = train_step(run, hooks=hooks)
         result_of_group = (result.loss, result.grad_norm, _reports(result))
@@ -112,7 +126,28 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
     if outer_group_of(run) and groups is not None:
         pieces = (piece for fragment in groups.outer.fragments for piece in fragment.parts(fragment.weights))
         trace.add_global((piece.name, piece.parameter, piece.start, piece.stop, values) for piece, values in pieces)
+    elif thorough:
+        trace.add_state(chain(*run.saver.pieces()))
+        trace.add_evaluation(evaluation_losses(run))
     return trace
+
+
+def _add_gradients(trace: RankTrace, run: Run) -> None:
+    trace.add_gradients(run.data_parallel, run.state.iteration, run.optimizer.loss_scale.scale)
+
+
+def evaluation_losses(run: Run) -> dict[str, float]:
+    """Losses of the first validation batch, with the weights and with those that features evaluate in their place."""
+    dataset = run.splits.valid or run.train_loader.dataset
+    contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
+    for part in run.parts:
+        contexts |= part.evaluated_weights()
+    run.optimizer.synchronize()
+    losses: dict[str, float] = {}
+    for suffix, context in contexts.items():
+        with context():
+            losses[f"validation{suffix}"] = evaluate(run, dataset, 1)
+    return losses
 
 
 def in_one_process(config: RunConfig) -> bool:
@@ -133,7 +168,7 @@ def trace_groups(config: RunConfig, steps: int) -> RankTrace:
     def hooks(group: int) -> StepHooks:
         def add() -> None:
             trace.owner = f"group {group}"
-            trace.add_gradients(groups.runs[group].data_parallel, groups.runs[group].state.iteration)
+            _add_gradients(trace, groups.runs[group])
 
         return StepHooks(before_update=add)
 
@@ -223,10 +258,10 @@ def _reports(result: StepResult) -> dict[str, Sequence[float]]:
     return added | {f"load of layer {layer}": load for layer, load in result.expert_load.items()}
 
 
-def trace_training(config: RunConfig, world_size: int, steps: int = 3) -> Trace:
+def trace_training(config: RunConfig, world_size: int, steps: int = 3, *, thorough: bool = False) -> Trace:
     """Train ``config`` on ``world_size`` ranks of this machine and assemble their traces."""
-    backend = config.parallel.distributed_backend
-    return assemble(run_ranks(world_size, train_traced, config, steps, backend=backend))
+    train = partial(train_traced, thorough=thorough)
+    return assemble(run_ranks(world_size, train, config, steps, backend=config.parallel.distributed_backend))
 
 
 class RaggedDataset:

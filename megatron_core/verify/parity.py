@@ -75,6 +75,8 @@ class Row:
     gradient: Worst | None = None
     norm: Worst | None = None
     weight: Worst | None = None
+    compared: bool = True
+    """Whether the row compares a layout, and does not measure the rounding of one process."""
     processor_seconds: float | None = None
     """Processor time of a simulated world."""
     memory: float | None = None
@@ -137,7 +139,7 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (ranks
+    ``dtype`` is one of ``EPSILON``; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (ranks
     are threads, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
     ranks are processes. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
     Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
@@ -163,7 +165,7 @@ def check_parity(
             baselines.append(baseline)
             if baseline.rounding is not None:
                 name = str(Layout()) if len(baselines) == 1 else f"{Layout()} for {layout}"
-                add(replace(baseline.rounding, layout=name))
+                add(replace(baseline.rounding, layout=name, compared=False))
         add(runner.row(experiment, layout, dtype, baseline))
     return report
 

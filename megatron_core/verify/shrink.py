@@ -35,7 +35,7 @@ SIZES = """
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     heterogeneous_layers_config_encoded_json
     micro_batch_size global_batch_size vocab_size outer_steps outer_fragments outer_delay"""
-"""Settings that ``changes`` reports; it reports others only if they differ from their defaults."""
+"""Sizes, which a comparison changes."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
 # Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
 OFF = """
@@ -56,6 +56,8 @@ STEPS = 10
 LEARNING_RATE = 1e-3
 WARMUP, DECAY, LAST_PHASE = 2, 8, 4
 """Steps of the parts of the learning rate's schedule."""
+FP16: dict[str, Any] = {"initial_loss_scale": 256.0}
+"""The first steps of a comparison must not be left out because of infinite gradients."""
 OF_COMPARISON = """
     train_iters train_samples mock_data tokenizer_type vocab_size num_workers eval_iters bf16 fp16 fp64"""
 """Settings that every comparison replaces: its steps, data and dtype."""
@@ -109,23 +111,6 @@ def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
     small = {name: least + number for name, number in more.items()}
     fewer = least * middle_stages + sum(small.values())
     return {"num_layers": fewer, **small} if fewer < layers else None
-
-
-def changes(config: RunConfig, small: RunConfig) -> str:
-    """The settings that have other values in ``small`` than in ``config``, as text."""
-    values = small.flat()
-    defaults = RunConfig().flat()
-    expected = {*OF_COMPARISON.split(), *Layout().settings()}
-    pairs = [
-        (name, value, values[name])
-        for name, value in config.flat().items()
-        if name in SIZES.split() or (value != defaults[name] != values[name] and name not in expected)
-    ]
-    return ", ".join(f"{name} {_word(a)} -> {_word(b)}" for name, a, b in pairs if a != b and a is not None)
-
-
-def _word(value: object) -> str:
-    return f"of {len(value)} layers" if isinstance(value, tuple) and len(value) > 4 else str(value)
 
 
 def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
@@ -307,7 +292,7 @@ def _training(config: RunConfig, layouts: Sequence[Layout]) -> dict[str, Any]:
         "clip_grad": 0.5,
         # Several buckets instead of one.
         "ddp_bucket_size": 3000,
-    }
+    } | (FP16 if config.training.fp16 else {})
 
 
 def _outer(config: RunConfig) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.bounds import EPSILON
+from megatron_core.verify.comparison import changed_lines
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
 HEADING = "# Layouts compared with one process"
 BITS_HEADING = "# Layouts with the bits of one process"
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
 _MOST_FAULTS = 3
+LONGEST_VALUE = 40
+"""Maximum number of characters of a printed value."""
 _LONGEST_FAULT = 150
 
 
@@ -38,6 +43,10 @@ class TerminalTable:
             yield f"    ... and {len(row.faults) - _MOST_FAULTS} more"
         if row.culprit:
             yield f"    {row.culprit}"
+
+    def print_row(self, row: Row) -> None:
+        """Print the lines of a row at once."""
+        print(*self.lines(row), sep="\n", flush=True)
 
     def _line(self, texts: tuple[str, ...]) -> str:
         padded = (
@@ -88,7 +97,7 @@ def layout_page(report: ParityReport, subject: str, left_out: Sequence[str] = ()
 
 def summary_line(report: ParityReport) -> str:
     """One line with the number of layouts that pass."""
-    layouts = [row for row in report.rows if row.ranks > 1]
+    layouts = [row for row in report.rows if row.compared]
     passing = sum(row.holds for row in layouts)
     return f"{passing} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"
 
@@ -96,6 +105,54 @@ def summary_line(report: ParityReport) -> str:
 def verdict_line(text: str, left_out: Sequence[str]) -> str:
     """A summary with the settings that the comparison leaves out."""
     return f"{text}; not compared: {', '.join(left_out)}" if left_out else text
+
+
+def setting_words(settings: Mapping[str, object]) -> list[str]:
+    """Settings as texts; a switch is its name, and a long value is left out."""
+    texts = {name: "" if value is True else f"={value}" for name, value in settings.items()}
+    return [f"{name}{text if len(text) <= LONGEST_VALUE else ''}" for name, text in texts.items()]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Lists of the parts of a run that a comparison includes, and of the other parts."""
+
+    steps: int
+    thorough: bool
+    unresumed: str
+    """Why trainings on files, and checkpoints, are not compared; empty if they are."""
+    switches: Mapping[str, object]
+    """Settings that the layouts have and the reference has not."""
+    changed: Mapping[str, tuple[object, object]]
+
+    def compared(self) -> list[str]:
+        """The compared quantities."""
+        quantities = [f"losses, gradients, norms and reported values of {self.steps} steps, and the weights after them"]
+        if self.thorough:
+            quantities += ["optimizer state", "averaged weights", "evaluation"]
+        if not self.unresumed:
+            quantities += ["the schedules of a training on token files", "checkpoints into and from one process"]
+        return quantities
+
+    def missing(self) -> list[str]:
+        """The quantities that are not compared, with the reason."""
+        state = [] if self.thorough else ["optimizer state, averaged weights, evaluation: add --thorough"]
+        files = f"data loader, schedules to their end, checkpoints: {self.unresumed}"
+        return [*state, *([files] if self.unresumed else [])]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the verdict."""
+        yield f"compared: {', '.join(self.compared())}"
+        yield from (f"not compared: {text}" for text in self.missing())
+        if self.switches:
+            yield f"compared with one process without: {', '.join(setting_words(self.switches))}"
+        yield from changed_lines(self.changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The lists as a dict for JSON."""
+        changed = {name: list(map(str, values)) for name, values in self.changed.items()}
+        switches = setting_words(self.switches)
+        return {"compared": self.compared(), "missing": self.missing(), "switches": switches, "changed": changed}
 
 
 def bits_page(

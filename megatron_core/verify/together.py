@@ -41,6 +41,15 @@ def replicas(config: RunConfig, layout: Layout) -> int:
 
 def incomparable(config: RunConfig, layout: Layout) -> str | None:
     """Why no run of one process gives what ``layout`` must give; None if there is one."""
+    groups = config.model.query_groups if config.model.group_query_attention else 0
+    fp8_format = config.section(FP8Config).fp8_format
+    if fp8_format is not None and groups % layout.tp:
+        # The sum of rounded parts is not the rounded sum; both are results of FP8.
+        return (
+            f"with num_query_groups={groups} and tp{layout.tp} a rank has only a part of the gradients of keys and "
+            f"values, which fp8_format={fp8_format} rounds before they are summed; compare layouts whose tp divides "
+            "num_query_groups, or without FP8"
+        )
     scopes = shared_micro_batches(config)
     if replicas(config, layout) == 1 or len(set(scopes.values())) < 2:
         return None

@@ -1,7 +1,7 @@
 """Traces of a training: quantities that must not depend on the layout."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,7 +23,8 @@ class RankTrace:
     """One rank's losses and gradient norms by step, and its parts of the global tensors.
 
     Tensors are named ``grad0.NAME`` (reduced gradients of the first step before clipping), ``grad1.NAME``, ... and
-    ``weight.NAME`` (after the last step); ``report0.NAME`` are numbers reported by a step.
+    ``weight.NAME`` (after the last step); ``report0.NAME`` are numbers reported by a step. A thorough trace also has
+    ``evaluation.NAME``, and the optimizer's state after the last step, such as ``exp_avg.NAME``.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -32,10 +33,10 @@ class RankTrace:
     owner: str = ""
     """Whose tensors are added, with outer groups: ``group 1`` or ``all groups``; names then end with it."""
 
-    def add_gradients(self, data_parallel: DataParallel, step: int) -> None:
-        """Copy this rank's shards of the final gradients of ``step`` (from 0)."""
+    def add_gradients(self, data_parallel: DataParallel, step: int, scale: float = 1.0) -> None:
+        """Copy this rank's shards of the final gradients of ``step`` (from 0), divided by the loss scale."""
         for bucket in data_parallel.buckets:
-            self._add(f"grad{step}", _gradient_pieces(bucket))
+            self._add(f"grad{step}", _gradient_pieces(bucket, scale))
 
     def add_weights(self, data_parallel: DataParallel, modules: Iterable[torch.nn.Module]) -> None:
         """Copy the weights of this rank's stages."""
@@ -57,6 +58,22 @@ class RankTrace:
             values = np.array(numbers, dtype=np.float64)
             self.pieces.append((f"report{step}.{name}", values.shape, (slice(0, len(values)),), values))
 
+    def add_state(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy this rank's parts of a checkpoint other than weights: moments, main and averaged weights, histories.
+
+        Errors that compressed reductions keep belong to ranks, so that they have no counterpart in other layouts. Bases
+        of eigenvectors magnify rounding errors by the ratio of eigenvalues; the weights show their effect.
+        """
+        for piece in pieces:
+            kind, _, name = piece.name.removeprefix("optimizer.").partition(".")
+            if kind not in ("model", "compression") and "_basis" not in kind:
+                self._add(kind, [replace(piece, name=name)])
+
+    def add_evaluation(self, losses: Mapping[str, float]) -> None:
+        """Store losses of an evaluation, which are equal on every rank, as ``evaluation.NAME``."""
+        for name, loss in losses.items():
+            self.pieces.append((f"evaluation.{name}", (1,), (slice(0, 1),), np.array([loss])))
+
     def _add(self, label: str, pieces: Iterable[TensorBox]) -> None:
         for piece in pieces:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
@@ -68,9 +85,9 @@ class RankTrace:
             self.pieces.append((name, piece.global_shape, box, known if same else values))
 
 
-def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:
+def _gradient_pieces(bucket: Bucket, scale: float) -> Iterable[TensorBox]:
     for name, parameter, start, stop, offset in bucket.pieces():
-        flat = bucket.grad_shard[offset : offset + stop - start]
+        flat = bucket.grad_shard[offset : offset + stop - start] / scale
         yield from pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat)
 
 

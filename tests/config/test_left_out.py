@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_core.commands.verify_layout import LayoutOptions, setting_words, task_of
+from megatron_core.commands.verify_layout import LayoutOptions, task_of
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.training import TrainingConfig
-from megatron_core.verify.comparison import Task, not_compared
-from megatron_core.verify.shrink import OF_COMPARISON, at_full_size, changes, short_schedules, shrunk, small_run
+from megatron_core.verify.comparison import Task, changed_lines, changed_values, not_compared
+from megatron_core.verify.shrink import OF_COMPARISON, at_full_size, short_schedules, shrunk, small_run
+from megatron_core.verify.table import setting_words
 
 MODEL = {"num_layers": 4, "num_attention_heads": 4}
 SCHEDULES = """
@@ -31,21 +32,23 @@ def test_settings_that_a_dtype_or_a_layout_replaces_are_named() -> None:
     flags = MODEL | {"fp32_residual_connection": True, "bf16": True, "decoder_first_pipeline_num_layers": 1}
     flags |= {"pipeline_model_parallel_size": 2, "zero3_keep_after_forward": True, "zero_stage": 3}
     config = RunConfig.from_flat(flags)
-    task = task_of(config, LayoutOptions(all=True, world_size=(2,)))
+    task = task_of(config, LayoutOptions(all=True, world_size=(2,), dtype="float64"))
     assert task.not_compared == {
         "decoder_first_pipeline_num_layers": 1,
         "fp32_residual_connection": True,
         "zero3_keep_after_forward": True,
     }
+    assert "fp32_residual_connection" not in task_of(config, LayoutOptions(all=True, world_size=(2,))).not_compared
     own = not_compared(Task(config, [Layout(pp=2)], task.not_compared), config, "bfloat16")
     assert own == {}
 
 
 def test_changed_values_are_named() -> None:
     config = RunConfig.from_flat(MODEL | {"clip_grad": 2.0, "adam_eps": 1e-5, "init_method_std": 0.01})
-    text = changes(config, shrunk(config, [Layout(tp=2)]))
+    task = Task(shrunk(config, [Layout(tp=2)]), [Layout(tp=2)])
+    text = ", ".join(changed_lines(changed_values(task, config, "float64")))
     assert "clip_grad 2.0 -> 0.5" in text and "adam_eps 1e-05 -> 0.001" in text
-    assert "init_method_std 0.01 -> 0.05" in text
+    assert "init_method_std 0.01 -> 0.05" in text and "vocab_size None -> 101" in text
 
 
 RAMPS = [
@@ -60,7 +63,7 @@ def test_batch_ramps_take_effect_in_the_second_step(ramp: dict[str, object], tex
     small = shrunk(config, [Layout(pp=2), Layout(dp=2)])
     sizes = small.training.batch_ramp(2, small.data.seq_length)
     assert (sizes.at(0), sizes.at(8), sizes.at(24)) == (8, 16, 16)
-    assert text in changes(config, small)
+    assert text in ", ".join(changed_lines(changed_values(Task(small, [Layout(pp=2)]), config, "float64")))
     assert not not_compared(Task(small, [Layout(pp=2)]), config, "float64")
 
 

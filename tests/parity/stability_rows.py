@@ -32,6 +32,8 @@ STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
     "muonclip, dp2 zero3": (2, CLIP | MUON, ZERO3),
     "soap, tp2": (2, SOAP, TP2),
     "soap, 2 groups, tp2 sp": (2, SOAP | GQA2 | {"soap_split_qkv": False}, TP2 | SP),
+    # Norms of heads leave a null direction of each head's queries and keys.
+    "soap, norms of heads, tp2": (2, SOAP | {"qk_layernorm": True, "position_embedding_type": "rope"}, TP2),
     "soap, pp2": (2, SOAP | {"soap_precondition_frequency": 2}, PP2),
     "soap, dp2 zero1, overlap": (2, SOAP | {"soap_max_precondition_dim": 40}, ZERO | OVERLAP),
     "soap, dp2 zero3": (2, SOAP, ZERO3),

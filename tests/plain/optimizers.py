@@ -154,8 +154,8 @@ def second_moment(s: SimpleNamespace, o: Tensor, state: State) -> Tensor:
 def soap(s: SimpleNamespace, name: str, w: Tensor, g: Tensor, state: State, t: int, lr: float, wd: float) -> Tensor:
     """SOAP (Vyas et al. 2024, algorithm 3), of each expert and of each part of a fused matrix.
 
-    The engine begins with Q = I and, unlike the authors' code, adds 1/1000 of the mean eigenvalue to a factor before
-    each QR iteration; 10 iterations follow the first gradient (docstring of its ``SOAP``).
+    The engine's first step has Q = I. Unlike the authors' code it adds 1/1000 of the mean eigenvalue to a factor before
+    each QR iteration; 10 iterations from ``scattered`` follow the first gradient (docstring of its ``SOAP``).
     """
     if w.dim() == 3:
         states = [{key: value[e] for key, value in state.items()} for e in range(len(w))]
@@ -185,12 +185,19 @@ def soap_of_part(s: SimpleNamespace, g: Tensor, state: State, t: int) -> Tensor:
         old = state.get(f"p{side}", 0 * product)
         factor = state[f"p{side}"] = s.soap_shampoo_beta * old + (1 - s.soap_shampoo_beta) * product
         q = bases[side]
+        if t == 1 and factor.any():
+            q = scattered(len(q))
         times = 10 if t == 1 else int(t % s.soap_precondition_frequency == 0)
         for _ in range(times):
             mean = factor.diagonal().mean().clamp(min=1e-300)
             q = torch.linalg.qr(factor / mean @ q + 1e-3 * q).Q
         state[f"q{side}"] = q
     return bases[0] @ step @ bases[1].T
+
+
+def scattered(n: int) -> Tensor:
+    """The orthogonal factor of a matrix of n x n normal numbers, those of torch's generator with the seed 1."""
+    return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
 
 
 def learning_rate(s: SimpleNamespace, n: int, last: int, highest: float, lowest: float) -> float:

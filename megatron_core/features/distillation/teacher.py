@@ -112,11 +112,12 @@ def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> Run
         max_position_embeddings=stored.max_positions,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         kernel_backend=config.model.kernel_backend,
-        moe_token_dispatcher_type=config.model.moe_token_dispatcher_type,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **{name: value for name, value in vars(ModelConfig()).items() if name in OF_TRAINING},
     )
+    if model.num_experts is not None:
+        model = replace(model, moe_token_dispatcher_type=config.model.moe_token_dispatcher_type)
     chunks = num_stages // config.parallel.pipeline_model_parallel_size
     reset = OF_STAGES if model.num_experts is not None else OF_STAGES + OF_EXPERTS
     changed: dict[str, Any] = {field.name: field.default for field in fields(ParallelConfig) if field.name in reset}

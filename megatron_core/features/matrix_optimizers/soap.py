@@ -12,7 +12,7 @@ DAMPING = 1e-3
 rank: without it, rounding errors would choose the basis of the null space, differently in each layout. With it they
 grow at most by the dimension / DAMPING."""
 FIRST_ITERATIONS = 10
-"""Iterations after the first gradient, which start from the identity matrix; later updates continue with one each."""
+"""Iterations after the first gradient, which start from ``scattered``; later updates continue with one each."""
 SIDES = ("left", "right")
 
 
@@ -24,8 +24,8 @@ class SOAP(MatrixAlgorithm):
     L = b L + (1 - b) G G';  R = b R + (1 - b) G' G, with b = ``soap_shampoo_beta``
 
     Then, after the first step and whenever ``soap_precondition_frequency`` divides t, Q = QR((P / mean + d I) Q) for
-    P = L, R with the mean of the eigenvalues of P and d = ``DAMPING``; the signs of the columns of Q do not matter. At
-    first Q = I: the first step is Adam's. Dimensions above ``soap_max_precondition_dim`` keep Q = I without a factor.
+    P = L, R with the mean of the eigenvalues of P and d = ``DAMPING``; the signs of the columns of Q do not matter.
+    The first step is Adam's, with Q = I. Dimensions above ``soap_max_precondition_dim`` keep Q = I without a factor.
 
     The authors' code instead skips the first step, begins with the eigenvectors of the first factors, sorts them by
     their eigenvalues and does not damp: the bases of null spaces are then a matter of rounding.
@@ -91,8 +91,20 @@ class SOAP(MatrixAlgorithm):
                 continue
             factor.lerp_(rows @ rows.mT, 1.0 - self.config.soap_shampoo_beta)
             basis = state[_key(f"{side}_basis", number)]
+            # From Q = I the iteration would begin on a saddle: the columns of a head have no part of the null
+            # directions that norms leave to other heads, so that rounding errors grow 1 / DAMPING-fold each time.
+            if rates.step == 1:
+                is_zero = (factor == 0).flatten(-2).all(-1)[..., None, None]
+                basis.copy_(torch.where(is_zero, basis, scattered(basis)))
             for _ in range(iterations):
                 basis.copy_(next_basis(factor, basis))
+
+
+def scattered(basis: Tensor) -> Tensor:
+    """Return a random orthogonal matrix of the size of ``basis``, which depends on the size alone."""
+    size = basis.shape[-1]
+    numbers = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.linalg.qr(numbers.to(basis.device))[0].to(basis.dtype)
 
 
 def next_basis(factor: Tensor, basis: Tensor) -> Tensor:

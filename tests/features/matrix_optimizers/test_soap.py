@@ -47,6 +47,7 @@ def test_six_steps_are_those_of_another_implementation(case: str, monkeypatch: p
     """It starts with the eigenvectors of the first gradient's factors, and does not damp."""
     size, every = int(case.split(",")[0]), int(case.split()[-1])
     monkeypatch.setattr(soap, "DAMPING", 0.0)
+    monkeypatch.setattr(soap, "scattered", lambda basis: basis)
     monkeypatch.setattr(soap, "FIRST_ITERATIONS", 1 if every == 1 else 0)
     rule, weight = algorithm(soap_precondition_frequency=every), numbers((size, size), 1)
     state = rule.new_state(weight, None)
@@ -59,6 +60,15 @@ def test_six_steps_are_those_of_another_implementation(case: str, monkeypatch: p
     torch.testing.assert_close(
         weight, torch.tensor(PEER[case], dtype=torch.float64).view(size, size), rtol=0, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 32, 257])
+def test_the_first_iteration_starts_from_an_orthogonal_matrix_without_zeros(size: int) -> None:
+    start = soap.scattered(torch.zeros(size, size, dtype=torch.float64))
+    torch.testing.assert_close(start.mT @ start, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
+    # The vector of ones of a head, or of all channels, is the null direction that a norm leaves.
+    for width in {size, max(size // 4, 1)}:
+        assert (start[:width].sum(0).abs() > 1e-9).all()
 
 
 def paper(grads: list[Tensor], every: int, epsilon: float, *, sides: str) -> list[Tensor]:
@@ -85,6 +95,8 @@ def paper(grads: list[Tensor], every: int, epsilon: float, *, sides: str) -> lis
             factors[side] = 0.8 * factors[side] + 0.2 * products[side]
             size = len(factors[side])
             damped = factors[side] / (factors[side].trace() / size) + soap.DAMPING * torch.eye(size)
+            if t == 1:
+                bases[side] = soap.scattered(bases[side])
             for _ in range(soap.FIRST_ITERATIONS if t == 1 else t % every == 0):
                 bases[side] = torch.linalg.qr(damped @ bases[side])[0]
     return updates
