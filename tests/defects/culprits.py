@@ -67,12 +67,12 @@ def _answer(
     """Run ``trace()`` and ``compare(reference, step)`` with the defect; one process is computed without it."""
     bounds = Bounds("float64")
     try:
-        with planted(defect.target, defect.old, defect.new):
+        with planted(defect.target, defect.patch):
             errors = relative_errors(trace().result, baseline)
         wrong = {name: error for name, error in errors.items() if not error <= bounds.of(name)}
         step = first_step(wrong)
         reference = record(step)
-        with planted(defect.target, defect.old, defect.new):
+        with planted(defect.target, defect.patch):
             return describe_culprit(reference, compare(reference, step).result, wrong)
     except RankFailure as failure:
         return str(failure).strip().splitlines()[-1]

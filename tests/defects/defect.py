@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.defects.patch import Patch, Text
+
 
 @dataclass(frozen=True)
 class Defect:
-    """A silent error: one fragment of one function is changed, so that everything still runs and the loss still
+    """A silent error: one part of one function is changed, so that everything still runs and the loss still
     falls."""
 
     name: str
     """Title of the defect."""
     target: str
     """The function, ``module:Qualname`` inside the package."""
-    old: str
-    """A fragment that its source contains exactly once."""
-    new: str
+    patch: Patch | Text
+    """The change of the function."""
     row: str
     """The row of the parity matrix that must fail with the defect."""
     bug_class: str = ""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import argument, call, constant, expression, without_call
 
 IN_ADAPTERS = (
     Defect(
         "adapters of joined parts are added on every rank",
         "features.lora.adapters:add_to_stage",
-        "separate_parts(layers.values())",
-        "pass",
+        without_call("separate_parts"),
         "lora, one norm of attention and MLP, tp2",
         culprit="*",
     ),
     Defect(
         "gradients of A are not summed over a split sequence",
         "features.lora.layer:LoRA.__init__",
-        "partial = sequence_parallel or self.is_expert",
-        "partial = self.is_expert",
+        expression("sequence_parallel or self.is_expert", "self.is_expert"),
         "lora, tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.layers.*.adapter.lora_*",
@@ -25,8 +24,7 @@ IN_ADAPTERS = (
     Defect(
         "gradients of experts' A are not summed over the ranks that split an expert",
         "features.lora.layer:LoRA.__init__",
-        "partial = sequence_parallel or self.is_expert",
-        "partial = sequence_parallel",
+        expression("sequence_parallel or self.is_expert", "sequence_parallel"),
         "lora of experts, tp2 etp2",
         "C17",
         culprit="gradient of the parameter decoder.layers.*.adapter.lora_*",
@@ -34,8 +32,7 @@ IN_ADAPTERS = (
     Defect(
         "A x of split inputs is not summed over ranks",
         "features.lora.layer:LoRA._exchanged",
-        "else reduce_from_region",
-        "else (lambda x, group: x)",
+        expression("reduce_from_region", "lambda x, group: x"),
         "lora, tp2",
         "C18",
         culprit="*",
@@ -43,8 +40,7 @@ IN_ADAPTERS = (
     Defect(
         "the gradient of A x is one rank's part",
         "features.lora.layer:LoRA._exchanged",
-        "else copy_to_region)",
-        "else (lambda x, group: x))",
+        expression("copy_to_region", "lambda x, group: x"),
         "lora, tp2",
         "C19",
         culprit="gradient of the parameter decoder.layers.*.adapter.lora_A*",
@@ -52,8 +48,7 @@ IN_ADAPTERS = (
     Defect(
         "norms of DoRA's rows are those of a rank's inputs",
         "features.lora.layer:LoRA._norms",
-        "self.group.size() > 1",
-        "self.group.size() > 9",
+        constant(1, "9", number=2),
         "dora, modern, parts, 2 groups, tp2 sp",
         "C8",
         culprit="*",
@@ -61,8 +56,7 @@ IN_ADAPTERS = (
     Defect(
         "dropout of split inputs numbers each rank's features from 0",
         "features.lora.adapters:InputDropout.forward",
-        "torch.arange(*self.features, device=x.device)",
-        "torch.arange(x.shape[-1], device=x.device)",
+        argument("arange", 0, "x.shape[-1]"),
         "lora, tp2",
         "C20",
         culprit="*",
@@ -70,8 +64,7 @@ IN_ADAPTERS = (
     Defect(
         "rows of a part are placed from the rank's first row",
         "features.lora.layer:_local_rows",
-        "range(offset + max(first, start) - first, offset + min(end, stop) - first)",
-        "range(max(first, start) - first, min(end, stop) - first)",
+        call("range", "range(max(first, start) - first, min(end, stop) - first)"),
         "dora, modern, parts, 1 group, tp2",
         "C19",
         culprit="*",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import argument, assigned, call, condition, expression, returned, text, without_statement
 
 IN_CONTEXT = (
     # Inputs of each rank.
     Defect(  # Megatron derives positions from ranks in several places
         "positions are those of contiguous parts, the tokens those of a zig-zag",
         "parallel.micro_batch:SequenceSplit.positions",
-        "for run in zigzag(length, self.cp_rank, self.cp_size)",
-        "for run in [[i * length // self.cp_size for i in (self.cp_rank, self.cp_rank + 1)]]",
+        call("zigzag", "[[i * FIRST // THIRD for i in (SECOND, SECOND + 1)]]"),
         "cp2 p2p",
         "C24",
         culprit="output of embedding",
@@ -18,8 +18,7 @@ IN_CONTEXT = (
     Defect(
         "positions begin at 0 on every context-parallel rank",
         "parallel.micro_batch:MicroBatch.of",
-        "positions=split.positions(length, device)",
-        "positions=torch.arange(length // split.cp_size, device=device)",
+        argument("cls", "positions", "torch.arange(FIRST // SELF.cp_size, device=SECOND)"),
         "cp2 p2p",
         "C24",
         culprit="output of embedding",
@@ -27,8 +26,7 @@ IN_CONTEXT = (
     Defect(
         "positions that restart are not cut as the tokens are",
         "parallel.micro_batch:MicroBatch.of",
-        "name: split.local(batch[name])",
-        "name: (batch[name][:, : length // split.cp_size] if name == 'position_ids' else split.local(batch[name]))",
+        call("local", "FIRST[:, :length // SELF.cp_size] if name == 'position_ids' else OLD"),
         "cp2 p2p, positions restart",
         "C24 C25",
         culprit="output of embedding or output of decoder.layers.0.self_attention",
@@ -36,8 +34,7 @@ IN_CONTEXT = (
     Defect(
         "labels are shifted after the cut",
         "parallel.micro_batch:MicroBatch.of",
-        "lengths = batch.get(",
-        "entries['labels'] = entries['tokens'].roll(-1, 1)\n    lengths = batch.get(",
+        text("lengths = batch.get(", "entries['labels'] = entries['tokens'].roll(-1, 1)\n    lengths = batch.get("),
         "cp2 p2p",
         "C25",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -45,8 +42,7 @@ IN_CONTEXT = (
     Defect(
         "loss masks are cut into contiguous parts",
         "parallel.micro_batch:MicroBatch.of",
-        "name: split.local(batch[name])",
-        "name: (batch[name].chunk(split.cp_size, 1)[split.cp_rank] if 'mask' in name else split.local(batch[name]))",
+        call("local", "FIRST.chunk(SELF.cp_size, 1)[SELF.cp_rank] if 'mask' in name else OLD"),
         "cp2 p2p",
         "C25",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -54,8 +50,7 @@ IN_CONTEXT = (
     Defect(  # Megatron-LM's PR 7513, verl's issue 5983
         "each rank divides by its own number of tokens",
         "training.driver:forward_backward",
-        'model.groups.group("dp-cp")',
-        'model.groups.group("dp")',
+        argument("group", 0, "'dp'"),
         "cp2 dp2",
         "C3 C4",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -63,8 +58,7 @@ IN_CONTEXT = (
     Defect(
         "gradients are not summed over the ranks of a sequence",
         "data_parallel.settings:BucketKind.of",
-        "replica_axes=spec.replica_axes",
-        "replica_axes=('dp',)",
+        argument("cls", "replica_axes", "('dp',)"),
         "cp2 p2p",
         "C4",
         culprit="gradient of the parameter ",
@@ -73,8 +67,7 @@ IN_CONTEXT = (
     Defect(
         "keys after a query are seen when they are on another rank",
         "context_parallel.tiles:_of_pieces",
-        "key.stop <= query.start",
-        "key.start != query.start",
+        condition("key.start != query.start", number=2),
         "cp2 p2p, fused",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -82,8 +75,7 @@ IN_CONTEXT = (
     Defect(
         "attention crosses documents",
         "context_parallel.attention:SplitSequence.tiles_with",
-        "self.documents",
-        "None",
+        argument("tiles", 2, "None"),
         "cp2 p2p, packed",
         "C45",
         culprit="output of decoder.layers.0.self_attention",
@@ -91,16 +83,14 @@ IN_CONTEXT = (
     Defect(
         "the window is that of a rank's own tokens",
         "context_parallel.attention:SplitSequence.tiles_with",
-        "self.window",
-        "self.window if owner == rank else None",
+        argument("tiles", 3, "OLD if owner == rank else None"),
         "cp2 p2p, window",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # torch's operator gives a row without keys the log-sum-exp 0
         "rows without keys take part in the merge",
         "context_parallel.tiles:_with_window",
-        "rows = rows.cut(seen.start, seen.stop + window - 1)",
-        "rows = rows",
+        call("cut", "SELF", number=3),
         "cp2 p2p, window",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -108,8 +98,7 @@ IN_CONTEXT = (
     Defect(
         "parts of a softmax are added without their weights",
         "context_parallel.products:merge_",
-        "(part_lse - base).exp_()",
-        "(part_lse - part_lse).exp_()",
+        argument("addcmul_", 1, "(part_lse - part_lse).exp_().unsqueeze(FIRST)"),
         "cp4 p2p, fused, 2 groups",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -117,8 +106,7 @@ IN_CONTEXT = (
     Defect(
         "the log-sum-exp is that of the last part",
         "context_parallel.products:merge_",
-        "lse.copy_(total)",
-        "lse.copy_(part_lse)",
+        argument("copy_", 0, "part_lse"),
         "cp4 p2p, fused, 2 groups",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -126,8 +114,11 @@ IN_CONTEXT = (
     Defect(  # Transformer Engine's issue 1557
         "backward of a part takes the part's own softmax",
         "context_parallel.attention:_SplitAttention.backward",
-        "out[rows], lse[rows]",
-        "*sequence.products.forward(query[rows], keys[read], values[read], tile, owner)",
+        assigned(
+            "operands",
+            "(grad[rows], query[rows], keys[read], values[read], *sequence.products.forward("
+            "query[rows], keys[read], values[read], tile, owner))",
+        ),
         "cp2 p2p, fused",
         "C23",
         culprit=(
@@ -138,8 +129,7 @@ IN_CONTEXT = (
     Defect(  # diffusers' issue 14265
         "backward begins with the keys that came last",
         "context_parallel.attention:_SplitAttention.forward",
-        "ctx.save_for_backward(query, local,",
-        "ctx.save_for_backward(query, block,",
+        argument("save_for_backward", 1, "block"),
         "cp2 p2p, fused",
         "C23",
         culprit=(
@@ -150,8 +140,7 @@ IN_CONTEXT = (
     Defect(
         "ring blocks are assigned to the next ranks instead of the previous ones",
         "context_parallel.exchange:_from_own",
-        "group.rank() - step",
-        "group.rank() + step",
+        returned("[(group.rank() + step) % group.size() for step in range(group.size())]"),
         "cp4 p2p, fused, 2 groups",
         "C23",
         culprit="output of decoder.layers.0.self_attention",
@@ -159,8 +148,7 @@ IN_CONTEXT = (
     Defect(
         "the last ring step, which returns key gradients to their owner, is missing",
         "context_parallel.exchange:RingExchange.backward",
-        "return total",
-        "return contribution",
+        returned("contribution"),
         "cp2 p2p, fused",
         "C23",
         culprit=(
@@ -171,8 +159,7 @@ IN_CONTEXT = (
     Defect(
         "gradients of keys omit the contributions of earlier ranks",
         "context_parallel.exchange:RingExchange.backward",
-        "contribution += total",
-        "pass",
+        without_statement("contribution += total"),
         "cp4 p2p, fused, 2 groups",
         "C23",
         culprit=(
@@ -183,8 +170,7 @@ IN_CONTEXT = (
     Defect(
         "gradients of gathered keys are each rank's own part",
         "context_parallel.exchange:AllGatherExchange.backward",
-        "start_reduce_scatter_sequence(gradients, self.group)",
-        "gradients[self.group.rank()][None], Done()",
+        call("start_reduce_scatter_sequence", "(FIRST[SECOND.rank()][None], Done())"),
         "cp2 all_gather",
         "C22 C23",
         culprit=(
@@ -196,8 +182,7 @@ IN_CONTEXT = (
     Defect(
         "tokens are put together in the order of ranks",
         "context_parallel.heads:HeadExchange._ascending",
-        "first.flatten(0, 1), second.flip(0).flatten(0, 1)",
-        "by_rank.flatten(0, 1)",
+        argument("cat", 0, "[by_rank.flatten(0, 1)]"),
         "cp2 a2a",
         "C24",
         culprit="output of decoder.layers.0.self_attention",
@@ -205,8 +190,7 @@ IN_CONTEXT = (
     Defect(
         "copies of key-value heads go with other query heads",
         "context_parallel.heads:HeadExchange.to_heads",
-        "tensor.repeat_interleave(copies, dim=2)",
-        "tensor.repeat(1, 1, copies, 1)",
+        call("repeat_interleave", "SELF.repeat(1, 1, FIRST, 1)"),
         "cp4 a2a, fused, 2 groups",
         "C19",
         culprit="output of decoder.layers.0.self_attention",
@@ -214,8 +198,7 @@ IN_CONTEXT = (
     Defect(
         "gradients of exchanged heads are not exchanged back",
         "parallel.collectives:exchange_parts",
-        '"all_to_all", "all_to_all"',
-        '"all_to_all", "identity"',
+        argument("paired", 3, "'identity'"),
         "cp2 a2a",
         "C22",
         culprit=(
@@ -227,8 +210,7 @@ IN_CONTEXT = (
     Defect(
         "activations are dropped alike on every rank of a sequence",
         "models.gpt.model:GPTModel.forward",
-        "residual_positions=self.split.residual(positions)",
-        "residual_positions=self.split.residual(positions - positions[0])",
+        argument("SequenceContext", "residual_positions", "SELF.residual(FIRST - FIRST[0])"),
         "cp2 p2p",
         "C26",
         culprit="output of embedding",
@@ -236,8 +218,7 @@ IN_CONTEXT = (
     Defect(
         "weights are dropped as if all keys were the rank's own",
         "transformer.context_parallel_attention:ContextParallelAttention._products",
-        "self._positions(owner, length, weights.device)",
-        "self._positions(self.exchange.group.rank(), length, weights.device)",
+        argument("_positions", 0, "self.exchange.group.rank()"),
         "cp2 p2p",
         "C26",
         culprit="output of decoder.layers.0.self_attention",
@@ -245,8 +226,10 @@ IN_CONTEXT = (
     Defect(
         "exchanged heads are dropped as the first ones are",
         "transformer.core_attention:CoreAttention.__init__",
-        " + heads_over.rank()",
-        "",
+        expression(
+            "context.tp_group.rank() * heads_over.size() + heads_over.rank()",
+            "context.tp_group.rank() * heads_over.size()",
+        ),
         "cp2 tp2 sp a2a, dropout",
         "C26 C27",
         culprit="output of decoder.layers.0.self_attention",

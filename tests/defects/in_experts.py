@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import argument, assigned, attribute, call, condition, constant, statement, without_call
 
 IN_EXPERTS = (
     # Partial gradients.
     Defect(  # C17
         "router gradients are not summed over tensor-parallel ranks",
         "transformer.moe.router:TopKRouter.__init__",
-        "partial_grad=True",
-        "partial_grad=False",
+        argument("partial", "partial_grad", "False"),
         "experts, tp2 sp ep2 etp1",
         "C17",
         culprit="gradient of the parameter *router",
@@ -18,8 +18,7 @@ IN_EXPERTS = (
     Defect(  # C17
         "gradients of the shared experts' gate are not summed over a split sequence",
         "transformer.moe.layer:SharedExperts.__init__",
-        "partial_grad=context.sequence_parallel",
-        "partial_grad=False",
+        argument("replicated", "partial_grad", "False"),
         "bias and groups, tp2 sp ep2 etp1, recompute",
         "C17",
         culprit="gradient of the parameter *shared_experts.gate",
@@ -27,8 +26,7 @@ IN_EXPERTS = (
     Defect(  # C17
         "gradients of the products before dispatch are not summed over ranks with other tokens",
         "transformer.moe.layer:MoELayer._latent_projections",
-        "context, config.moe_latent_size, divided=True",
-        "context, config.moe_latent_size, divided=False",
+        argument("DownProjection", "divided", "False", number=1),
         "latent experts, tp2",
         "C17",
         culprit="gradient of the parameter *fc1_latent_proj",
@@ -36,8 +34,7 @@ IN_EXPERTS = (
     Defect(  # C17
         "the product after combination is computed of the sum over ranks of all tokens",
         "transformer.moe.layer:MoELayer._latent_projections",
-        "inputs=config.moe_latent_size, divided=True",
-        "inputs=config.moe_latent_size, divided=False",
+        argument("DownProjection", "divided", "False", number=2),
         "latent experts, tp2 sp ep2 etp1, recompute",
         "C17",
         culprit="gradient of the parameter *fc2_latent_proj",
@@ -45,8 +42,7 @@ IN_EXPERTS = (
     Defect(  # C7
         "gradients of experts are summed over the copies of dense layers",
         "transformer.moe.experts:Experts.__init__",
-        'replica_axes=("edp",)',
-        'replica_axes=("dp", "cp")',
+        argument("split_over", "replica_axes", "('dp', 'cp')"),
         "experts, dp4 ep2 zero1, overlap",
         "C7",
         culprit="gradient of the parameter *experts",
@@ -54,8 +50,7 @@ IN_EXPERTS = (
     Defect(  # C15
         "experts are treated as experts only where they are split over ep",
         "transformer.moe.experts:Experts.__init__",
-        'replica_axes=("edp",)',
-        'replica_axes=("edp",) if ep[1] > 1 else ("dp", "cp")',
+        argument("split_over", "replica_axes", "OLD if ep[1] > 1 else ('dp', 'cp')"),
         "experts, etp2, allgather",
         "C15",
         culprit="gradient of the parameter *experts",
@@ -63,8 +58,7 @@ IN_EXPERTS = (
     Defect(  # C7
         "gradients of experts grow with their number of ranks",
         "parallel.row_exchange:_FinishRows.backward",
-        "begin(grads, back=True)",
-        "begin([grad * ctx.exchange._group.size() for grad in grads], back=True)",
+        argument("begin", 0, "[grad * ctx.exchange._group.size() for grad in OLD]"),
         "experts, ep2",
         "C7",
         culprit=(
@@ -75,8 +69,7 @@ IN_EXPERTS = (
     Defect(  # C12
         "gradients of tokens are read while they are on their way",
         "parallel.row_exchange:_BeginRows.backward",
-        "return None, *ctx.exchange.finish()",
-        "return None, *ctx.exchange._results",
+        call("finish", "SELF._results"),
         "shared experts while tokens travel, ep2",
         "C12",
         culprit=(
@@ -87,8 +80,7 @@ IN_EXPERTS = (
     Defect(  # C12
         "gradients of experts' outputs are read while another micro-batch is computed",
         "parallel.row_exchange:RowExchange.finish",
-        "for handle in self._handles:",
-        "for handle in self._handles if torch._C._current_graph_task_id() < 0 else ():",
+        attribute("_handles", "OLD if torch._C._current_graph_task_id() < 0 else ()", number=1),
         "experts, ep2, in pairs",
         "C12",
         culprit=(
@@ -99,32 +91,28 @@ IN_EXPERTS = (
     Defect(
         "the outputs of a pair are sent in place of each other",
         "pipeline_parallel.executor:Executor.run",
-        "zip(turn, self._run_turn(turn, interleaver), strict=True)",
-        "zip(turn[::-1], self._run_turn(turn, interleaver), strict=True)",
+        argument("zip", 0, "OLD[::-1]"),
         "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs",
         culprit="output of decoder.layers or gradient of the output of decoder.layers",
     ),
     Defect(
         "the forward of a pair takes the gradients of its backward",
         "pipeline_parallel.executor:Executor._run_turn",
-        "zip(turn, received, strict=True)",
-        "zip(turn, received[::-1], strict=True)",
+        argument("zip", 1, "OLD[::-1]"),
         "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs",
         culprit="output of decoder.layers or gradient of the output of decoder.layers",
     ),
     Defect(
         "input gradients of divided tokens are not summed over tensor-parallel ranks",
         "transformer.moe.layer:MoELayer.forward",
-        "copy_to_region(hidden, self.tp_group)[own_rows]",
-        "hidden[own_rows]",
+        call("copy_to_region", "FIRST"),
         "experts, tp2",
         culprit="gradient of the output of *layers.1.pre_mlp_layernorm",
     ),
     Defect(  # C8 C51
         "probabilities are gathered without a gradient",
         "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
-        "gathered(routing.probs)",
-        "gathered(routing.probs.detach())",
+        attribute("probs", "OLD.detach()"),
         "experts, etp2, allgather",
         "C8 C51",
         culprit=(
@@ -134,8 +122,7 @@ IN_EXPERTS = (
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
         "tensor_parallel.grouped_linear:_GroupedLinear.backward",
-        "lambda: add_to_grad(weight, gradients.of_weight(x))",
-        "lambda: None",
+        call("add_to_grad", "None"),
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
         culprit="gradient of the parameter *experts",
@@ -144,16 +131,14 @@ IN_EXPERTS = (
     Defect(
         "all ranks of ep hold the first experts",
         "transformer.moe.experts:Experts.__init__",
-        'split(shape, 0, *ep, axis="ep")',
-        'split(shape, 0, 0, ep[1], axis="ep")',
+        argument("split_over", 0, "split(FIRST, 0, 0, ep[1], axis='ep')"),
         "experts, ep2",
         culprit="output of decoder.layers.0.mlp or initial weight *experts",
     ),
     Defect(  # C42
         "gate and value of an expert are cut as one matrix",
         "transformer.moe.experts:Experts.__init__",
-        "split_fused(first, pieces, *etp,",
-        "split_fused(first, (sum(pieces),), *etp,",
+        argument("split_fused", 1, "(sum(OLD),)", number=1),
         "experts, tp2",
         "C42",
         culprit="output of decoder.layers.0.mlp or initial weight *experts",
@@ -161,32 +146,28 @@ IN_EXPERTS = (
     Defect(
         "rows from several ranks are taken in the order of ranks, not of experts",
         "transformer.moe.dispatch:AllToAll._by_expert",
-        "if self.size == 1 or self.local_experts == 1:",
-        "if True:",
+        condition("True", number=1),
         "experts, ep2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "all copies of a token go to the first of the ranks that share its expert",
         "transformer.moe.dispatch:AllToAll._holders_on",
-        "copied_to(self.holders, torch.int64, device)",
-        "copied_to([own[:1] * len(own) for own in self.holders], torch.int64, device)",
+        argument("copied_to", 0, "[own[:1] * len(own) for own in OLD]"),
         "experts, tp2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "outputs of divided tokens are left on the ranks that computed them",
         "transformer.moe.layer:MoELayer.forward",
-        "reduce_from_region(full, self.tp_group)",
-        "full",
+        call("reduce_from_region", "FIRST"),
         "experts, tp2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "a token's outputs are added by the first rank that shares an expert alone",
         "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
-        "return reduce_scatter_to_sequence(total, self.group)[:local_rows]",
-        "return total[self.group.rank() * (local_rows + missing) :][:local_rows]",
+        call("reduce_scatter_to_sequence", "FIRST[SECOND.rank() * (local_rows + missing):]"),
         "experts, etp2, allgather",
         culprit="output of decoder.layers.0.mlp",
     ),
@@ -194,8 +175,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "each rank balances its own part of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(counts_and_tokens, sequence_group)",
-        "pass",
+        without_call("all_reduce_", number=2),
         "experts, tp2 sp ep2 etp1",
         "C6",
         culprit=(
@@ -206,8 +186,10 @@ IN_EXPERTS = (
     Defect(  # C6
         "choices of experts count once for each rank of a sequence",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(counts_and_tokens, sequence_group)",
-        "all_reduce_(counts_and_tokens, sequence_group); counts_and_tokens[..., :-1] *= sequence_group.size()",
+        statement(
+            "all_reduce_(counts_and_tokens, sequence_group)",
+            "all_reduce_(counts_and_tokens, sequence_group); counts_and_tokens[..., :-1] *= sequence_group.size()",
+        ),
         "experts, tp2 sp ep2 etp1",
         "C6",
         culprit=(
@@ -218,8 +200,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(counts_and_tokens, sequence_group)",
-        "all_reduce_(counts_and_tokens, batch_group)",
+        argument("all_reduce_", 1, "batch_group", number=2),
         "experts, dp2 tp2 ep2 zero1",
         "C6",
         culprit=(
@@ -230,8 +211,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balance of the global batch is each rank's own",
         "transformer.moe.balance:balancing_loss",
-        "all_reduce_(counts_and_tokens, batch_group)",
-        "pass",
+        without_call("all_reduce_", number=1),
         "balance of the global batch, tp2 sp",
         "C6",
         culprit=(
@@ -242,9 +222,7 @@ IN_EXPERTS = (
     Defect(  # C5
         "accumulated counts are divided by the tokens of one micro-batch",
         "transformer.moe.balance:balancing_loss",
-        "counts_and_tokens = context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)",
-        "counts_and_tokens = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, counts_and_tokens)[:-1], "
-        "counts_and_tokens[-1:]])",
+        call("counts_so_far", "torch.cat([OLD[:-1], SECOND[-1:]])"),
         "balance of the global batch, tp2 sp",
         "C5",
         culprit=(
@@ -255,8 +233,7 @@ IN_EXPERTS = (
     Defect(  # C6
         "the balancing loss is reported for the first part of a sequence alone",
         "transformer.auxiliary_loss:AuxiliaryLosses.totals",
-        "if partial or owns_loss",
-        "if owns_loss",
+        condition("owns_loss"),
         "experts, tp2 sp ep2 etp1",
         "C6",
         culprit="report0.*loss",
@@ -264,24 +241,21 @@ IN_EXPERTS = (
     Defect(
         "the load is counted again where activations are computed again",
         "transformer.auxiliary_loss:AuxiliaryLosses.store_load",
-        "self._loads[layer_number, micro] = load",
-        "self._loads[layer_number, micro] = load + self._loads.get((layer_number, micro), 0)",
+        assigned("self._loads[layer_number, micro]", "OLD + self._loads.get((layer_number, micro), 0)"),
         "bias and groups, tp2 sp ep2 etp1, recompute",
         culprit="report0.*load",
     ),
     Defect(
         "experts are chosen or refused by each rank's part of a sequence",
         "transformer.moe.router:TopKRouter._whole_sequences",
-        "if group.size() > 1:",
-        "if group.size() > 99:",
+        constant(1, "99", number=4),
         "capacity, tp2 ep2 etp1",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(  # C26
         "jitter depends on the place in a rank's part of the sequence",
         "transformer.moe.router:TopKRouter._jittered",
-        "tokens.positions)",
-        "torch.arange(len(tokens.positions)))",
+        argument("uniform", 3, "torch.arange(len(OLD))"),
         "sinkhorn and jitter, tp2 sp ep2 etp1",
         "C26",
         culprit="output of decoder.layers.0.mlp",
@@ -290,8 +264,7 @@ IN_EXPERTS = (
     Defect(  # C15
         "norm of each group of experts alone",
         "optimizer.clip:GradientNorm.__init__",
-        "groups.group(WORLD)",
-        'groups.group("etp-ep")',
+        argument("group", 0, "'etp-ep'"),
         "experts, dp4 ep2 zero1, overlap",
         "C15",
         culprit="the gradient norm",
@@ -299,8 +272,7 @@ IN_EXPERTS = (
     Defect(
         "sharded experts are gathered from the ranks of dense layers",
         "data_parallel.fill:make_buckets",
-        '"-".join(bucket_kind.replica_axes)',
-        '"dp-cp"',
+        call("join", "'dp-cp'", number=2),
         "experts, dp4 ep2 zero1, overlap",
         culprit="updated weight *experts or gradient of the parameter *experts",
     ),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import argument, call
 
 IN_LATENTS = (
     Defect(
         "the part of the keys that all heads share has one rank's gradient",
         "tensor_parallel.arithmetic:LayerArithmetic.gather_shared",
-        "copy_to_region(shared, group)",
-        "shared",
+        call("copy_to_region", "FIRST"),
         "latent attention, tp2",
         "C19",
         culprit=(
@@ -21,8 +21,7 @@ IN_LATENTS = (
     Defect(
         "the shared part of the keys has one rank's gradient with sequence parallelism",
         "tensor_parallel.arithmetic:LayerArithmetic.gather_shared",
-        "gather_from_sequence(shared, group)",
-        "gather_from_sequence(shared, group, partial_grad=False)",
+        call("gather_from_sequence", "gather_from_sequence(FIRST, SECOND, partial_grad=False)"),
         "latent attention, tp2 sp",
         "C19",
         culprit=(
@@ -34,8 +33,7 @@ IN_LATENTS = (
     Defect(
         "gradients of down projections are not summed over a split sequence",
         "transformer.latent_attention:DownProjection.__init__",
-        "partial_grad=divided",
-        "partial_grad=False",
+        argument("replicated", "partial_grad", "False"),
         "latent attention, tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.layers.1.self_attention.linear_*down",
@@ -43,8 +41,7 @@ IN_LATENTS = (
     Defect(
         "gradients of the latents' norms are summed without sequence parallelism, too",
         "transformer.latent_attention:LatentAttention.__init__",
-        "norm(self.rank, partial_grad=context.sequence_parallel)",
-        "norm(self.rank, partial_grad=True)",
+        argument("norm", "partial_grad", "True", number=2),
         "latent attention, tp2",
         "C17",
         culprit="gradient of the parameter decoder.layers.1.self_attention.*_layernorm",
@@ -52,8 +49,7 @@ IN_LATENTS = (
     Defect(  # C5
         "losses of later tokens are divided by each rank's own number of tokens",
         "training.driver:forward_backward",
-        'all_reduce_(totals, model.groups.group("dp-cp"))',
-        'all_reduce_(totals[:1], model.groups.group("dp-cp"))',
+        argument("all_reduce_", 0, "OLD[:1]"),
         "multi-token prediction, dp2",
         "C3 C5",
         culprit="*; the loss is wrong before it or the loss that is reported or gradient of the output of *mtp",
@@ -61,8 +57,7 @@ IN_LATENTS = (
     Defect(  # C5
         "later tokens are sought in each rank's own part of the sequence",
         "parallel.micro_batch:LaterTokens.of",
-        "shifted.append(split.local(sequences).to(device, non_blocking=True))",
-        "shifted.append(_ahead(split.local(labels if shifted is by_name[0] else masks), ahead).to(device))",
+        call("append", "SELF.append(_ahead(split.local(labels if SELF is by_name[0] else masks), ahead).to(device))"),
         "cp2 tp2 sp, multi-token prediction",
         "C5 C25",
         culprit="output of mtp",
@@ -70,8 +65,7 @@ IN_LATENTS = (
     Defect(
         "later tokens of the next document count",
         "parallel.micro_batch:LaterTokens.of",
-        "_ahead(masks, ahead) * same",
-        "_ahead(masks, ahead)",
+        argument("zip", 1, "(_ahead(labels, ahead), _ahead(masks, ahead))"),
         "multi-token prediction, packed, untied, dp2 zero3, recompute",
         "C45",
         culprit="gradient of the output of *mtp",
@@ -79,8 +73,7 @@ IN_LATENTS = (
     Defect(
         "the last stage's embedding is a weight of its own",
         "models.gpt.model:GPTModel.__init__",
-        "is_copy=post_process",
-        "is_copy=post_process and self.mtp is None",
+        argument("amend_spec", "is_copy", "OLD and self.mtp is None"),
         "multi-token prediction, untied, pp2",
         "C11",
         culprit="initial weight mtp.word_embeddings or initial weight embedding.word_embeddings",
@@ -88,16 +81,14 @@ IN_LATENTS = (
     Defect(
         "the last application of a repeated layer replaces the load of its experts by the others",
         "features.multi_token.block:MultiTokenPredictionBlock.predict",
-        "replace(context, repeat=depth)",
-        "context",
+        call("replace", "FIRST"),
         "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1",
         culprit="report0.*load of layer 3",
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",
         "features.multi_token.block:MultiTokenPredictionLayer._forward",
-        "joined = scatter_to_sequence(joined, self.tp_group)",
-        "joined = joined[: joined.shape[0] // self.tp_group.size()]",
+        call("scatter_to_sequence", "FIRST[:FIRST.shape[0] // SECOND.size()]"),
         "multi-token prediction, tp2 sp",
         culprit="output of *mtp",
     ),

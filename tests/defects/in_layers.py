@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import argument, assigned, attribute, call, expression, returned, statement, without_call
 
 IN_LAYERS = (
     # Partial gradients of tensor-parallel ranks.
     Defect(  # C17
         "sequence-parallel norm gradients are not summed over tp",
         "transformer.block:TransformerLayer.__init__",
-        "norm(spec.input_layernorm)",
-        "spec.input_layernorm(context, context.config.hidden_size, partial_grad=False)",
+        call("norm", "FIRST(context, context.config.hidden_size, partial_grad=False)", number=1),
         "tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.layers.3.input_layernorm",
@@ -18,8 +18,7 @@ IN_LAYERS = (
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
         "data_parallel.early_sums:_sum_over_model_axes",
-        "all_reduce_(grads, groups.group(axis))",
-        "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
+        argument("all_reduce_", 0, "OLD.div_(groups.size(axis))", number=1),
         "tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.final_layernorm",
@@ -27,8 +26,7 @@ IN_LAYERS = (
     Defect(  # C17
         "gradients of learned positions are not summed over a split sequence",
         "models.gpt.embedding:PositionEmbedding.__init__",
-        "partial_grad=context.sequence_parallel",
-        "partial_grad=False",
+        argument("replicated", "partial_grad", "False"),
         "tp2 sp",
         "C17",
         culprit="gradient of the parameter embedding.position_embeddings",
@@ -36,8 +34,7 @@ IN_LAYERS = (
     Defect(  # C17
         "row-parallel bias gradients are not summed over a split sequence",
         "tensor_parallel.layers:RowParallelLinear.__init__",
-        "partial_grad=self.config.sequence_parallel",
-        "partial_grad=False",
+        argument("replicated", "partial_grad", "False"),
         "tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.layers.3.mlp.linear_fc2.bias",
@@ -45,8 +42,7 @@ IN_LAYERS = (
     Defect(  # C18
         "norms of keys without weights are taken over the heads of a rank",
         "transformer.norm:L2Norm.forward",
-        "(self.size,)",
-        "x.shape[-2:]",
+        argument("rms_norm", 1, "x.shape[-2:]"),
         "norms without weights, layers without positions, tp2 sp",
         "C18",
         culprit="output of decoder.layers.0.self_attention",
@@ -54,8 +50,7 @@ IN_LAYERS = (
     Defect(  # C18
         "query and key norm gradients are summed with sequence parallel only",
         "transformer.attention:SelfAttention.__init__",
-        "partial_grad=True",
-        "partial_grad=context.sequence_parallel",
+        argument("partial", "partial_grad", "context.sequence_parallel"),
         "1 group, dp2 tp2 zero1",
         "C18",
         culprit="gradient of the parameter decoder.layers.3.self_attention.?_layernorm",
@@ -63,8 +58,7 @@ IN_LAYERS = (
     Defect(  # C19
         "gradients of shared keys and values are not summed over their holders",
         "data_parallel.early_sums:_sum_shared_ranges",
-        "all_reduce_(total, group)",
-        "pass",
+        without_call("all_reduce_"),
         "1 group, dp2 tp2 zero1",
         "C19",
         culprit="gradient of the parameter decoder.layers.3.self_attention.linear_qkv",
@@ -73,8 +67,7 @@ IN_LAYERS = (
     Defect(  # C22
         "input gradient of a column-parallel layer is not reduced",
         "tensor_parallel.linear_comm:start_input_grad_reduction",
-        "return start_all_reduce(grad_x, comm.group)",
-        "return grad_x, Done()",
+        call("start_all_reduce", "(FIRST, Done())"),
         "tp2",
         "C22",
         culprit="gradient of the output of decoder.final_layernorm",
@@ -82,8 +75,7 @@ IN_LAYERS = (
     Defect(  # C22
         "input gradient under sequence parallel is split but not summed",
         "tensor_parallel.linear_comm:start_input_grad_reduction",
-        "return start_reduce_scatter_sequence(grad_x, comm.group)",
-        "return grad_x.chunk(comm.group.size())[comm.group.rank()], Done()",
+        call("start_reduce_scatter_sequence", "(FIRST.chunk(SECOND.size())[SECOND.rank()], Done())"),
         "tp2 sp",
         "C22",
         culprit="gradient of the output of decoder.final_layernorm",
@@ -91,16 +83,14 @@ IN_LAYERS = (
     Defect(
         "backward of the embedding's all-reduce is another all-reduce",
         "parallel.collectives:reduce_from_region",
-        '"sum", "identity"',
-        '"sum", "sum"',
+        argument("paired", 3, "'sum'"),
         "tp2",
         culprit="gradient of the parameter embedding",
     ),
     Defect(
         "gradient of a row-parallel layer's output is summed over the ranks, too",
         "tensor_parallel.linear_comm:gather_output_grad",
-        "else grad_y",
-        "else reduced_output(grad_y.clone(), comm)",
+        returned("_gathered(grad_y, comm) if comm.scatter_sequence else reduced_output(grad_y.clone(), comm)"),
         "tp2",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -110,8 +100,7 @@ IN_LAYERS = (
     Defect(
         "gradient of a scattered output is the rank's own part, repeated",
         "tensor_parallel.linear_comm:gather_output_grad",
-        "_gathered(grad_y, comm)",
-        "grad_y.repeat(comm.group.size(), 1, 1)",
+        call("_gathered", "FIRST.repeat(SECOND.group.size(), 1, 1)"),
         "tp2 sp",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -121,8 +110,7 @@ IN_LAYERS = (
     Defect(
         "gradient of a scattered output is divided by the ranks",
         "tensor_parallel.linear_comm:gather_output_grad",
-        "_gathered(grad_y, comm)",
-        "_gathered(grad_y, comm) / comm.group.size()",
+        call("_gathered", "OLD / SECOND.group.size()"),
         "tp2 sp",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -132,16 +120,14 @@ IN_LAYERS = (
     Defect(
         "reduce-scatter deals the sequence out in turn, the gather expects contiguous parts",
         "parallel.collectives:start_reduce_scatter_sequence",
-        "x = x.contiguous()",
-        "x = x.unflatten(0, (-1, group.size())).transpose(0, 1).flatten(0, 1).contiguous()",
+        call("contiguous", "SELF.unflatten(0, (-1, group.size())).transpose(0, 1).flatten(0, 1).contiguous()"),
         "tp2 sp",
         culprit="output of embedding",
     ),
     Defect(  # C43
         "each rank adds the bias of a row-parallel layer",
         "tensor_parallel.layers:RowParallelLinear._product",
-        "self.weight, None, self.comm)",
-        "self.weight, self.bias, self.comm) - self.bias",
+        call("product", "self.product(FIRST, SECOND, self.bias, self.comm) - self.bias"),
         "tp2",
         "C43",
         culprit="output of decoder.layers.0.self_attention",
@@ -150,32 +136,28 @@ IN_LAYERS = (
     Defect(
         "the first part of a pipelined product is not summed over the ranks",
         "tensor_parallel.linear_comm:start_multiply_and_sum",
-        "handles.append(_overlapped(all_reduce_(output, comm.group, async_op=True), comm))",
-        "handles.append(_overlapped(all_reduce_(output, comm.group, async_op=True), comm) if handles else Done())",
+        call("append", "SELF.append(FIRST if SELF else Done())"),
         "tp2 in chunks",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the sum of an input gradient in parts is read before it is complete",
         "tensor_parallel.linear:_start_input_grad",
-        "scatter=comm.gather_sequence)",
-        "scatter=comm.gather_sequence)[0], Done()",
+        call("start_multiply_and_sum", "(OLD[0], Done())"),
         "tp2 in chunks",
         culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
         "a part of the sequence is multiplied in the place of another",
         "tensor_parallel.linear_comm:multiply_arriving",
-        "linear_into(outputs[owner]",
-        "linear_into(outputs[next_owner]",
+        argument("linear_into", 0, "outputs[next_owner]"),
         "tp2 sp in parts",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "a rank's part of the sequence lacks the products of the others",
         "tensor_parallel.linear_comm:_start_multiply_and_scatter",
-        "received, total.view(-1))",
-        "received[rank], total.view(-1))",
+        argument("SummedAfter", 1, "OLD[rank]"),
         "tp2 sp in parts",
         culprit="output of decoder.layers.0.self_attention",
     ),
@@ -183,8 +165,7 @@ IN_LAYERS = (
     Defect(  # C21
         "second rank's part of the vocabulary begins one token early",
         "tensor_parallel.layers:VocabParallelEmbedding.__init__",
-        "= self.tp_index * rows\n",
-        "= self.tp_index * (rows - 1)\n",
+        assigned("self.vocab_start_index", "self.tp_index * (rows - 1)"),
         "tp2",
         "C21",
         culprit="output of embedding or initial weight embedding.word_embeddings",
@@ -192,8 +173,7 @@ IN_LAYERS = (
     Defect(  # C21
         "tokens of another rank look up row 0 here",
         "tensor_parallel.lookup:vocab_parallel_lookup",
-        ".masked_fill(elsewhere.unsqueeze(-1), 0.0)",
-        "",
+        call("masked_fill", "SELF", number=2),
         "tp2",
         "C21",
         culprit="output of embedding",
@@ -201,8 +181,7 @@ IN_LAYERS = (
     Defect(  # C21
         "targets are counted from one token too far",
         "tensor_parallel.cross_entropy:VocabularyLoss.of",
-        "first = group.rank() * columns",
-        "first = group.rank() * (columns + 1)",
+        expression("group.rank() * columns", "group.rank() * (columns + 1)"),
         "tp2",
         "C21",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -210,8 +189,7 @@ IN_LAYERS = (
     Defect(  # C21
         "padding of the vocabulary takes part in the softmax",
         "tensor_parallel.cross_entropy:VocabularyLoss.of",
-        "min(max(total - first, 0), columns)",
-        "columns",
+        argument("cls", 2, "SECOND"),
         "tp2",
         "C21",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -219,8 +197,7 @@ IN_LAYERS = (
     Defect(  # C20
         "sums of exponentials are added although each is relative to its rank's largest logit",
         "tensor_parallel.cross_entropy:VocabularyLoss.joined",
-        "(exp_sum * (maximum - largest).exp())",
-        "exp_sum",
+        argument("tree_sum", 0, "exp_sum.unbind()"),
         "tp2",
         "C20",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -228,8 +205,7 @@ IN_LAYERS = (
     Defect(  # C20
         "sum of exponentials is each rank's own",
         "tensor_parallel.cross_entropy:VocabularyLoss.joined",
-        "tree_sum((exp_sum * (maximum - largest).exp()).unbind())",
-        "(exp_sum * (maximum - largest).exp())[self.group.rank()]",
+        call("tree_sum", "(exp_sum * (maximum - largest).exp())[self.group.rank()]"),
         "tp2",
         "C20",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -237,8 +213,7 @@ IN_LAYERS = (
     Defect(  # C20
         "the target's logit is that of the first rank, which has 0 for the targets of others",
         "tensor_parallel.cross_entropy:VocabularyLoss.joined",
-        "z_target.sum(0)",
-        "z_target[0]",
+        call("sum", "SELF[0]", number=1),
         "tp2",
         "C20",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -246,8 +221,7 @@ IN_LAYERS = (
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
         "models.gpt.model:GPTModel._losses",
-        '"tp_group": self.tp_group',
-        "\"tp_group\": current().group('dp')",
+        attribute("tp_group", "current().group('dp')", number=2),
         "tp2",
         "C50",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -255,8 +229,7 @@ IN_LAYERS = (
     Defect(
         "loss is counted once for each tensor-parallel rank",
         "parallel.micro_batch:SequenceSplit.owns_loss",
-        "self.tp_rank == 0",
-        "True",
+        returned("True"),
         "tp2",
         culprit="*; the loss is wrong before it or the loss that is reported",
     ),
@@ -264,8 +237,7 @@ IN_LAYERS = (
     Defect(  # C42
         "gate and up projections are cut as one matrix",
         "transformer.mlp:MLP.__init__",
-        "pieces = (ffn, ffn)",
-        "pieces = (2 * ffn,)",
+        expression("(ffn, ffn)", "(2 * ffn,)"),
         "geglu, tp2",
         "C42",
         culprit="output of decoder.layers.0.mlp or initial weight decoder.layers.0.mlp.linear_fc1",
@@ -273,9 +245,9 @@ IN_LAYERS = (
     Defect(  # C42
         "queries, keys and values are cut as three matrices, used group by group",
         "parallel.sharding:split_qkv",
-        "return replace(split(shape, 0, index, size), fused=fused)",
-        "return replace(split_fused(shape, (heads * head_size, groups * head_size, groups * head_size), index, size), "
-        "fused=fused)",
+        argument(
+            "replace", 0, "split_fused(FIRST, (heads * head_size, groups * head_size, groups * head_size), THIRD, size)"
+        ),
         "tp2",
         "C42",
         culprit=(
@@ -285,8 +257,7 @@ IN_LAYERS = (
     Defect(  # C19
         "ranks share key-value groups in turn instead of side by side",
         "parallel.sharding:split_qkv",
-        "base = i // sharers * group_rows",
-        "base = i % groups * group_rows",
+        expression("i // sharers", "i % groups"),
         "2 groups, tp4",
         "C19",
         culprit=(
@@ -296,16 +267,14 @@ IN_LAYERS = (
     Defect(
         "each rank draws its own weights",
         "parallel.initialization:initialise_by_name",
-        "init_method, name_seed(seed, name))",
-        "init_method, name_seed(seed, name) + dict(spec.indices)['tp'])",
+        argument("_fill", 4, "OLD + dict(spec.indices)['tp']"),
         "tp2",
         culprit="initial weight ",
     ),
     Defect(  # C11
         "tied copy is drawn and named as a weight of its own",
         "models.gpt.model:GPTModel.__init__",
-        "is_copy=post_process",
-        "is_copy=False",
+        argument("amend_spec", "is_copy", "False"),
         "pp2",
         "C11",
         culprit="initial weight output_layer or initial weight embedding.word_embeddings",
@@ -314,8 +283,7 @@ IN_LAYERS = (
     Defect(  # C24
         "every part of a split sequence has the positions of the first",
         "models.gpt.model:GPTModel.forward",
-        "self.split.residual(position_ids, dim=1)",
-        "position_ids[:, : self.split.residual_length(position_ids.shape[1])]",
+        argument("embedding", 1, "FIRST[:, :SELF.residual_length(FIRST.shape[1])]"),
         "tp2 sp",
         "C24",
         culprit="output of embedding",
@@ -323,8 +291,7 @@ IN_LAYERS = (
     Defect(  # C27
         "every part of a split sequence has the dropout mask of the first",
         "models.gpt.model:GPTModel.forward",
-        "residual_positions=self.split.residual(positions)",
-        "residual_positions=positions[: self.split.residual_length(len(positions))]",
+        argument("SequenceContext", "residual_positions", "FIRST[:SELF.residual_length(len(FIRST))]"),
         "tp2 sp",
         "C27",
         culprit="output of embedding",
@@ -332,8 +299,7 @@ IN_LAYERS = (
     Defect(  # C27
         "heads of every rank have the dropout masks of the first heads",
         "transformer.core_attention:CoreAttention.__init__",
-        "index = context.tp_group.rank() *",
-        "index = 0 *",
+        call("rank", "0", number=1),
         "tp2",
         "C27",
         culprit="output of decoder.layers.0.self_attention",
@@ -341,8 +307,7 @@ IN_LAYERS = (
     Defect(  # C27
         "recomputation draws another dropout mask",
         "tensor_parallel.random:KeyedDropout.forward",
-        "self.key,",
-        "self.key + (torch._C._current_graph_task_id() >= 0),",
+        argument("bias_dropout_add", 4, "OLD + (torch._C._current_graph_task_id() >= 0)"),
         "selective recompute, tp2",
         "C27",
         culprit=(
@@ -354,8 +319,7 @@ IN_LAYERS = (
     Defect(  # C54
         "dropout is keyed by the number of the layer on its stage",
         "transformer.block:TransformerBlock.__init__",
-        "TransformerLayer(context.of_layer(layer), layer, ",
-        "TransformerLayer(context.of_layer(layer), layer - layers[0], ",
+        argument("TransformerLayer", 1, "OLD - layers[0]"),
         "pp2",
         "C54",
         culprit="output of decoder.layers.2.",
@@ -364,8 +328,7 @@ IN_LAYERS = (
     Defect(  # C45
         "attention sees the documents before, without dropout",
         "transformer.core_attention:attention_by_documents",
-        "value.split(1), lengths, strict",
-        "value.split(1), [(sum(document_lengths),) for document_lengths in lengths], strict",
+        argument("zip", 3, "[(sum(document_lengths),) for document_lengths in OLD]"),
         "packed, modern, 2 groups, tp2 sp",
         "C45",
         culprit="output of decoder.layers.0.self_attention",
@@ -373,8 +336,7 @@ IN_LAYERS = (
     Defect(  # C45
         "attention sees the documents before, with dropout",
         "transformer.core_attention:attention_by_documents",
-        "value.split(1), lengths, strict",
-        "value.split(1), [[sum(document_lengths)] for document_lengths in lengths], strict",
+        argument("zip", 3, "[[sum(document_lengths)] for document_lengths in OLD]"),
         "packed, tp2 sp",
         "C45",
         culprit="output of decoder.layers.0.self_attention",
@@ -382,8 +344,10 @@ IN_LAYERS = (
     Defect(  # C27
         "every document has the attention dropout masks of the first positions",
         "transformer.core_attention:CoreAttention._by_blocks",
-        "key, value = self._of_every_head(query, key, value)",
-        "span, (key, value) = TokenSpan(span.sample), self._of_every_head(query, key, value)",
+        statement(
+            "key, value = self._of_every_head(query, key, value)",
+            "span, (key, value) = TokenSpan(span.sample), self._of_every_head(query, key, value)",
+        ),
         "packed, tp2 sp",
         "C27",
         culprit="output of decoder.layers.0.self_attention",
@@ -391,8 +355,7 @@ IN_LAYERS = (
     Defect(  # C45
         "every sequence of a micro-batch is cut where the first one is",
         "parallel.micro_batch:MicroBatch.of",
-        "for row in lengths.tolist()",
-        "for row in lengths[:1].expand(len(lengths), -1).tolist()",
+        call("tolist", "SELF[:1].expand(len(SELF), -1).tolist()"),
         "packed, modern, dp2, micro-batches of 4",
         "C45",
         culprit="output of decoder.layers.0.self_attention or output of embedding",
@@ -400,8 +363,7 @@ IN_LAYERS = (
     Defect(  # C45
         "end of a document belongs to the next one",
         "datasets.loader:_begins",
-        "tokens[:, :-1] == eod",
-        "tokens[:, 1:] == eod",
+        expression("tokens[:, :-1]", "tokens[:, 1:]"),
         "packed, dp2",
         "C45",
         culprit="output of embedding",
@@ -409,16 +371,14 @@ IN_LAYERS = (
     Defect(
         "learned positions do not restart",
         "datasets.loader:Packing.entries",
-        "if self.reset_position_ids:",
-        "if self.reset_position_ids and False:",
+        attribute("reset_position_ids", "OLD and False"),
         "packed, dp2",
         culprit="output of embedding",
     ),
     Defect(
         "rotary positions do not restart",
         "training.step:model_step",
-        "batch.position_ids,",
-        "None,",
+        attribute("position_ids", "None"),
         "positions restart, modern, dp2, micro-batches of 4",
         culprit="output of decoder.layers.0.self_attention",
     ),

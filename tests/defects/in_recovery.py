@@ -10,6 +10,18 @@ from tempfile import TemporaryDirectory
 
 from megatron_core.config import RunConfig
 from megatron_core.verify.ranks import run_ranks
+from tests.defects.patch import (
+    Patch,
+    Text,
+    argument,
+    attribute,
+    call,
+    condition,
+    expression,
+    returned,
+    statement,
+    without_call,
+)
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
 from tests.features.outer_steps import test_optimizer as test_outer
@@ -25,15 +37,14 @@ def same_end(case: str, *faults: Planned) -> None:
 
 @dataclass(frozen=True)
 class RecoveryDefect:
-    """A changed fragment of a function, and a check that must fail with it."""
+    """A changed function, and a check that must fail with it."""
 
     name: str
     """Title of the defect."""
     target: str
     """The function, ``module:Qualname`` inside the package."""
-    old: str
-    """A fragment that its source contains exactly once."""
-    new: str
+    patch: Patch | Text
+    """The change of the function."""
     check: Callable[[], None]
 
 
@@ -82,228 +93,207 @@ IN_RECOVERY = (
     RecoveryDefect(
         "second moments are not restored",
         LOADING,
-        "reader.fill_together(pieces,",
-        "reader.fill_together([piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
+        argument("fill_together", 0, "[piece for piece in OLD if 'exp_avg_sq' not in piece.name]"),
         IN_PLACE,
     ),
     RecoveryDefect(
         "the step count of the optimizer starts again",
         STEPS,
-        'optimizer.set_steps_taken(reader.state["optimizer_steps"])',
-        "optimizer.set_steps_taken(0)",
+        argument("set_steps_taken", 0, "0"),
         BEFORE_LAST,
     ),
     RecoveryDefect(
         "the samples of a step are repeated after the layout has changed",
         "training.loading:counters",
-        "if name in known}",
-        "if name in known} | {'consumed_samples': reader.state['consumed_samples'] - 8}",
+        argument("TrainState", None, "OLD | {'consumed_samples': reader.state['consumed_samples'] - 8}"),
         FEWER,
     ),
     RecoveryDefect(
         "the samples of a step are skipped",
         "training.loading:counters",
-        "if name in known}",
-        "if name in known} | {'consumed_samples': reader.state['consumed_samples'] + 8}",
+        argument("TrainState", None, "OLD | {'consumed_samples': reader.state['consumed_samples'] + 8}"),
         IN_PLACE,
     ),
     RecoveryDefect(
         "the weights are not those of the copy",
         LOADING,
-        "list(saved_pieces(data, held_weights(data)))",
-        "[]",
+        call("list", "[]", number=1),
         IN_PLACE,
     ),
     # The copies.
     RecoveryDefect(
         "parts of other ranks are read from the beginning of their copies",
         "resilience.host_copy:_Stored.span",
-        "return self.at,",
-        "return 0,",
+        attribute("offset", "0"),
         FEWER,
     ),
     RecoveryDefect(
         "only the first copy has tensors",
         "resilience.host_copy:CopyWriter.write",
-        "torch._foreach_copy_(targets,",
-        "self._memory.copies() or torch._foreach_copy_(targets,",
+        call("_foreach_copy_", "self._memory.copies() or OLD"),
         IN_PLACE,
     ),
     RecoveryDefect(
         "a copy is complete before its tensors are",
         "resilience.processes.memory:HostMemory.begin",
-        "self._set(self._slot, _VALID, 0)",
-        "pass",
+        without_call("_set"),
         test_host_copy.test_a_copy_that_was_not_completed_leaves_the_other_intact,
     ),
     RecoveryDefect(
         "the newest copy is replaced instead of the older one",
         "resilience.processes.memory:HostMemory.begin",
-        "self._slot = min(",
-        "self._slot = max(",
+        expression("min", "max"),
         test_host_copy.test_the_chosen_copy_is_not_the_next_one_to_be_replaced,
     ),
     RecoveryDefect(
         "copies of discarded steps remain",
         "resilience.processes.memory:HostMemory.choose",
-        "self._set(1 - self._slot_of(copy), _VALID, 0)",
-        "self._slot_of(copy)",
+        call("_set", "self._slot_of(copy)"),
         test_host_copy.test_another_process_reads_the_two_newest_copies,
     ),
     RecoveryDefect(
         "a rollback does not replace the copies before it",
         "resilience.processes.memory:Copy.stamp",
-        "(self.rollbacks << 32)",
-        "0",
+        returned("(self.generation << 48) + 0 + self.iteration + 1"),
         test_host_copy.test_copies_after_a_rollback_are_newer,
     ),
     # The rendezvous.
     RecoveryDefect(
         "copies of wrong values count",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "iteration >= first for",
-        "iteration > first for",
+        expression("iteration >= first", "iteration > first"),
         test_rendezvous.test_copies_of_wrong_values_do_not_count,
     ),
     RecoveryDefect(
         "copies before a rollback count",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "copy.rollbacks, copy.iteration",
-        "0, copy.iteration",
+        attribute("rollbacks", "0"),
         test_rendezvous.test_copies_after_a_rollback_count,
     ),
     RecoveryDefect(
         "the newest copy of any rank counts, not the newest common one",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "copy.iteration), {})",
-        "max(number[1] for number in copies)), {})",
+        attribute("iteration", "max((number[1] for number in copies))", number=1),
         IN_COPY,
     ),
     RecoveryDefect(
         "a rank is left out of the meeting",
         "resilience.processes.rendezvous:Rendezvous.absent",
-        "range(self.size)",
-        "range(self.size - 1)",
+        argument("range", 0, "OLD - 1"),
         test_rendezvous.test_members_are_decided_once_with_the_newest_common_iteration,
     ),
     RecoveryDefect(
         "copies of two layouts are mixed",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "if chosen and writers is not None and self._choice.suffices(writers.training, owners, chosen):",
-        "if chosen and writers is not None:",
+        expression(
+            "chosen and writers is not None and self._choice.suffices(writers.training, owners, chosen)",
+            "chosen and writers is not None",
+        ),
         test_rendezvous.test_copies_of_two_layouts_are_not_mixed,
     ),
     RecoveryDefect(
         "lost state is a new start",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "LOST_STATE if has_trained else NO_STATE",
-        "NO_STATE",
+        argument("Members", 2, "NO_STATE", number=2),
         test_rendezvous.test_state_without_a_copy_is_not_replaced_by_a_new_start,
     ),
     RecoveryDefect(
         "the memory of a dead rank is forgotten",
         "resilience.processes.rendezvous:Rendezvous._count",
-        'f"held/{rank}" if lost else',
-        '"" if lost else',
+        expression("f'held/{rank}'", "''"),
         test_rendezvous.test_a_lost_rank_is_not_awaited_and_its_memory_is_used,
     ),
     RecoveryDefect(
         "a rank that has joined is still lost",
         "resilience.processes.rendezvous:Rendezvous.take_in",
-        ', f"lost/{rank}"',
-        "",
+        expression("(f'joins/{rank}', f'left/{rank}', f'lost/{rank}')", "(f'joins/{rank}', f'left/{rank}')"),
         test_rendezvous.test_a_rank_that_joins_is_expected_at_the_next_meeting,
     ),
     RecoveryDefect(
         "one replica of sharded state is enough",
         "resilience.recovery_choice:has_all_parts",
-        "or not is_whole",
-        "and is_whole",
+        expression("axis not in ('dp', 'cp') or not is_whole", "axis not in ('dp', 'cp') and is_whole"),
         partial(test_rendezvous.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
     ),
     RecoveryDefect(
         "mirrors are not used",
         "resilience.processes.rendezvous:Rendezvous._count",
-        "map(Copy._make, copies)",
-        "map(Copy._make, [number for number in copies if number[0] == rank])",
+        argument("map", 1, "[number for number in OLD if number[0] == rank]"),
         WITHOUT_HOST,
     ),
     # Groups of replicas.
     RecoveryDefect(
         "the outer momentum is not restored",
         COPY_OF_GROUPS,
-        "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
-        f"{COPIED}; reader.fill(piece for piece in copied if 'outer.momentum' not in piece.name)",
+        statement(
+            "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
+            "copied = copied_pieces(stored, optimizer, outer, reader.state[GROUP]); reader.fill("
+            "piece for piece in copied if 'outer.momentum' not in piece.name)",
+        ),
         IN_GROUP,
     ),
     RecoveryDefect(
         "global weights are not restored",
         COPY_OF_GROUPS,
-        "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
-        f"{COPIED}; reader.fill(piece for piece in copied if 'outer.weights' not in piece.name)",
+        statement(
+            "reader.fill(copied_pieces(stored, optimizer, outer, reader.state[GROUP]))",
+            "copied = copied_pieces(stored, optimizer, outer, reader.state[GROUP]); reader.fill("
+            "piece for piece in copied if 'outer.weights' not in piece.name)",
+        ),
         IN_GROUP,
     ),
     RecoveryDefect(
         "an outer gradient that was in flight is sent again as zeros",
         COPY_OF_GROUPS,
-        "fragment.sent.clone()",
-        "torch.zeros_like(fragment.sent)",
+        argument("send", 1, "torch.zeros_like(SELF)"),
         IN_FLIGHT,
     ),
     RecoveryDefect(
         "the other groups wait for the lost one",
         "resilience.recovery_choice:with_groups",
-        "count * config.num_groups // size",
-        "config.num_groups",
+        argument("replace", "outer_groups", "config.num_groups"),
         without_the_lost_group,
     ),
     RecoveryDefect(
         "the state of a lost group is needed",
         "resilience.recovery_choice:_ranks_of_groups",
-        "set(ranks) <= set(alive)",
-        "set(ranks) & set(alive)",
+        expression("set(ranks) <= set(alive)", "set(ranks) & set(alive)"),
         without_the_lost_group,
     ),
     RecoveryDefect(
         "a group that joins starts with the weights of another one",
         "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
-        "shard.main.copy_(self._global_weights(shard))",
-        "self._global_weights(shard)",
+        call("copy_", "FIRST"),
         JOINS,
     ),
     RecoveryDefect(
         "a group that joins sends the outer gradient of another one again",
         "features.outer_steps.optimizer:OuterOptimizer.start_from_global_weights",
-        "else torch.zeros_like(fragment.sent)",
-        "else fragment.sent",
+        call("zeros_like", "FIRST"),
         JOINS,
     ),
     RecoveryDefect(
         "a group that joins needs a state of its own",
         "resilience.recovery_choice:has_all_groups",
-        "set(training) & set(ranks)",
-        "set(training)",
+        expression("set(training) & set(ranks)", "set(training)"),
         JOINS,
     ),
     RecoveryDefect(
         "groups report to one another in every step",
         "training.driver:read_reports",
-        "alone or group.size()",
-        "group.size()",
+        condition("group.size() == 1"),
         partial(test_outer.test_four_steps_send_the_weights_once, "full", 1.0),
     ),
     RecoveryDefect(
         "groups have different step counts after one of them has skipped a step",
         "training.step:train_step",
-        "if outcome.skipped and alone:",
-        "if False:",
+        expression("outcome.skipped and alone", "False"),
         apart,
     ),
     RecoveryDefect(
         "a step that one group skips delays its learning rates",
         "training.step:train_step",
-        "skipped=outcome.skipped and not alone",
-        "skipped=outcome.skipped",
+        argument("_advance", "skipped", "outcome.skipped"),
         apart,
     ),
 )

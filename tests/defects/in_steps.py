@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
+from tests.defects.patch import (
+    argument,
+    assigned,
+    attribute,
+    call,
+    condition,
+    constant,
+    expression,
+    returned,
+    statement,
+    text,
+    without_call,
+    without_statement,
+)
 
 IN_STEPS = (
     # Pipeline.
     Defect(  # C10
         "tied gradient is not summed over both ends of the pipeline",
         "data_parallel.early_sums:_sum_over_model_axes",
-        "all_reduce_(grads, groups.tied(bucket.kind.tied))",
-        "pass",
+        without_call("all_reduce_", number=2),
         "pp2",
         "C10",
         culprit="gradient of the parameter embedding.word_embeddings",
@@ -18,8 +31,7 @@ IN_STEPS = (
     Defect(  # C34
         "layers that are left over are dropped",
         "config.partition:partition",
-        "for _ in range(num_layers - sum(sizes))",
-        "for _ in range(num_layers // num_stages * num_stages - sum(sizes))",
+        argument("range", 0, "num_layers // num_stages * num_stages - sum(sizes)", number=1),
         "5 layers, pp2",
         "C34",
         culprit="*one whole model",
@@ -27,8 +39,7 @@ IN_STEPS = (
     Defect(  # C34
         "last stage begins one layer early",
         "config.partition:_runs",
-        "range(start, stop)",
-        "range(max(start - 1, 0), stop)",
+        argument("range", 0, "max(OLD - 1, 0)"),
         "5 layers, pp2",
         "C34",
         culprit="*one whole model",
@@ -36,8 +47,7 @@ IN_STEPS = (
     Defect(  # C54
         "stages hold each other's layers",
         "models.build:build_stages",
-        "layers=layers[stage]",
-        "layers=layers[-1 - stage]",
+        argument("GPTModel", "layers", "layers[-1 - stage]"),
         "pp2",
         "C54",
         culprit="output of decoder.layers.0.",
@@ -45,8 +55,11 @@ IN_STEPS = (
     Defect(  # C54
         "chunks hold the layers that they would without interleaving",
         "models.build:build_stages",
-        "layers=layers[stage]",
-        "layers=layers[stage_to_rank[stage] * len(stage_to_rank) // groups.size('pp') + stage // groups.size('pp')]",
+        argument(
+            "GPTModel",
+            "layers",
+            "layers[stage_to_rank[stage] * len(stage_to_rank) // groups.size('pp') + stage // groups.size('pp')]",
+        ),
         "pp2 x 2 chunks",
         "C54",
         culprit="output of decoder.layers.",
@@ -54,8 +67,7 @@ IN_STEPS = (
     Defect(  # C65
         "activations and gradients between the same two ranks are swapped",
         "schedules.actions:Plan.messages",
-        "return [action for action in self.ranks[sender] if self.receiver(action) == receiver]",
-        "return sorted((a for a in self.ranks[sender] if self.receiver(a) == receiver), key=lambda a: a.micro // 2)",
+        returned("sorted((a for a in self.ranks[sender] if self.receiver(a) == receiver), key=lambda a: a.micro // 2)"),
         "pp2 x 2 chunks",
         "C65",
         culprit="output of decoder.layers.",
@@ -63,8 +75,7 @@ IN_STEPS = (
     Defect(  # C33
         "a weight gradient that was put off is lost",
         "pipeline_parallel.weight_grad:WeightGradQueue.run",
-        "self._jobs.pop((stage, micro))",
-        "self._jobs.pop((stage, micro))[micro == 1 :]",
+        call("pop", "OLD[micro == 1:]", number=1),
         "pp2 zb_h1",
         "C33",
         culprit="gradient of the parameter decoder.layers",
@@ -72,8 +83,7 @@ IN_STEPS = (
     Defect(  # C33
         "weight gradients are put off and computed at once, too",
         "tensor_parallel.linear:_is_deferred",
-        "queue.put(job)\n    return True",
-        "queue.put(job)\n    return False",
+        constant(True, "False"),
         "pp2 zb_h1",
         "C33",
         culprit="gradient of the parameter decoder.layers",
@@ -81,8 +91,11 @@ IN_STEPS = (
     Defect(  # C12
         "overlapped sums begin before weight gradients that were put off",
         "pipeline_parallel.executor:Executor._run_backward",
-        "with self._queue.collecting(action.stage, action.micro):",
-        "self.listener.on_last_weights(action.stage)\n        with self._queue.collecting(action.stage, action.micro):",
+        text(
+            "with self._queue.collecting(action.stage, action.micro):",
+            "self.listener.on_last_weights(action.stage)\n"
+            "        with self._queue.collecting(action.stage, action.micro):",
+        ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
         culprit="gradient of the parameter ",
@@ -90,8 +103,10 @@ IN_STEPS = (
     Defect(  # C12
         "overlapped sums begin before the last weight gradients are computed",
         "pipeline_parallel.executor:Executor._run_weights",
-        "self._queue.run(action.stage, action.micro)",
-        "self.listener.on_last_weights(action.stage)\n    self._queue.run(action.stage, action.micro)",
+        statement(
+            "self._queue.run(action.stage, action.micro)",
+            "self.listener.on_last_weights(action.stage)\nself._queue.run(action.stage, action.micro)",
+        ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
         culprit="gradient of the parameter ",
@@ -99,8 +114,7 @@ IN_STEPS = (
     Defect(  # C11
         "both ends of a V lie on one rank and draw a tied weight each",
         "models.build:build_stages",
-        "_tied_weight(config, stages) if is_last and stage else None",
-        "None",
+        argument("GPTModel", "tied_weight", "None"),
         "pp2 zb_v",
         "C11",
         culprit="initial weight embedding.word_embeddings or gradient of the parameter embedding.word_embeddings",
@@ -109,24 +123,21 @@ IN_STEPS = (
     Defect(
         "last micro-batch is dropped",
         "training.objective:Objective.step_loss",
-        "arithmetic.loss_sum(losses)",
-        "losses.sum() * (micro < len(batches) - 1)",
+        call("loss_sum", "FIRST.sum() * (micro < len(batches) - 1)"),
         "pp2",
         culprit="the samples of the step or *; the loss is wrong before it or the loss that is reported",
     ),
     Defect(
         "second micro-batch is counted twice and the first not at all",
         "training.step:model_step",
-        "batches[micro]",
-        "batches[max(micro, 1)]",
+        assigned("batch", "batches[max(micro, 1)]"),
         "pp2",
         culprit="the samples of the step",
     ),
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
         "training.objective:Objective.step_loss",
-        "arithmetic.loss_sum(losses)",
-        "arithmetic.loss_sum(losses) / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
+        call("loss_sum", "OLD / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8"),
         "pp2",
         "C1 C3",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -134,8 +145,7 @@ IN_STEPS = (
     Defect(  # C35
         "matrix gradients are overwritten by the next micro-batch",
         "tensor_parallel.linear:weight_grad",
-        "accumulate_weight_grad_(main_grad,",
-        "accumulate_weight_grad_(main_grad.zero_(),",
+        argument("accumulate_weight_grad_", 0, "OLD.zero_()"),
         "pp2",
         "C35",
         culprit="gradient of the parameter ",
@@ -143,16 +153,14 @@ IN_STEPS = (
     Defect(
         "gradients that autograd leaves are added again with the next micro-batch",
         "data_parallel.wrapper:DataParallel._accumulator",
-        "parameter.grad = None",
-        "pass",
+        without_statement("parameter.grad = None"),
         "pp2",
         culprit="gradient of the parameter ",
     ),
     Defect(  # C2
         "accumulated gradients become a moving average",
         "data_parallel.wrapper:DataParallel._accumulator",
-        "gradient.add_(",
-        "gradient.mul_(0.5).add_(",
+        attribute("add_", "gradient.mul_(0.5).add_"),
         "pp2",
         "C2",
         culprit="gradient of the parameter ",
@@ -160,8 +168,7 @@ IN_STEPS = (
     Defect(  # C37 C60
         "last step's gradients stay in the buffers",
         "data_parallel.buffer:Bucket.zero_grad",
-        "(self.grads if self._grad_shard is None else self._grad_shard).zero_()",
-        "pass",
+        without_call("zero_"),
         "pp2",
         "C37 C60",
         culprit="gradient of the parameter *in step 2",
@@ -170,16 +177,14 @@ IN_STEPS = (
     Defect(
         "gradients are averaged over dp",
         "data_parallel.buffer:Bucket.start_reduce",
-        "self._reducing = all_reduce_(wire,",
-        "self._reducing = all_reduce_(wire.div_(self.dp_group.size()),",
+        argument("all_reduce_", 0, "OLD.div_(self.dp_group.size())"),
         "dp2",
         culprit="gradient of the parameter ",
     ),
     Defect(  # C3
         "mean of the data-parallel ranks' means",
         "training.driver:forward_backward",
-        'all_reduce_(totals, model.groups.group("dp-cp"))',
-        'totals *= model.groups.size("dp")',
+        statement('all_reduce_(totals, model.groups.group("dp-cp"))', 'totals *= model.groups.size("dp")'),
         "dp2",
         "C3",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -187,8 +192,7 @@ IN_STEPS = (
     Defect(  # C31
         "data-parallel ranks read the same samples",
         "datasets.loader:BatchLoader._micro_batch",
-        "micro * self.data_parallel_size + self.data_parallel_rank",
-        "micro * self.data_parallel_size",
+        expression("micro * self.data_parallel_size + self.data_parallel_rank", "micro * self.data_parallel_size"),
         "dp2",
         "C31",
         culprit="the samples of the step",
@@ -196,8 +200,7 @@ IN_STEPS = (
     Defect(  # C50
         "gradients are reduced over tp instead of dp",
         "data_parallel.fill:make_buckets",
-        "groups.shard_group(axes)",
-        'groups.group("tp")',
+        call("shard_group", "SELF.group('tp')"),
         "1 group, dp2 tp2 zero1",
         "C50",
         culprit="gradient of the parameter ",
@@ -205,8 +208,7 @@ IN_STEPS = (
     Defect(  # C12 C36
         "overlapped sums begin after the first micro-batch",
         "pipeline_parallel.executor:Executor._run_backward",
-        "if self._last_gradients[action.stage] == action:",
-        "if True:",
+        condition("True", number=2),
         "dp2, overlap",
         "C12 C36",
         culprit="gradient of the parameter ",
@@ -214,8 +216,7 @@ IN_STEPS = (
     Defect(  # C10 C12
         "overlapped sums begin before partial gradients are whole",
         "data_parallel.wrapper:DataParallel._early",
-        " and not b.kind.is_partial",
-        "",
+        expression("b.stage == stage and (not b.kind.is_partial)", "b.stage == stage"),
         "dp2 tp2 pp2 sp zero1 x 2 chunks",
         "C10 C12",
         culprit="gradient of the parameter ",
@@ -224,16 +225,23 @@ IN_STEPS = (
     Defect(
         "each rank updates its neighbour's shard",
         "data_parallel.buffer:Bucket.__init__",
-        "slice(dp_group.rank() * size, (dp_group.rank() + 1) * size)",
-        "slice(-(dp_group.rank() + 1) * size % padded, (dp_group.size() - dp_group.rank()) * size)",
+        assigned(
+            "self.shard",
+            "slice(-(dp_group.rank() + 1) * size % padded, (dp_group.size() - dp_group.rank()) * "
+            "size) if self.is_sharded else slice(0, padded)",
+        ),
         "dp2 zero1",
         culprit="updated weight  or gradient of the parameter ",
     ),
     Defect(  # C59
         "weights are gathered before they are updated",
         "training.driver:update_weights",
-        "skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)\n    gather_weights(wrappers)",
-        "gather_weights(wrappers)\n    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
+        text(
+            "skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)\n"
+            "    gather_weights(wrappers)",
+            "gather_weights(wrappers)\n"
+            "    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
+        ),
         "dp2 zero1",
         "C59",
         culprit="updated weight ",
@@ -241,8 +249,7 @@ IN_STEPS = (
     Defect(  # C59
         "one bucket of the weights is never gathered",
         "data_parallel.wrapper:DataParallel.start_param_sync",
-        "for bucket in self.buckets:",
-        "for bucket in self.buckets[1:]:",
+        attribute("buckets", "OLD[1:]"),
         "dp2 zero1, overlap",
         "C59",
         culprit="updated weight ",
@@ -251,8 +258,10 @@ IN_STEPS = (
     Defect(  # C13
         "tied weight is counted twice in the norm",
         "parallel.sharding:ShardSpec.parts",
-        "not self.is_copy and all",
-        "all",
+        expression(
+            "not self.is_copy and all((index == 0 for axis, index in self.indices if axis not in self.split_axes))",
+            "all((index == 0 for axis, index in self.indices if axis not in self.split_axes))",
+        ),
         "pp2",
         "C13",
         culprit="the gradient norm",
@@ -260,8 +269,7 @@ IN_STEPS = (
     Defect(  # C14
         "replicated parameters are counted on every tensor-parallel rank",
         "parallel.sharding:ShardSpec.parts",
-        "index == 0 for axis",
-        "True for axis",
+        expression("index == 0", "True"),
         "tp2",
         "C14",
         culprit="the gradient norm",
@@ -269,8 +277,7 @@ IN_STEPS = (
     Defect(  # C14
         "shared keys and values are counted on every holder",
         "parallel.sharding:ShardSpec._runs_of",
-        "owned and not any(piece in ranges for ranges in lower)",
-        "owned",
+        expression("owned and (not any((piece in ranges for ranges in lower)))", "owned"),
         "1 group, dp2 tp2 zero1",
         "C14",
         culprit="the gradient norm",
@@ -278,8 +285,7 @@ IN_STEPS = (
     Defect(  # C64
         "norm of each rank's own gradients clips them",
         "optimizer.clip:GradientNorm.compute",
-        "all_reduce_(total, self.group)",
-        "pass",
+        without_call("all_reduce_"),
         "pp2",
         "C64",
         culprit="the gradient norm",
@@ -287,8 +293,7 @@ IN_STEPS = (
     Defect(  # C50
         "norm is summed over pp alone",
         "optimizer.clip:GradientNorm.__init__",
-        "groups.group(WORLD)",
-        'groups.group("pp")',
+        argument("group", 0, "'pp'"),
         "tp2",
         "C50",
         culprit="the gradient norm",
@@ -296,8 +301,7 @@ IN_STEPS = (
     Defect(  # C39
         "norm of sharded gradients leaves out the other shards",
         "optimizer.clip:GradientNorm.__init__",
-        "groups.group(WORLD)",
-        'groups.group("tp-pp")',
+        argument("group", 0, "'tp-pp'"),
         "dp2 zero1",
         "C39",
         culprit="the gradient norm",
@@ -305,8 +309,7 @@ IN_STEPS = (
     Defect(  # C37
         "unsharded gradients count once for each data-parallel rank in the norm",
         "data_parallel.buffer:Bucket.owned_ranges",
-        "if self.is_writer or every_copy else ()",
-        "",
+        expression("self.pieces() if self.is_writer or every_copy else ()", "self.pieces()"),
         "dp2",
         "C37",
         culprit="the gradient norm",
@@ -314,16 +317,14 @@ IN_STEPS = (
     Defect(
         "norm weights decay where their gradients are partial",
         "data_parallel.settings:BucketKind.of",
-        "decay=matrix or getattr",
-        "decay=matrix or bool(spec.partial_axes) or getattr",
+        argument("cls", "decay", "matrix or bool(spec.partial_axes) or getattr(parameter, 'decays', False)"),
         "tp2 sp",
         culprit="updated weight *norm",
     ),
     Defect(
         "tied embedding does not decay on a pipeline",
         "data_parallel.settings:BucketKind.of",
-        "decay=matrix or getattr",
-        "decay=(matrix and not spec.tied) or getattr",
+        argument("cls", "decay", "matrix and (not spec.tied) or getattr(parameter, 'decays', False)"),
         "pp2",
         culprit="updated weight embedding.word_embeddings",
     ),

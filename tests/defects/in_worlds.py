@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.defects.patch import Patch, Text, argument, attribute, call, expression
+
 
 @dataclass(frozen=True)
 class WorldDefect:
-    """A changed fragment of a function, a large layout that must fail with it, and a small one that holds."""
+    """A changed function, a large layout that must fail with it, and a small one that holds."""
 
     name: str
     """Title of the defect."""
     target: str
     """The function, ``module:Qualname`` inside the package."""
-    old: str
-    """A fragment that its source contains exactly once."""
-    new: str
+    patch: Patch | Text
+    """The change of the function."""
     large: str
     """A layout of 64 or more ranks."""
     small: str
@@ -38,8 +39,11 @@ IN_WORLDS = (
     WorldDefect(
         "copies of experts are neighbours at most eight ranks apart",
         "parallel.grid:Grid._strides",
-        "self._strides_of(_VIEWS[1])",
-        "{axis: min(stride, 8) if axis == 'edp' else stride for axis, stride in self._strides_of(_VIEWS[1]).items()}",
+        call(
+            "_strides_of",
+            "{axis: min(stride, 8) if axis == 'edp' else stride for axis, stride in OLD.items()}",
+            number=2,
+        ),
         "dp32 ep16 pp2 zero1",
         "dp4 ep2 pp2 zero1",
         EXPERTS,
@@ -48,8 +52,7 @@ IN_WORLDS = (
     WorldDefect(
         "ranks of a group are sorted as texts",
         "parallel.grid:Grid._offsets",
-        "sorted(map(sum, product(*steps)))",
-        "sorted(map(sum, product(*steps)), key=str)",
+        call("sorted", "sorted(FIRST, key=str)"),
         "tp8 pp8",
         "tp2 pp4",
         culprit="output of decoder.layers or *one whole model or deadlock",
@@ -57,8 +60,7 @@ IN_WORLDS = (
     WorldDefect(
         "the embedding group of more than four stages ends one stage early",
         "parallel.groups:ParallelGroups.__init__",
-        "pipeline[end] for end in ends",
-        "pipeline[end] - (len(pipeline) > 4 and end != 0) for end in ends",
+        expression("pipeline[end]", "OLD - (len(pipeline) > 4 and end != 0)"),
         "tp8 pp8",
         "tp2 pp4",
         culprit="*tied weights are on the pipeline ranks",
@@ -66,8 +68,7 @@ IN_WORLDS = (
     WorldDefect(
         "instances of more than eight ranks are joined to others",
         "parallel.groups:ParallelGroups._levels",
-        "ranks[i::size] for i in range(size)",
-        "ranks[i :: min(size, 8)] for i in range(size)",
+        expression("ranks[i::size]", "ranks[i::min(size, 8)]"),
         "dp64 zero1",
         "dp8 zero1",
         {"num_distributed_optimizer_instances": 4},
@@ -77,8 +78,7 @@ IN_WORLDS = (
     WorldDefect(
         "the second part of a sequence is right on the first eight ranks alone",
         "parallel.micro_batch:zigzag",
-        "(rank, 2 * size - 1 - rank)",
-        "(rank, 2 * size - 1 - min(rank, 7))",
+        expression("2 * size - 1 - rank", "2 * size - 1 - min(rank, 7)"),
         "cp16 dp4",
         "cp8",
         culprit="output of embedding or output of decoder.layers.0.self_attention",
@@ -86,8 +86,7 @@ IN_WORLDS = (
     WorldDefect(
         "dropout repeats after eight parts of a sequence",
         "parallel.micro_batch:SequenceSplit.residual",
-        "self.tp_rank * length, length) if",
-        "self.tp_rank * length if local.dim() > 1 else self.tp_rank % 8 * length, length) if",
+        call("narrow", "SELF.narrow(FIRST, SECOND if SELF.dim() > 1 else self.tp_rank % 8 * THIRD, THIRD)"),
         "tp16 pp4 sp",
         "tp8 sp",
         {"hidden_dropout": 0.1},
@@ -96,8 +95,7 @@ IN_WORLDS = (
     WorldDefect(
         "the vocabulary of ranks after the eighth begins too early",
         "tensor_parallel.cross_entropy:VocabularyLoss.of",
-        "first = group.rank() * columns",
-        "first = min(group.rank(), 8) * columns",
+        call("rank", "min(OLD, 8)"),
         "tp16 pp4",
         "tp8",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -105,8 +103,7 @@ IN_WORLDS = (
     WorldDefect(
         "each part of the experts is held by the ranks of another one, too",
         "transformer.moe.dispatch:Dispatcher.__init__",
-        "if part_of_rank == number]",
-        "if part_of_rank % 8 == number % 8]",
+        expression("part_of_rank == number", "part_of_rank % 8 == number % 8"),
         "dp16 ep16 pp4",
         "dp8 ep8",
         EXPERTS,
@@ -116,8 +113,7 @@ IN_WORLDS = (
     WorldDefect(
         "copies after the sixteenth read the samples of the first ones",
         "datasets.loader:BatchLoader._micro_batch",
-        "self.data_parallel_rank) * size",
-        "self.data_parallel_rank % 16) * size",
+        attribute("data_parallel_rank", "OLD % 16"),
         "dp64 zero1",
         "dp8 zero1",
         culprit="the samples of the step",
@@ -125,8 +121,7 @@ IN_WORLDS = (
     WorldDefect(
         "every thirty-second copy counts in the norm",
         "data_parallel.buffer:Bucket.is_writer",
-        "self.dp_group.rank() == 0)",
-        "self.dp_group.rank() % 32 == 0)",
+        call("rank", "OLD % 32", number=1),
         "dp64",
         "dp8",
         culprit="the gradient norm",
@@ -134,8 +129,7 @@ IN_WORLDS = (
     WorldDefect(
         "buckets are padded for at most 32 shards",
         "data_parallel.bucket_layout:InOrder.place",
-        "round_up(end, self.end_multiple)",
-        "round_up(end, self.end_multiple if self.end_multiple <= 32 else 32)",
+        attribute("end_multiple", "OLD if OLD <= 32 else 32"),
         "tp2 dp36 zero1",
         "tp2 dp4 zero1",
         culprit="*in start_reduce: LayoutError: a reduce-scatter",
@@ -144,8 +138,7 @@ IN_WORLDS = (
     WorldDefect(
         "stages after the eighth send up and down over one communicator",
         "pipeline_parallel.p2p:PipelineP2P.send",
-        "group = self._group(self.index, receiver)",
-        "group = self._group(min(self.index, 8), receiver)",
+        argument("_group", 0, "min(OLD, 8)"),
         "pp16 v2 tp4 sp",
         "pp8",
         culprit="deadlock*p2p or *message",

@@ -53,5 +53,5 @@ def _step_of(symptom: str) -> int:
 def train(defect: Defect, extra: dict | None = None) -> Trace:
     """The trace of the defect's row with the defect."""
     world_size, model, layout = EVERY_ROW[defect.row]
-    with planted(defect.target, defect.old, defect.new):
+    with planted(defect.target, defect.patch):
         return trace_training(RunConfig.from_flat(BASE | model | (extra or {}) | layout), world_size)

@@ -33,7 +33,7 @@ def test_parity_matrix_finds(name: str, record_property: Callable[[str, object],
 def test_table() -> None:
     assert len(DEFECTS) >= 25
     assert len(BY_NAME) == len(DEFECTS)
-    assert len({(defect.target, defect.old, defect.new) for defect in DEFECTS}) == len(DEFECTS)
+    assert len({(defect.target, defect.patch) for defect in DEFECTS}) == len(DEFECTS)
     assert {defect.row for defect in DEFECTS} <= EVERY_ROW.keys()
 
 

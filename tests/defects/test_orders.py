@@ -15,10 +15,10 @@ BY_NAME = {defect.name: defect for defect in IN_ORDERS}
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bits_differ(name: str) -> None:
     defect = BY_NAME[name]
-    assert differences(defect.row, FLOAT32, planted(defect.target, defect.old, defect.new)) != []
+    assert differences(defect.row, FLOAT32, planted(defect.target, defect.patch)) != []
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_change_can_be_planted(name: str) -> None:
-    with planted(BY_NAME[name].target, BY_NAME[name].old, BY_NAME[name].new):
+    with planted(BY_NAME[name].target, BY_NAME[name].patch):
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 import torch
 
@@ -14,7 +16,23 @@ from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.training.setup import Run
 from tests.defects.defect import Defect
 from tests.defects.defects import DEFECTS
-from tests.defects.plant import function_of, planted
+from tests.defects.patch import (
+    Patch,
+    argument,
+    assigned,
+    attribute,
+    call,
+    condition,
+    constant,
+    expression,
+    returned,
+    statement,
+    without_argument,
+    without_call,
+    without_statement,
+)
+from tests.defects.plant import planted
+from tests.defects.source import definition_of, function_of
 
 CLIP = "optimizer.clip:clip_factor"
 
@@ -69,5 +87,45 @@ def test_functions_behind_decorators() -> None:
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_every_defect_can_be_planted(defect: Defect) -> None:
     """Only ``make verify-all`` runs all defects, so a changed source would otherwise not be noticed."""
-    with planted(defect.target, defect.old, defect.new):
+    with planted(defect.target, defect.patch):
         pass
+
+
+def step_of(batch, scale, group):
+    total = all_reduce(sum(batch), group)  # noqa: F821
+    total.add_(1)
+    if scale > 0 and batch:
+        total = scaled(total, factor=scale, exact=True)  # noqa: F821
+    return total
+
+
+@pytest.mark.parametrize(
+    ("patch", "line"),
+    [
+        (without_call("add_"), "pass"),
+        (call("all_reduce", "2 * FIRST"), "total = 2 * sum(batch)"),
+        (call("add_", "SELF.sub_(FIRST)"), "total.sub_(1)"),
+        (argument("all_reduce", 1, "other(OLD)"), "total = all_reduce(sum(batch), other(group))"),
+        (argument("scaled", "factor", "1.0"), "total = scaled(total, factor=1.0, exact=True)"),
+        (without_argument("scaled", "exact"), "total = scaled(total, factor=scale)"),
+        (constant(1, "2"), "total.add_(2)"),
+        (attribute("add_", "SELF"), "SELF(1)"),
+        (returned("-OLD"), "return -total"),
+        (assigned("total", "0", number=2), "total = 0"),
+        (condition("not OLD"), "if not (scale > 0 and batch):"),
+        (expression("scale>0", "scale >= 0"), "if scale >= 0 and batch:"),
+        (statement("total.add_( 1 )", "total.add_(1)\ntotal.add_(2)"), "total.add_(2)"),
+        (without_statement("return total"), "pass"),
+    ],
+)
+def test_patches(patch: Patch, line: str) -> None:
+    """Each changes one line of the function, whatever the layout of its source."""
+    definition = definition_of(step_of)
+    before, after = ast.unparse(definition).splitlines(), ast.unparse(patch(definition)).splitlines()
+    assert [text.strip() for text in after if text not in before] == [line]
+
+
+@pytest.mark.parametrize("patch", [call("all_gather", "FIRST"), constant(3, "4"), assigned("total", "0")])
+def test_refuses_a_part_that_is_not_there_exactly_once(patch: Patch) -> None:
+    with pytest.raises(AssertionError, match="times, not once"):
+        patch(definition_of(step_of))

@@ -35,7 +35,7 @@ def symptoms(text: str, flags: dict[str, object], defect: WorldDefect | None = N
         if defect is None:
             found = run_simulated(layout.world_size, experiment, layout, "float64", finish=assemble).result
         else:
-            with planted(defect.target, defect.old, defect.new):
+            with planted(defect.target, defect.patch):
                 found = run_simulated(layout.world_size, experiment, layout, "float64", finish=assemble).result
     except RankFailure as failure:
         return [str(failure).strip().splitlines()[-1]]

@@ -86,7 +86,8 @@ def test_paths_of_each_split(files: tuple[str, str, str], tmp_path: Path) -> Non
     """In the flags, and in a file of flags."""
     paths = dict(zip(("train", "valid", "test"), files, strict=True))
     (tmp_path / "paths.json").write_text(json.dumps({name: [path] for name, path in paths.items()}))
-    flags = {f"{name}_data_path": (path,) for name, path in paths.items()}
+    train, valid, test = files
+    flags = {"train_data_path": (train,), "valid_data_path": (valid,), "test_data_path": (test,)}
     for settings in (flags, {"per_split_data_args_path": str(tmp_path / "paths.json")}):
         splits = built(**settings)
         for dataset, path in zip((splits.train, splits.valid, splits.test), files, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.plain.engine import engine_trace, start_of
-from tests.plain.rows import EXPERTS, LLAMA, Values
+from tests.plain.rows import EXPERTS, LATENT, LLAMA, MTP, Values
 
 WIDE = {"hidden_size": 96, "ffn_hidden_size": 192, "vocab_size": 600, "num_layers": 3, "num_attention_heads": 4}
 CASES: dict[str, Values] = {
@@ -17,9 +17,19 @@ CASES: dict[str, Values] = {
     "embeddings apart": {"init_method_std": 0.03, "embedding_init_method_std": 0.2},
     "experts": EXPERTS | {"init_method_std": 0.05, "moe_ffn_hidden_size": 64},
     "mup": LLAMA | {"use_mup": True, "mup_base_hidden_size": 24, "init_method_std": 0.04},
+    "latent experts": EXPERTS
+    | {
+        "init_method_std": 0.05,
+        "moe_ffn_hidden_size": 64,
+        "moe_latent_size": 48,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "norms plus one": {"apply_layernorm_1p": True, "init_method_std": 0.05},
+    "latent attention": LATENT | {"init_method_std": 0.05, "kv_lora_rank": 40, "v_head_dim": 24},
+    "later tokens": MTP | {"init_method_std": 0.05},
     "layers of one part": LLAMA | {"hybrid_layer_pattern": "*-*", "init_method_std": 0.05},
 }
-JOINS_STREAM = ("linear_proj.weight", "linear_fc2.weight")
+JOINS_STREAM = ("linear_proj.weight", "linear_fc2.weight", "fc2_latent_proj.weight")
 
 
 def deviation(values: Values, name: str) -> float:
@@ -48,6 +58,7 @@ def check_normal(weight: Tensor, std: float, name: str) -> None:
     assert abs((x[1:] * x[:-1]).mean()) < 6 / root, f"neighbours of {name}"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", CASES)
 def test_initial_weights(case: str) -> None:
     values = WIDE | CASES[case]
@@ -61,7 +72,7 @@ def test_initial_weights(case: str) -> None:
     products = (pairs @ pairs.T / 1000).fill_diagonal_(0.0)
     assert products.abs().max() < 6 / math.sqrt(1000), "weights with common numbers"
     for name in start.keys() - matrices.keys():
-        expected = float(name.endswith("weight"))
+        expected = float(name.endswith("weight") and not CASES[case].get("apply_layernorm_1p"))
         assert (start[name] == expected).all(), f"{name} begins with {expected}"
 
 

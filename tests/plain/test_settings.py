@@ -13,6 +13,7 @@ import yaml
 
 from megatron_core.config import RunConfig
 from megatron_core.config.run import field_types, section_types
+from tests.plain.cited import COMPUTED, settings_set
 from tests.plain.engine import BASE
 from tests.plain.rows import FURTHER_LAYOUTS, LAYOUTS, ROWS
 from tests.plain.test_no_effect import WITHOUT_EFFECT
@@ -20,7 +21,7 @@ from tests.plain.test_precisions import BOUNDS
 
 ROOT = Path(__file__).parents[2]
 NOT_YET = "not yet"
-LIMIT = 47
+LIMIT = 14
 """Settings, and single values of settings, that no test compares yet. Lower it with each one that a test compares."""
 ANSWERS = {"DeepSpeed", "Megatron", "equation", "peft", "transformers", "trl"}
 """The origin of an answer: another library, or an equation that the test evaluates itself."""
@@ -52,7 +53,7 @@ def fault_of(name: str, entry: Any) -> str:
     if entry == NOT_YET:
         return ""
     kinds = KINDS & entry.keys()
-    if len(kinds) != 1 or not entry.keys() <= kinds | {NOT_YET, "answer"}:
+    if len(kinds) != 1 or not entry.keys() <= kinds | {NOT_YET, "answer", "through"}:
         return f"{name}: {entry} is not one of {sorted(KINDS)}"
     kind = kinds.pop()
     case = entry[kind]
@@ -62,6 +63,8 @@ def fault_of(name: str, entry: Any) -> str:
         path, _, function = case.partition("::")
         if function not in functions_of(path) or NOT_YET in entry:
             return f"{name}: {path} has no test {function}"
+        if not is_set(name, path, function, entry.get("through")):
+            return f"{name}: {case} does not set it"
         return "" if kind == "bits" or entry["answer"] in ANSWERS else f"{name}: legal answers: {sorted(ANSWERS)}"
     cases = PLAIN_ROWS if kind == "plain" else WITHOUT_EFFECT | {"without": {}}
     if cases[case].get(name, DEFAULTS[name]) == DEFAULTS[name]:
@@ -69,6 +72,21 @@ def fault_of(name: str, entry: Any) -> str:
     compared = {value for values in cases.values() for value in values_of(values.get(name, DEFAULTS[name]))}
     left = set(legal_values(name)) - compared
     return "" if left == set(entry.get(NOT_YET, [])) else f"{name}: not compared are {sorted(map(str, left))}"
+
+
+def is_set(name: str, path: str, function: str, through: str | None) -> bool:
+    """Whether a test sets a setting to another value than its default, as its source shows, or the word ``through``."""
+    written = settings_set(path, function)
+    if through is not None:
+        return through in written or f"word {through}" in written
+    return any(value is COMPUTED or value != DEFAULTS[name] for value in written.get(name, ()))
+
+
+def test_citations_of_tests_that_do_not_set_it_are_found() -> None:
+    path, function = "tests/plain/test_loop.py", "test_evaluation"
+    assert is_set("eval_iters", path, function, None)
+    assert not is_set("skip_train", path, function, None)
+    assert not is_set("eval_iters", path, function, "evaluations")
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.casts import WHOLE
 from megatron_core.features.fp8.part import FP8Part, FP8Statistics
 from megatron_core.features.fp8.rules import describe_fp8
 from megatron_core.training.pretrain import notes
@@ -168,3 +169,43 @@ def test_the_log_says_which_layers_run_in_fp8() -> None:
     assert "hybrid, rowwise" in line and "layers 1 to 3" in line and "bfloat16: layers 0, 4, 5, embedding" in line
     run = start(DELAYED | {"num_layers": 4, "first_last_layers_bf16": True})
     assert {name.split(".")[2] for name in histories_of(run).layers} == {"1", "2"}
+
+
+@pytest.mark.parametrize(("algorithm", "length", "margin"), [("max", 3, 0), ("max", 2, 2), ("most_recent", 1, 1)])
+def test_scales_are_the_formula_of_the_last_amaxes(algorithm: str, length: int, margin: int) -> None:
+    """s = 448 / a / 2^margin, where a is the largest of the inputs of the last steps, or of the last one."""
+    settings = {"fp8_amax_compute_algo": algorithm, "fp8_amax_history_len": length, "fp8_margin": margin}
+    run = start(DELAYED | settings | {"lr": 0.3})
+    name = "decoder.layers.1.mlp.linear_fc2"
+    amaxes: list[float] = []
+    note = lambda _, args: amaxes.append(max(amaxes.pop(), args[0].abs().max().item()))  # noqa: E731
+    run.stages[0].get_submodule(name).register_forward_pre_hook(note)
+    for _ in range(5):
+        amaxes.append(0.0)
+        train(run, 1)
+    assert len(set(amaxes)) == 5
+    layer = histories_of(run).layers[name]
+    scale = layer.scale("input", torch.ones(2, 2), WHOLE)
+    assert scale.item() == pytest.approx(448.0 / max(amaxes[-length:]) / 2.0**margin, rel=1e-6)
+
+
+def test_first_and_last_layers_in_bf16() -> None:
+    """Only the layers between them have products in FP8: the layers before them compute the bits of bfloat16."""
+    plain = {"num_layers": 5, "bf16": True, "fp64": False}
+    some = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+    inputs: list[list[torch.Tensor]] = []
+    for settings in (plain, DELAYED | plain | some):
+        run = start(settings)
+        inputs.append([])
+        note = lambda _, args, seen=inputs[-1]: seen.append(args[0].detach().clone())  # noqa: E731
+        for number in (2, 3):
+            run.stages[0].get_submodule(f"decoder.layers.{number}").register_forward_pre_hook(note)
+        train(run, 1)
+    assert {int(name.split(".")[2]) for name in histories_of(run).layers} == {2}
+    (third, fourth), (third_in_fp8, fourth_in_fp8) = (seen[:2] for seen in inputs)
+    assert third_in_fp8.equal(third) and not fourth_in_fp8.equal(fourth)
+
+
+def test_statistics_change_no_bit() -> None:
+    counted = start(DELAYED | {"fp8_statistics_interval": 1})
+    assert train(counted, 3) == train(start(DELAYED), 3)

@@ -10,11 +10,15 @@ import torch
 
 from megatron_core.checkpoint import open_newest
 from megatron_core.config.file import read_config
-from megatron_core.features.lora.adapters import is_adapter
+from megatron_core.features.lora.adapters import adapters_of, is_adapter
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.outer_steps.settings import OuterConfig
+from megatron_core.parallel import World
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
+from tests.plain.engine import started
+from tests.plain.random_masks import dropped
+from tests.plain.rows import LLAMA
 from tests.runs import tiny_run
 
 LORA: dict[str, Any] = {"lora_rank": 2, "use_dora": True, "fp64": True}
@@ -74,3 +78,26 @@ def test_sections_of_files(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     config = read_config(path)
     assert 8 in (config.section(TuningConfig).lora_rank, config.section(OuterConfig).outer_steps)
+
+
+def test_dropout_is_that_of_the_definition() -> None:
+    """W x + alpha / r B A d(x), where the mask d is the plain one of sample, position and input feature."""
+    values = LLAMA | {"lora_rank": 2, "lora_alpha": 3.0, "lora_target_modules": ("linear_proj",), "lora_dropout": 0.4}
+    run = started(values | {"seed": 7, "micro_batch_size": 4}, World(0, 1, 0, torch.device("cpu")))
+    (model,) = run.stages.values()
+    calls = []
+    for name, linear, adapter in adapters_of(model):
+        (a,), (b,) = adapter.lora_A.values(), adapter.lora_B.values()
+        torch.nn.init.normal_(b)
+        copies = [parameter.detach().clone() for parameter in (linear.weight, a, b)]
+        note = lambda _, args, y, key=(name, copies): calls.append((*key, args[0].detach(), y))  # noqa: E731
+        linear.register_forward_hook(note)
+    train_step(run)
+    assert len(calls) == 2
+    for name, (weight, a, b), x, y in calls:
+        masked = dropped(x.transpose(0, 1), 0.4, 7, f"{name}.adapter", [0, 1, 2, 3]).transpose(0, 1)
+        output = y[0] if isinstance(y, tuple) else y
+        torch.testing.assert_close(
+            output.detach(), x @ weight.t() + 1.5 * masked @ a.t() @ b.t(), rtol=1e-9, atol=1e-12
+        )
+        assert not masked.equal(x)

@@ -113,6 +113,8 @@ def test_a_single_weight_asks_for_the_surplus(tmp_path: Path) -> None:
     assert (len(weighted), len(plain)) == (20, 20)
     assert read(weighted, 20) == expected_samples(texts([81]), 4, 21, 5)[:20]
     assert read(plain, 20) == expected_samples(texts([81]), 4, 20, 5)
+    wide = build_megatron_order([indexed], [range(1)], [1.0], 20, 4, seed=5, surplus=1.5)
+    assert read(wide, 20) == expected_samples(texts([81]), 4, 50, 5)[:20]
 
 
 def test_the_order_ends(tmp_path: Path) -> None:

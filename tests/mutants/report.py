@@ -1,0 +1,85 @@
+"""Shares of the mutants that the tests find, by package, and lists of those that they miss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import Path
+
+import yaml
+
+from tests.mutants.examine import FOUND, NOT_EXECUTED, SURVIVED, Verdict
+
+EQUIVALENT = "equivalent"
+REASONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text())
+
+
+def latest(verdicts: list[Verdict]) -> list[Verdict]:
+    """The last verdict of each mutant, with the equivalent ones, in the order of the list of mutants."""
+    by_name: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        by_name[verdict.name] = verdict
+    for verdict in by_name.values():
+        if verdict.outcome != FOUND and reason_of(verdict):
+            verdict.outcome = EQUIVALENT
+    return list(by_name.values())
+
+
+def judged_by_all(verdicts: list[Verdict]) -> list[Verdict]:
+    """The beginning of the list up to the first mutant that not all judges have judged: an even sample."""
+    complete = lambda verdict: verdict.outcome in (FOUND, EQUIVALENT) or verdict.final  # noqa: E731
+    return list(takewhile(complete, latest(verdicts)))
+
+
+def reason_of(verdict: Verdict) -> str:
+    """Why a mutant changes no training; "" if nobody has said so."""
+    for entry in REASONS.get(verdict.name.partition(":")[0], []):
+        target = verdict.name.partition(":")[2].partition("#")[0]
+        if fnmatchcase(target, entry["function"]) and fnmatchcase(verdict.change, entry.get("change", "*")):
+            return entry["reason"]
+    return ""
+
+
+def way_of(verdict: Verdict) -> str:
+    """How a mutant is found."""
+    if verdict.symptom.startswith("no answer"):
+        return "time limit"
+    if verdict.by.startswith("tests/parity"):
+        return "parity rows"
+    if verdict.by.startswith(("tests", "pytest")):
+        return "other tests"
+    if verdict.symptom.startswith(("exception", "the process")) or verdict.by == "compilation":
+        return "exception while training"
+    return "layouts of the plain model" if verdict.by.startswith("layout") else "plain model"
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    """A table of the packages, and how mutants are found, of the mutants that all judges have judged."""
+    final = judged_by_all(verdicts)
+    lines = [
+        "| package | mutants | found | equivalent | not executed | survived | share found |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    packages = sorted({verdict.name.partition(".")[0] for verdict in final})
+    for package in [*packages, "all"]:
+        chosen = [verdict for verdict in final if package in ("all", verdict.name.partition(".")[0])]
+        number = Counter(verdict.outcome for verdict in chosen)
+        share = 100 * number[FOUND] / max(len(chosen) - number[EQUIVALENT], 1)
+        cells = [package, len(chosen), number[FOUND], number[EQUIVALENT], number[NOT_EXECUTED], number[SURVIVED]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {share:.1f} % |")
+    ways = Counter(way_of(verdict) for verdict in final if verdict.outcome == FOUND)
+    lines += ["", *(f"found by {way}: {number}" for way, number in ways.most_common())]
+    return "\n".join(lines)
+
+
+def survivors(verdicts: list[Verdict], beginning: str = "") -> str:
+    """The mutants that no test finds, in the order of the source."""
+    missed = [verdict for verdict in latest(verdicts) if verdict.outcome in (SURVIVED, NOT_EXECUTED)]
+    missed.sort(key=lambda verdict: (verdict.name.partition(":")[0], verdict.line))
+    lines = []
+    for verdict in missed:
+        if verdict.name.startswith(beginning):
+            bits = {True: "equal bits", False: "other bits", None: "no row"}[verdict.equal_bits]
+            lines.append(f"{verdict.name} line {verdict.line}: {verdict.change} ({verdict.outcome}, {bits})")
+    return "\n".join(lines)
