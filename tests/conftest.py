@@ -57,6 +57,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
 # and the million objects that it makes live as long as the process: a collection would visit them for nothing, and in
 # a forked rank copy their pages.
 GC_THRESHOLDS = 20_000, 20, 20
+MANY_TESTS = 500
+"""Tests from which on forks from huge pages save more than the second that the move takes."""
 
 
 def pytest_configure() -> None:
@@ -64,10 +66,11 @@ def pytest_configure() -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage among what tests make from now on, and let them fork in less time."""
     gc.freeze()
-    collapse()
+    if len(session.items) > MANY_TESTS:
+        collapse()
     gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
 
