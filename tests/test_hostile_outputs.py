@@ -94,6 +94,7 @@ READS: dict[str, set[str]] = {
         "input", "json_keys", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
         "document_separator", "tokenization_backend",
     },
+    "post_train": {"host", "model_name"},
     "replay_step": {"step"},
     "report": {"run", "compare"},
     "serve": {"load", "host", "model_name", "chat_template"},

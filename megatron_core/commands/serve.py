@@ -19,7 +19,10 @@ import os
 import signal
 import socket
 import threading
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.features.conversations.chat_template import chat_template_of
@@ -68,9 +71,6 @@ class ServeFlags(InferenceConfig, GenerationLayout):
 def serve_requests(settings: ServeFlags, world: World) -> None:
     """Load the model, listen on rank 0, and generate on all ranks until interrupted."""
     try:
-        import uvicorn
-
-        from megatron_core.inference.connections import bounded
         from megatron_core.inference.openai import Protocol, RequestLimits
         from megatron_core.inference.web import Server
     except ImportError as error:
@@ -80,7 +80,7 @@ def serve_requests(settings: ServeFlags, world: World) -> None:
             raise ConfigError(f"{name}={getattr(settings, name)}: give 1 or more")
     if settings.max_length is not None and settings.max_length < 2:
         raise ConfigError(f"max_length={settings.max_length}: give 2 or more, one for a prompt and one for a new token")
-    listening = listen(settings) if world.rank == 0 else None
+    listening = listen(settings.host, settings.port) if world.rank == 0 else None
     reader, trained = open_model(settings.load, settings.ckpt_step)
     longest = trained.max_positions if settings.max_length is None else settings.max_length
     if longest > trained.max_positions:
@@ -88,11 +88,7 @@ def serve_requests(settings: ServeFlags, world: World) -> None:
     generator, tokenizer = start_generator(reader, trained, settings, world)
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest, config=settings)
     service = GenerationService(engine, max_waiting=settings.max_waiting)
-    if threading.current_thread() is threading.main_thread():
-        # Rank 0 stops all ranks between two steps; uvicorn installs its own signal handlers, which call these
-        # afterwards.
-        for ending in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(ending, lambda number, frame: None)
+    stop_between_steps()
     if listening is None:
         service.run()
         return
@@ -102,10 +98,46 @@ def serve_requests(settings: ServeFlags, world: World) -> None:
     name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
     protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size, generator.before_prompt)
     hosts = LOOPBACK_NAMES if is_loopback(settings.host) else ("*",)
+    application = Server(service, protocol, max_bytes=settings.max_request_bytes).application(hosts)
+    remark = f"longest text {limits.max_length} tokens"
+    run_server(service, application, listening, f"{name}: listening at", remark, settings.max_connections)
+
+
+class Stoppable(typing.Protocol):
+    """A service that runs in a thread."""
+
+    failure: BaseException | None
+
+    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
+        """Run in a thread, then call ``when_ended``."""
+
+    def stop(self) -> None:
+        """End the thread."""
+
+
+def stop_between_steps() -> None:
+    """Let rank 0 stop all ranks between two steps; uvicorn installs its own signal handlers, which call these
+    afterwards."""
+    if threading.current_thread() is threading.main_thread():
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, lambda number, frame: None)
+
+
+def run_server(
+    service: Stoppable, application: Any, listening: socket.socket, title: str, remark: str, max_connections: int
+) -> None:
+    """Print the address, and answer requests by ``application`` until interrupted or until ``service`` ends.
+
+    Errors: those of the service.
+    """
+    import uvicorn
+
+    from megatron_core.inference.connections import bounded
+
     server = uvicorn.Server(
         uvicorn.Config(
-            Server(service, protocol, max_bytes=settings.max_request_bytes).application(hosts),
-            http=bounded(settings.max_connections),
+            application,
+            http=bounded(max_connections),
             ws="none",
             timeout_graceful_shutdown=1,
             log_level="warning",
@@ -114,7 +146,7 @@ def serve_requests(settings: ServeFlags, world: World) -> None:
     thread = service.start(when_ended=lambda: setattr(server, "should_exit", True))
     address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(f"{name}: listening at http://{host}:{address[1]}, longest text {limits.max_length} tokens", flush=True)
+    print(f"{title} http://{host}:{address[1]}, {remark}", flush=True)
     try:
         server.run(sockets=[listening])
     finally:
@@ -124,13 +156,13 @@ def serve_requests(settings: ServeFlags, world: World) -> None:
         raise service.failure
 
 
-def listen(settings: ServeFlags) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """The listening socket."""
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return socket.create_server((settings.host, settings.port), family=family)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"host={settings.host!r} port={settings.port} cannot be used: {error}") from None
+        raise ConfigError(f"host={host!r} port={port} cannot be used: {error}") from None
 
 
 def is_loopback(host: str) -> bool:

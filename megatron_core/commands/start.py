@@ -27,7 +27,7 @@ _SHORT = {
     "verify_layout": "verify",
 }
 """Names of commands that differ from their modules."""
-RANKED = frozenset({"train", "generate_text", "serve"})
+RANKED = frozenset({"train", "generate_text", "serve", "post_train"})
 """Modules of commands that run on several ranks."""
 NPROC = "--nproc-per-node"
 

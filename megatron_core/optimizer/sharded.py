@@ -95,6 +95,11 @@ class Optimizer:
         if sending and self.updates_on_host:
             data_parallel.on_final = lambda bucket: self._updates.send(sending[bucket]) if bucket in sending else None
 
+    def use_groups(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Take the rates of each step from ``param_groups`` from now on, as described in the constructor."""
+        self.param_groups = param_groups
+        self._runs = self._runs_by_group()
+
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
 

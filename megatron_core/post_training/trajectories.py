@@ -62,6 +62,11 @@ class Trajectory:
         return cls([*prompt, *answer], [0] * (len(prompt) - 1) + [1] * len(answer), values, experts)
 
     @property
+    def labels(self) -> Sequence[int]:
+        """The token that each token but the last predicts, ``[n]``."""
+        return self.tokens[1:]
+
+    @property
     def num_learned(self) -> int:
         """Number of learned tokens."""
         return sum(self.mask)
@@ -152,7 +157,7 @@ class PackedRows:
         for number, part, start in zip(numbers, parts, starts, strict=True):
             span = slice(start, start + len(part.mask))
             entries["tokens"][span] = part.tokens[:-1]
-            entries["labels"][span] = part.tokens[1:]
+            entries["labels"][span] = part.labels
             entries["loss_mask"][span] = part.mask
             entries["trajectory"][span] = number
             for name in names:
@@ -185,6 +190,7 @@ class PackedRows:
         hashed = hashlib.sha256()
         for trajectory in self.trajectories:
             hashed.update(np.asarray(trajectory.tokens, dtype=np.int64).tobytes())
+            hashed.update(np.asarray(trajectory.labels, dtype=np.int64).tobytes())
             hashed.update(np.asarray(trajectory.mask, dtype=np.int64).tobytes())
             for name in sorted(trajectory.values):
                 hashed.update(name.encode() + b"\0" + trajectory.row(name).tobytes())

@@ -1,0 +1,156 @@
+"""The operations of Tinker's API on all ranks; rank 0 keeps their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_core.errors import DataError
+from megatron_core.post_training.tinker_server.losses import LossCall, joint_objective
+from megatron_core.post_training.tinker_server.sampling import Json, RequestSampler
+from megatron_core.post_training.tinker_server.trainings import Adaptation, Trainings, folder_of
+from megatron_core.post_training.trainer import Trainer
+
+BASE = "base"
+"""The name of the base model among the weights to sample with."""
+
+
+class Operations:
+    """Executes operations, which are JSON objects with the name of a method in ``kind``; all ranks call ``run``.
+
+    ``forward`` with ``keeps`` computes losses and keeps the data; ``optim_step`` computes the gradients of all kept
+    data in one step of the engine. The weights do not change in between, so that this equals a sum of gradients, in
+    every layout; it costs one more forward. ``most_copies``: copies of weights in memory to sample with.
+    """
+
+    def __init__(self, trainer: Trainer, *, most_copies: int, **sampling: Any) -> None:
+        self.trainer = trainer
+        self.trainings = Trainings(trainer)
+        self._sampler = RequestSampler(trainer, self.trainings, **sampling)
+        self._most_copies = most_copies
+        self._copies: list[str] = []
+        self._kept: dict[str, list[LossCall]] = {}
+        optimizer = trainer.run.optimizer
+        parameters = [p for bucket in trainer.run.data_parallel.buckets for p in bucket.parameters]
+        self._rates: dict[str, Any] = {"params": parameters, "lr": 0.0, "weight_decay": 0.0, "eps": 1e-8}
+        # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it.
+        optimizer.use_groups([self._rates])
+        self._methods: dict[str, Callable[[Json], Json]] = {
+            "create": self._create,
+            "forward": self._forward,
+            "optim_step": self._optim_step,
+            "save": self._save,
+            "load": self._load,
+            "copy": self._copy,
+            "remove": self._remove,
+        }
+
+    def run(self, operation: Json) -> Json:
+        """Execute an operation other than ``sample``; a collective call."""
+        return self._methods[operation["kind"]](operation)
+
+    def _create(self, operation: Json) -> Json:
+        self.trainings.create(operation["model_id"], Adaptation(**operation["adaptation"]))
+        self._kept[operation["model_id"]] = []
+        return {}
+
+    def _remove(self, operation: Json) -> Json:
+        for name in operation["names"]:
+            self._kept.pop(name, None)
+            self._forget(name)
+        return {}
+
+    def _forget(self, name: str) -> None:
+        """Forget a training or a copy of weights, also in the sampler."""
+        self.trainings.remove(name)
+        self._sampler.forget(name)
+        if name in self._copies:
+            self._copies.remove(name)
+
+    def _forward(self, operation: Json) -> Json:
+        trainer = self.trainer
+        name = operation["model_id"]
+        self.trainings.activate(name)
+        longest = trainer.run.config.data.seq_length
+        call = LossCall.of(operation, vocab_size=trainer.run.vocab_size, longest=longest)
+        log_probs = trainer.log_probs(call.trajectories(0)).log_probs
+        losses = call.losses(log_probs)
+        if operation["keeps"]:
+            self._kept[name].append(call)
+        return {
+            "logprobs": [scores.tolist() for scores in log_probs],
+            "elementwise_loss": [loss.tolist() for loss in losses],
+            "loss": sum(float(loss.double().sum()) for loss in losses),
+        }
+
+    def _optim_step(self, operation: Json) -> Json:
+        name = operation["model_id"]
+        self.trainings.activate(name)
+        calls = self._kept[name]
+        if not calls:
+            raise DataError("optim_step without gradients; call forward_backward before it")
+        params = operation["params"]
+        optimizer = self.trainer.run.optimizer
+        self._rates.update(
+            lr=params["learning_rate"],
+            weight_decay=params["weight_decay"],
+            eps=params["eps"],
+            betas=(params["beta1"], params["beta2"]),
+        )
+        optimizer.config = replace(optimizer.config, clip_grad=params["grad_clip_norm"])
+        self._kept[name] = []
+        trajectories = [entry for number, call in enumerate(calls) for entry in call.trajectories(number)]
+        result = self.trainer.train_on(trajectories, joint_objective(calls), lr=params["learning_rate"])
+        if result.skipped:
+            raise DataError(f"the gradient norm is {result.grad_norm}: the weights were not changed")
+        return {"grad_norm": result.grad_norm}
+
+    def _save(self, operation: Json) -> Json:
+        folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
+        self.trainings.save(
+            operation["model_id"], folder, optimizer=operation["optimizer"], replaces=operation["overwrite"]
+        )
+        self._forget(operation["path"])
+        return {}
+
+    def _load(self, operation: Json) -> Json:
+        folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
+        name = operation["model_id"]
+        self.trainings.load(name, folder, optimizer=operation["optimizer"])
+        # Gradients of the weights that were replaced are of no use.
+        self._kept[name] = []
+        return {"rank": self.trainings.adaptation(name).rank}
+
+    def _copy(self, operation: Json) -> Json:
+        self.trainings.copy_weights(operation["model_id"], operation["copy"])
+        self._add_copy(operation["copy"])
+        return {}
+
+    def _add_copy(self, name: str) -> None:
+        """Note a copy of weights, and forget the oldest one if there are too many."""
+        self._copies.append(name)
+        while len(self._copies) > self._most_copies:
+            self._forget(self._copies[0])
+
+    def sample(self, weights: str, requests: Sequence[Mapping[str, Any]]) -> list[Json]:
+        """Sample requests with the same weights: ``BASE``, a copy, or the path of stored weights; a collective call.
+
+        The answer to each request, or its ``error``.
+        """
+        if weights not in self.trainings:
+            if weights == BASE:
+                self.trainings.add_base(BASE)
+            elif weights.startswith("tinker://"):
+                folder = folder_of(self.trainer.run.config.checkpoint.save, weights)
+                self.trainings.load("loading", folder, optimizer=False)
+                self.trainings.copy_weights("loading", weights)
+                self.trainings.remove("loading")
+                self._add_copy(weights)
+            else:
+                raise DataError(
+                    f"the weights of this sampler are no longer kept: the server keeps {self._most_copies} copies "
+                    "(--most-copies); make a new sampling client, or save the weights with a name"
+                )
+        self._sampler.use_weights(weights)
+        return self._sampler.answer([dict(request) for request in requests])

@@ -1,0 +1,169 @@
+"""Tinker's API over HTTP with starlette; an illegal request gets an error message, and affects no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from megatron_core.errors import DataError
+from megatron_core.post_training.tinker_server import bodies
+from megatron_core.post_training.tinker_server.protocol import JSON, PROTOBUF, NotFoundError, TinkerProtocol
+from megatron_core.post_training.tinker_server.sampling import Json
+from megatron_core.post_training.tinker_server.service import BusyError, GoneError, OperationService
+
+POLL_SECONDS = 20.0
+"""A result that takes longer is asked for again; the client waits 45 seconds for an answer."""
+BODY_SECONDS = 60.0
+"""Time limit for receiving a request."""
+CLIENT_CLOSED_REQUEST = 499
+
+
+class TinkerServer:
+    """Request handlers; ``max_bytes``: maximum size of a request."""
+
+    def __init__(self, service: OperationService, protocol: TinkerProtocol, *, max_bytes: int = 2**28) -> None:
+        self._service = service
+        self._protocol = protocol
+        self._max_bytes = max_bytes
+
+    def application(self, hosts: Sequence[str] = ("*",)) -> Starlette:
+        """Create the application; ``hosts``: host names accepted in requests."""
+        protocol = self._protocol
+        posts: dict[str, Callable[[bytes], Json]] = {
+            "client/config": protocol.client_config,
+            "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
+            "telemetry": lambda body: {"status": "accepted"},
+            "create_session": protocol.create_session,
+            "session_heartbeat": protocol.heartbeat,
+            "create_model": protocol.create_model,
+            "get_info": protocol.info,
+            "unload_model": protocol.unload_model,
+            "forward_backward": protocol.forward_backward,
+            "optim_step": protocol.optim_step,
+            "save_weights": protocol.save_weights,
+            "save_weights_for_sampler": protocol.save_for_sampler,
+            "load_weights": protocol.load_weights,
+            "create_sampling_session": protocol.create_sampler,
+            "asample": protocol.sample,
+            "cancel_future": protocol.cancel,
+        }
+        routes = [
+            Route(f"/api/v1/{path}", partial(self._answer, handler), methods=["POST"])
+            for path, handler in posts.items()
+        ]
+        routes += [
+            Route("/api/v1/healthz", self.status),
+            Route("/api/v1/get_server_capabilities", self.capabilities),
+            Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
+            Route("/api/v1/sessions/{session}/finish", self.finish, methods=["POST"]),
+            Route("/api/v1/samplers/{sampler}", self.sampler),
+        ]
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
+        return Starlette(
+            routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal, Exception: _failure}
+        )
+
+    async def _answer(self, handler: Callable[[bytes], Json], request: Request) -> Response:
+        """Answer a request by ``handler``, in a thread: data of a step take long to read."""
+        try:
+            body = await self._body(request)
+            return JSONResponse(await asyncio.to_thread(handler, body))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except NotFoundError as error:
+            raise HTTPException(404, str(error)) from None
+        except DataError as error:
+            raise HTTPException(400, str(error)) from None
+        except BusyError as error:
+            raise HTTPException(429, str(error)) from None
+
+    async def _body(self, request: Request) -> bytes:
+        """Receive the body, of a type that browsers do not let pages of other sites send."""
+        content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if content_type not in (JSON, PROTOBUF):
+            raise HTTPException(415, f"send the request as Content-Type: {JSON} or {PROTOBUF}")
+        if encoding := request.headers.get("content-encoding"):
+            raise HTTPException(415, f"Content-Encoding: {encoding} is not supported; send the request as it is")
+        received = bytearray()
+
+        async def receive() -> None:
+            async for chunk in request.stream():
+                received.extend(chunk)
+                if len(received) > self._max_bytes:
+                    raise HTTPException(413, f"the request has more than {self._max_bytes} bytes")
+
+        try:
+            await asyncio.wait_for(receive(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"the request did not arrive in {BODY_SECONDS:.0f} seconds") from None
+        return bytes(received)
+
+    async def status(self, request: Request) -> Response:
+        """Whether the ranks run."""
+        failed = self._service.failure is not None
+        return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
+
+    async def capabilities(self, request: Request) -> Response:
+        """The base model."""
+        return JSONResponse(self._protocol.capabilities())
+
+    async def retrieve(self, request: Request) -> Response:
+        """The result of an earlier request, as soon as it is there."""
+        try:
+            number = bodies.read_body(bodies.Retrieve, await self._body(request)).request_id
+            future = self._service.future(number)
+        except DataError as error:
+            raise HTTPException(400, str(error)) from None
+        except GoneError as error:
+            raise HTTPException(410, str(error)) from None
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        result = asyncio.wrap_future(future)
+        # A failure that arrives after the wait is reported to the next poll.
+        result.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        done, _ = await asyncio.wait([result], timeout=POLL_SECONDS)
+        if not done:
+            pending = {"type": "try_again", "request_id": number, "queue_state": "active"}
+            return JSONResponse(pending, 408)
+        failure = future.exception()
+        if failure is not None:
+            category = "user" if isinstance(failure, DataError) else "server"
+            return JSONResponse({"error": str(failure), "category": category})
+        content_type, content = future.result()
+        return Response(content, media_type=content_type)
+
+    async def finish(self, request: Request) -> Response:
+        """End a session, and forget its trainings and samplers."""
+        await self._body(request)
+        self._protocol.end(request.path_params["session"])
+        return Response(status_code=204)
+
+    async def sampler(self, request: Request) -> Response:
+        """The description of a sampler."""
+        try:
+            return JSONResponse(self._protocol.sampler(request.path_params["sampler"]))
+        except NotFoundError as error:
+            raise HTTPException(404, str(error)) from None
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == 404 and message == "Not Found":
+        message = f"{request.url.path[:100]!r} is not supported by this server"
+    return JSONResponse({"detail": message, "error": message}, error.status_code, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    """Answer after an error of the server; starlette logs the error."""
+    message = f"the server failed with {type(error).__name__}; see its log"
+    return JSONResponse({"detail": message, "error": message}, 500)
