@@ -1,9 +1,11 @@
 """The measures, each with the value that it must not exceed (or fall below) and its aim.
 
 A limit is the value when the measure was last improved, of lines rounded up to 250, which leaves room for corrections:
-after an improvement lower it, never raise it. The limit of the lines without the drop-in was raised twice: by 1,250
-when features moved into folders, each with settings, rules and a registration in files of their own, and by 2,750 when
-1,500 double assignments became one a line and the core got 700 lines of comments with reasons.
+after an improvement lower it, never raise it. The limit of the lines without the drop-in was raised three times: by
+1,250 when features moved into folders, each with settings, rules and a registration in files of their own; by 2,750
+when 1,500 double assignments became one a line and the core got 700 lines of comments with reasons; and by 5,250 for
+post-training (4,150, of them 2,000 the server of Tinker's interface), FP8 in few launches (500), the verdict of what a
+proof compares (330), and the state of GPUs in records and reports (400).
 """
 
 from __future__ import annotations
@@ -63,10 +65,10 @@ MEASURES = [
     Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 0, 0),
     Measure("modules loaded by parallel layers", LAYERS[0], 30, 35),
     Measure("lines loaded by parallel layers", LAYERS[1], 5_000, 5_000),
-    Measure("modules loaded by the GPT model", GPT[0], 81, 80),
+    Measure("modules loaded by the GPT model", GPT[0], 74, 80),
     Measure("lines loaded by the GPT model", GPT[1], 11_500, 11_000),
-    Measure("modules loaded by a training run", RUN[0], 223, 190),
-    Measure("lines loaded by a training run", RUN[1], 33_750, 26_000),
+    Measure("modules loaded by a training run", RUN[0], 207, 190),
+    Measure("lines loaded by a training run", RUN[1], 33_500, 26_000),
     Measure("files that name QK-clip", naming(r"(?i)qk.?clip", "features.qk_clip"), 3, 3),
     Measure("files that name SOAP", naming(r"(?i)\bsoap|Soap", "features.matrix_optimizers"), 3, 3),
     Measure("files that name 1-bit LAMB", naming(r"(?i)one_?bit_?lamb|onebit-lamb", "features.compression"), 1, 3),
@@ -84,12 +86,12 @@ MEASURES = [
         8,
     ),
     # One assignment a line, and comments with reasons, cost about 2,000 of these lines.
-    Measure("lines without the drop-in", lambda: lines(drop_in=False), 103_750, 78_000),
+    Measure("lines without the drop-in", lambda: lines(drop_in=False), 109_000, 78_000),
     Measure("lines of the drop-in", lambda: lines(drop_in=True), 24_500, 18_000),
-    Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 0.93, 1),
-    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 295, 300),
+    Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 0.2, 1),
+    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 260, 300),
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 0, 0),
-    Measure("comments in the core, %", lambda: 100 * style.comment_share(core_paths()), 2.5, 4, at_least=True),
+    Measure("comments in the core, %", lambda: 100 * style.comment_share(core_paths()), 2.9, 4, at_least=True),
     Measure("docstrings above 100 words in the core", lambda: len(style.long_docstrings(core_paths())), 0, 0),
     Measure("public names defined twice", lambda: len(style.public_names_defined_twice()), 31, 0),
 ]
