@@ -30,6 +30,7 @@ PACKAGES = {
     "monitor": "Events and metrics",
     "training": "Training runs and callbacks",
     "inference": "Generation",
+    "post_training": "Reinforcement learning",
     "verify": "Comparison with one process",
 }
 """Public packages, in the order of the navigation."""

@@ -49,7 +49,7 @@ MODEL = {
     "seq_length": 64,
     "micro_batch_size": 4,
     "global_batch_size": 8,
-    "train_iters": 1500,
+    "train_iters": 1000,
     "lr": 5e-4,
     "weight_decay": 0.0,
     "lr_decay_style": "constant",
