@@ -247,9 +247,8 @@ class AllGatherDispatcher(Dispatcher):
         # same tokens, so that the host waits for the largest number only once.
         once = {} if once is None else once
         if "longest" not in once:
-            longest = torch.full(
-                (), local_rows, device=x.device
-            )  # unlike ``torch.tensor``, without a copy from the host
+            # Unlike ``torch.tensor``, without a copy from the host.
+            longest = torch.full((), local_rows, device=x.device)
             all_reduce_(longest, self.group, maximum=True)
             once["longest"] = int(longest)
         missing = once["longest"] - local_rows
