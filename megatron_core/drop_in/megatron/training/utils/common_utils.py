@@ -51,7 +51,7 @@ def get_blend_and_blend_per_split(args: Any) -> tuple[Blend, list[Blend] | None]
     if args.data_path:
         return get_blend_from_list(args.data_path), None
     if args.per_split_data_args_path is not None:
-        by_split = read_paths(DataConfig(per_split_data_args_path=args.per_split_data_args_path)).own
+        by_split = read_paths(DataConfig(per_split_data_args_path=args.per_split_data_args_path)).by_split
         own = [list(paths) or None for paths in by_split]
     return None, [get_blend_from_list(paths) for paths in own] if any(own) else None
 
