@@ -286,13 +286,13 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "groups have different step counts after one of them has skipped a step",
-        "training.step:train_step",
+        "training.step:train_on_batches",
         expression("outcome.skipped and alone", "False"),
         apart,
     ),
     RecoveryDefect(
         "a step that one group skips delays its learning rates",
-        "training.step:train_step",
+        "training.step:train_on_batches",
         argument("_advance", "skipped", "outcome.skipped"),
         apart,
     ),

@@ -27,7 +27,7 @@ def test_each_setting_is_drawn_or_has_a_reason() -> None:
     assert drawn.union(not_drawn) == RunConfig().flat().keys()
 
 
-@pytest.mark.skipif(not WHOLE_MATRIX, reason="takes 6 GB and half a minute")
+@pytest.mark.whole_matrix  # 6 GB and half a minute
 @pytest.mark.parametrize("bucket_size", [1_000_000, 50_000_000])
 def test_a_buffer_of_forty_million_elements(bucket_size: int) -> None:
     """One parameter that is larger than a bucket, or fits into one with others."""

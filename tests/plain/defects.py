@@ -87,8 +87,8 @@ DEFECTS: dict[str, CommonDefect] = {
     "keys and values exchanged": CommonDefect(
         "transformer.attention:SelfAttention._query_key_value",
         statement(
-            "query, gate, key, value = mixed.split([queries, gates, 1, 1], dim=-2)",
-            "query, gate, value, key = mixed.split([queries, gates, 1, 1], dim=-2)",
+            "query, *gate, key, value = mixed.split([queries, *([gates] if gates else []), 1, 1], dim=-2)",
+            "query, *gate, value, key = mixed.split([queries, *([gates] if gates else []), 1, 1], dim=-2)",
         ),
         "groups",
     ),

@@ -35,7 +35,9 @@ def test_no_setting_of_a_drawn_run_is_left_out_in_silence(number: int) -> None:
     try:
         task = task_of(config, LayoutOptions(layouts=("dp2",)))
     except ConfigError as error:
-        pytest.skip(f"the layout does not fit the model: {error}")
+        # Some models have no reference for this layout, which the error says.
+        assert "cannot be compared" in str(error)
+        return
     words = Layout().settings().keys() - OF_STAGES.keys()
     listed = task.changed.keys() | task.not_compared.keys() | words
     compared = [configured(task.config, layout, task.dtypes[-1], task.own_settings) for layout in task.layouts]
@@ -101,10 +103,14 @@ STATE = "training.loading:_pieces_of_optimizer"
 DEFECTS = {
     "the second moment is not loaded": (
         STATE,
-        'kind == "main" or not (',
-        'kind == "main" or kind != "exp_avg_sq" and not (',
+        'state_name == "main" or not (',
+        'state_name == "main" or state_name != "exp_avg_sq" and not (',
     ),
-    "the average is not loaded": (STATE, 'kind == "main" or not (', 'kind == "main" or kind != AVERAGE.name and not ('),
+    "the average is not loaded": (
+        STATE,
+        'state_name == "main" or not (',
+        'state_name == "main" or state_name != AVERAGE.name and not (',
+    ),
     "a resume repeats a batch": (
         "training.loading:counters",
         "{name: value for",

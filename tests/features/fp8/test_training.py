@@ -185,7 +185,7 @@ def test_scales_are_the_formula_of_the_last_amaxes(algorithm: str, length: int, 
         train(run, 1)
     assert len(set(amaxes)) == 5
     layer = histories_of(run).layers[name]
-    scale = layer.scale("input", torch.ones(2, 2), WHOLE)
+    scale = layer.scale_of_amax("input", torch.ones(()), WHOLE)
     assert scale.item() == pytest.approx(448.0 / max(amaxes[-length:]) / 2.0**margin, rel=1e-6)
 
 
