@@ -119,13 +119,37 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def ask_where(process: subprocess.Popen[bytes], log: Path) -> str:
     """Let all processes of a stage print their stacks and end; the innermost line of this project, and of torch."""
     length = log.stat().st_size
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGABRT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STACK_SECONDS)
+    deadline = time.monotonic() + STACK_SECONDS
+    # One after another: stacks are written in small pieces, and those of two processes would mix in the log.
+    for member in group_members(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGABRT)
+        while is_running(member) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    process.poll()
     with log.open("rb") as output:
         output.seek(length)
         return culprit_of(output.read().decode(errors="replace"))
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a group, the oldest first."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(entry.name)) == group:
+                    members.append(int(entry.name))
+    return sorted(members)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def culprit_of(stacks: str) -> str:
