@@ -3,10 +3,11 @@
 # %% [markdown]
 # # 13. Reinforcement learning
 #
-# So far a text said which token is right. Now nobody knows the right answer, but a program can score one: the model
-# writes answers, each answer gets a reward, and training makes the answers with high rewards more probable. Two new
-# questions arise. How does a number for a whole answer become a gradient for each token? And what happens if the
-# program that writes the answers computes slightly different probabilities than the one that trains?
+# In the chapters before, the training text contained the right token for each position. In reinforcement learning the
+# right answer is unknown, but a program can score an answer: the model writes answers, each answer gets a reward, and
+# training makes the answers with high rewards more probable. Two new questions arise. How does a number for a whole
+# answer become a gradient for each token? And what happens if the program that writes the answers computes slightly
+# different probabilities than the one that trains?
 #
 # ## Rewards become gradients
 #

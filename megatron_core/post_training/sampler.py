@@ -156,7 +156,7 @@ class RolloutSampler:
         """Sample ``answers`` answers to each prompt; equal on all ranks, by prompt.
 
         An answer depends on ``seed``, the number of its prompt and its own number. ``ends``: tokens that end an answer.
-        Errors: ``ConfigError`` for prompts that are empty or too long; ``ConfigError`` if no token can be chosen.
+        Errors: ``ConfigError`` for prompts that are empty or too long, and if no token can be chosen.
         """
         if max_new_tokens < 1 or answers < 1 or not prompts:
             raise ConfigError(

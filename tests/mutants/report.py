@@ -33,7 +33,7 @@ def judged_by_all(verdicts: list[Verdict]) -> list[Verdict]:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Why a mutant changes no training; "" if nobody has said so."""
+    """The recorded reason why a mutant changes no training; "" without one."""
     for entry in REASONS.get(verdict.name.partition(":")[0], []):
         target = verdict.name.partition(":")[2].partition("#")[0]
         if fnmatchcase(target, entry["function"]) and fnmatchcase(verdict.change, entry.get("change", "*")):
