@@ -36,13 +36,13 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     always_shown = [name for feature in features() for name in feature.shown_losses]
     milliseconds = _mean([event.elapsed_ms for event in events])
     fields = [
-        f" {now:%H:%M}  iteration {latest.iteration}/{latest.total_iterations}",
+        f"{now:%H:%M}  iteration {latest.iteration}/{latest.total_iterations}",
         f"loss {_readable(_mean_loss(events))}",
         *(losses.pop(name) for name in always_shown if name in losses),
         *([f"skipped {skipped}"] if skipped else []),
         *([f"nan {nan}"] if nan else []),
         *([] if latest.grad_norm is None else [f"grad norm {_readable(latest.grad_norm, 3)}"]),
-        f"lr {latest.learning_rate:.2e}",
+        f"lr {latest.learning_rate:.1e}",
         f"{milliseconds:.1f} ms" if milliseconds < 1e4 else f"{milliseconds / 1e3:.1f} s",
         f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
@@ -265,9 +265,14 @@ def _mean_loss(events: Sequence[StepEvent]) -> float:
 
 
 def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
-    """Time to the last iteration. The first step is no guide: it allocates and, on GPUs, tunes kernels."""
-    seconds = round((latest.total_iterations - latest.iteration) * milliseconds / 1e3)
-    return [f"{timedelta(seconds=seconds)} left"] if seconds > 0 and latest.iteration > 1 else []
+    """Time to the last iteration, except after the first step, which takes longer: it allocates memory."""
+    seconds = (latest.total_iterations - latest.iteration) * milliseconds / 1e3
+    if seconds < 1 or latest.iteration == 1:
+        return []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return [f"{seconds / size:.1f} {unit} left"]
+    return [f"{seconds:.0f} s left"]
 
 
 def _utilisation(events: Sequence[StepEvent]) -> float | None:

@@ -67,7 +67,7 @@ def planned_bytes(run: Run) -> float:
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
-    """Return the lines for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
+    """Return lines for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
     sizes = run.state_bytes()
     plan = planned_bytes(run)
     texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
