@@ -27,8 +27,9 @@ _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Return a line of at most ``WIDTH`` columns for the steps since the last line.
 
-    ``Feature.shown_losses`` come second: theirs may be the only losses that a run trains. Means and counts are those of
-    ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
+    ``norm`` is the gradient norm. ``Feature.shown_losses`` come second: theirs may be the only losses that a run
+    trains. Means and counts are those of ``step_line``. Values for which there is no space, the last ones first, are in
+    the metrics file.
     """
     latest = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
@@ -41,9 +42,9 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
         *(losses.pop(name) for name in always_shown if name in losses),
         *([f"skipped {skipped}"] if skipped else []),
         *([f"nan {nan}"] if nan else []),
-        *([] if latest.grad_norm is None else [f"grad norm {_readable(latest.grad_norm, 3)}"]),
+        *([] if latest.grad_norm is None else [f"norm {_readable(latest.grad_norm, 3)}"]),
         f"lr {latest.learning_rate:.1e}",
-        f"{milliseconds:.1f} ms" if milliseconds < 1e4 else f"{milliseconds / 1e3:.1f} s",
+        f"{milliseconds:.1f} ms" if milliseconds < 1e3 else f"{milliseconds / 1e3:.2f} s",
         f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
         *_remaining(latest, milliseconds),
@@ -269,9 +270,9 @@ def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
     seconds = (latest.total_iterations - latest.iteration) * milliseconds / 1e3
     if seconds < 1 or latest.iteration == 1:
         return []
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 1.5 * size:
-            return [f"{seconds / size:.1f} {unit} left"]
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return [f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit} left"]
     return [f"{seconds:.0f} s left"]
 
 
