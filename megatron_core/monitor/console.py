@@ -92,7 +92,7 @@ def validation_line(event: ValidationEvent) -> str:
     if event.accuracy is not None:
         return megatron_validation_line(event)
     name = "validation loss" if event.split == "validation" else f"validation loss on {event.split} set"
-    return f" {name} at iteration {event.iteration}: {_readable(event.loss)}, perplexity {_readable(event.perplexity)}"
+    return f"{name} at iteration {event.iteration}: {_readable(event.loss)}, perplexity {_readable(event.perplexity)}"
 
 
 def megatron_validation_line(event: ValidationEvent) -> str:

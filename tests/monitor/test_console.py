@@ -73,7 +73,7 @@ def test_the_table_at_the_end_sums_up_the_run():
 
 
 def test_formats_and_quiet():
-    assert end_of_run(quiet=True) == [" validation loss at iteration 4: 4.6346, perplexity 102.9823"]
+    assert end_of_run(quiet=True) == ["validation loss at iteration 4: 4.6346, perplexity 102.9823"]
     assert end_of_run(megatron=True)[-3:] == validation_block(validation(4)).splitlines()
     assert "consumed samples" in end_of_run(megatron=True)[0]
 
