@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_core.any_model.context_attention import current_forward
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.offload.activations import ActivationOffload
@@ -65,7 +66,7 @@ def recompute_in_backward(unit: nn.Module, forward: Callable[..., Any]) -> Calla
 
 def _recompute(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _RestoredBuffers(unit)
+        return nullcontext(), _Recomputation(unit, current_forward())
 
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
@@ -79,20 +80,24 @@ def _offloaded(
     return DerivedForward(forward, make)
 
 
-class _RestoredBuffers:
-    """Context that undoes changes of buffers, such as running statistics of batch norm.
+class _Recomputation:
+    """Context of a forward in backward: it undoes changes of buffers, such as running statistics of batch norm.
 
-    The first forward has made them already; each backward through the unit enters it once more.
+    The first forward has made them already; each backward through the unit enters it once more. ``forward`` is the
+    context of the first forward.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: AbstractContextManager[Any]) -> None:
         self._module = module
+        self._forward = forward
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        self._forward.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
+        self._forward.__exit__(*exception)
         for buffer, value in self._before:
             buffer.data.copy_(value)  # without a new version: autograd may have saved the buffer
         self._before = []

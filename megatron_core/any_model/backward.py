@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.any_model.arguments import is_number
+from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
@@ -25,6 +26,8 @@ class EngineBackward:
     config: RunConfig
     groups: ParallelGroups
     data_parallel: DataParallel
+    context: ContextParallel | None
+    """The split of sequences over ranks; None without context parallelism."""
     micro_step: int
     _direct: DirectBackward
     _losses: Tensor
@@ -74,6 +77,8 @@ class EngineBackward:
         is_tensor = isinstance(num_terms, Tensor) and num_terms.numel() == 1
         if num_terms is not None and not is_tensor and not is_number(num_terms):
             raise ConfigError(f"num_terms={_shown(num_terms)} must be a number >= 0, or a tensor with one element")
+        if self.context is not None:
+            self.context.check_loss(loss)
         self._begin_backward(weighted=num_terms is not None)
         self._factor = self.loss_scale / (self._micro_batches if num_terms is None else 1)
         self._direct.is_running = True
@@ -187,6 +192,8 @@ class EngineBackward:
 
     def _end_direct(self, loss: Tensor | None) -> None:
         self.data_parallel.grad_factor = 1.0
+        if self.context is not None:
+            self.context.check_loss(loss)
         self._knows_loss &= loss is not None
         self._end_backward(torch.tensor(torch.nan) if loss is None else loss, 1.0)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_core.any_model.arguments import check_positive, next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
+from megatron_core.any_model.context_trial import run_split
 from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
 from megatron_core.any_model.direct import DirectBackward, discard_with
 from megatron_core.any_model.module import Initialise, UnitClasses
@@ -74,6 +75,7 @@ class Engine(EngineBackward, nn.Module):
         parameters = None if model_parameters is None else list(model_parameters)
         prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
         self.groups = prepared.groups
+        self.context = prepared.context
         self.fp8 = prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
@@ -128,7 +130,7 @@ class Engine(EngineBackward, nn.Module):
         """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
         stage = self.config.parallel.dp_zero_stage
         groups = self.groups
-        sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "pp") if groups.size(axis) > 1)
+        sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "cp", "pp") if groups.size(axis) > 1)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
     @property
@@ -213,7 +215,8 @@ class Engine(EngineBackward, nn.Module):
         self.data_parallel.begin_action(action)
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
             self.data_parallel.finish_param_sync()
-        output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
+        args, kwargs = self._in_compute_dtype((args, kwargs))
+        output = self.module(*args, **kwargs) if self.context is None else run_split(self.context, args, kwargs)
         self.data_parallel.end_action(action)
         if torch.is_grad_enabled():
             self._direct.watch(output)

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import read_config
+from megatron_core.config.parallel import CPCommType
 from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
 from megatron_core.config.values import convert, describe, perhaps
@@ -43,6 +44,7 @@ READ = frozenset(
         *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
+        *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"),
         *("overlap_p2p_communication", "compile", "compile_backend"),
         *("metrics_file", "record_times"),
     }
@@ -138,9 +140,10 @@ def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
         config,
         optimizer=optimizer,
         training=_without_blocks(training),
-        # Its layers are cut into stages elsewhere.
+        # Its layers are cut into stages elsewhere, its heads and tokens among ranks in the first forward.
         model=replace(RunConfig().model, num_layers=_layers_of(config.parallel)),
-        data=replace(config.data, mock_data=True, vocab_size=64),
+        parallel=replace(config.parallel, cp_comm_type=_without_heads(config.parallel)),
+        data=replace(config.data, mock_data=True, vocab_size=64, seq_length=config.parallel.sequence_unit[0]),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
     )
     check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
@@ -170,6 +173,17 @@ def _without_blocks(training: TrainingConfig) -> TrainingConfig:
     same: dict[Recipe, Recipe] = {"blockwise": "tensorwise", "mxfp8": "rowwise"}
     settings = training.section(FP8Config)
     return replace(settings, fp8_recipe=same.get(settings.fp8_recipe, settings.fp8_recipe))
+
+
+def _without_heads(parallel: ParallelConfig) -> tuple[CPCommType, ...]:
+    """Return kinds of communication without rules about the heads of the GPT.
+
+    Errors: ``ConfigError`` for several kinds, because the layers of the caller's model have no numbers.
+    """
+    kinds = parallel.cp_comm_type
+    if len(kinds) > 1:
+        raise ConfigError(f"cp_comm_type={' '.join(kinds)} on a model of your own must be one kind for all layers")
+    return ("p2p",) if kinds == ("a2a",) else kinds
 
 
 def _layers_of(parallel: ParallelConfig) -> int:

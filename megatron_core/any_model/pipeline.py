@@ -93,6 +93,11 @@ class PipelineEngine(Engine):
                 f"optimizer={config.optimizer.optimizer} of your own with pipeline stages: each rank updates its own "
                 "stages; use AdamW, Adam, SGD, or an optimizer of config"
             )
+        if config.parallel.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={config.parallel.context_parallel_size} with stages of a model of your own "
+                "is not supported; set context_parallel_size=1, or pipeline_model_parallel_size=1"
+            )
         if isinstance(module, PipelineModule) and config.model.recompute_granularity:
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
         self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))

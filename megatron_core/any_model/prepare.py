@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
+from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.module import (
     Initialise,
@@ -52,6 +53,7 @@ class Prepared:
     param_groups: Groups
     initialisation: LocalInitialisation
     fp8: AmaxHistories | None = None
+    context: ContextParallel | None = None
 
 
 def compile_units(units: Iterable[Iterable[nn.Module]], settings: CompilationConfig) -> None:
@@ -69,10 +71,10 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed)
+    context = ContextParallel(module, config, groups) if groups.size("cp") > 1 else None
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)
     compile_units(units, config.section(CompilationConfig))
     save_memory(module, [child for modules in units for child in modules], config.model)
-    return Prepared(
-        groups, {0: module}, {0: units}, param_groups, local, histories_of(module, config, groups, world.device)
-    )
+    histories = histories_of(module, config, groups, world.device)
+    return Prepared(groups, {0: module}, {0: units}, param_groups, local, histories, context)

@@ -121,8 +121,9 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> N
         broadcast_from_first([*model.parameters(), *model.buffers()])
     if size > known:
         split_model(model, groups.group("tp"))
-    if size > 1:  # dropout outside of split layers must be equal on the ranks of a tensor-parallel group
-        torch.manual_seed(seed + groups.index("dp"))
+    parts = groups.size("cp")
+    if size > 1 or parts > 1:  # dropout outside of split layers is equal on tensor-parallel ranks, not on others
+        torch.manual_seed(seed + groups.index("dp") * parts + groups.index("cp"))
 
 
 def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
