@@ -16,14 +16,16 @@ from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.features.value_head.settings import has_value_head
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.post_training.hugging_face_weights import NamedTensor, hugging_face_weights
-from megatron_core.post_training.objectives import TokenObjective
-from megatron_core.post_training.policy_loss import PolicyLoss, Scores
+from megatron_core.post_training.objectives import Reads, TokenObjective
+from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
+from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
 from megatron_core.training.driver import StepRates, run_plan
@@ -83,6 +85,11 @@ class Trainer:
         """Whether this rank prints and writes for all."""
         return self.run.world.rank == 0
 
+    @property
+    def reads(self) -> Reads:
+        """The numbers of tokens that objectives of this model read: values with ``--value-head``."""
+        return "values" if has_value_head(self.run.config) else "log_probs"
+
     # Scores.
 
     def log_probs(
@@ -98,14 +105,49 @@ class Trainer:
         ``temperature``: log softmax(z / temperature), as the tokens were sampled. ``adapters=False``: of the model
         without its low-rank adapters, a reference that takes no memory.
         """
-        _check_temperature(temperature)
         stages = self.run.stages
-        scores = Scores(self.run, temperature=temperature, with_entropy=with_entropy)
         with nullcontext() if adapters else without_adapters(list(stages.values())):
-            return self.score(trajectories, stages, scores)
+            numbers = self.score(trajectories, stages, "log_probs", temperature=temperature, with_entropy=with_entropy)
+        return TokenScores(*numbers)
 
-    def score(self, trajectories: Sequence[Trajectory], stages: Mapping[int, GPTModel], scores: Scores) -> TokenScores:
-        """Scores of the learned tokens by ``stages``, which have the layout of the trainer."""
+    def values(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        """Values of a model with ``--value-head`` at the position before each learned token, as ``log_probs``.
+
+        They are the values of the states in which a policy chose these tokens. ``Trajectory.of_text`` learns the
+        position after the last token, whose value is the reward of a reward model.
+        """
+        return self.score(trajectories, self.run.stages, "values")[0]
+
+    def _scores(self, reads: Reads, temperature: float, *, with_entropy: bool) -> Scores:
+        """Check that the model computes these numbers of tokens, and return them for its last stage."""
+        if reads != self.reads:
+            raise ConfigError(
+                f"value_head={self.reads == 'values'}: the model has {self.reads}, not {reads}; use the methods and "
+                f"objectives of {self.reads}, or {'remove' if self.reads == 'values' else 'add'} --value-head"
+            )
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ConfigError(f"temperature={temperature} must be a finite number > 0")
+        if reads == "log_probs":
+            return Scores(self.run, temperature=temperature, with_entropy=with_entropy)
+        if temperature != 1.0 or with_entropy:
+            raise ConfigError(
+                f"temperature={temperature} and an entropy are those of distributions of tokens, and the model has "
+                "value_head=True; leave them out"
+            )
+        return Values(self.run)
+
+    def score(
+        self,
+        trajectories: Sequence[Trajectory],
+        stages: Mapping[int, GPTModel],
+        reads: Reads,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Log-probabilities or values of the learned tokens by ``stages``, which have the layout of the trainer, and
+        entropies on request."""
+        scores = self._scores(reads, temperature, with_entropy=with_entropy)
         data = StepData(self.run, self._rows(trajectories), ())
         run = self.run
         last = len(run.layers) - 1
@@ -129,8 +171,8 @@ class Trainer:
             run_plan(run, run.plans.evaluation(len(data.batches)), forward, lengths=message_lengths(data.batches))
         for number, stage in stages.items():
             stage.train(modes[number])
-        log_probs = data.collect(outputs)
-        return TokenScores(log_probs, data.collect(scores.entropies) if scores.with_entropy else None)
+        numbers = data.collect(outputs)
+        return numbers, data.collect(scores.entropies) if scores.with_entropy else None
 
     def frozen_copy(self) -> FrozenPolicy:
         """A copy of the present weights without gradients, in the layout of the trainer, such as a reference."""
@@ -156,13 +198,12 @@ class Trainer:
 
         ``lr``: the learning rate, instead of the one of the configured schedule.
         """
-        _check_temperature(temperature)
+        scores = self._scores(objective.reads, temperature, with_entropy=objective.uses_entropy)
         run = self.run
         rows = self._rows(trajectories)
         data = StepData(run, rows, value_names(trajectories))
         size = StepSize(run.state.consumed_samples, len(rows.rows), len(data.batches), rows.length)
         rates = step_rates(run, size) if lr is None else StepRates(lr, None, run.config.optimizer.weight_decay)
-        scores = Scores(run, temperature=temperature, with_entropy=objective.uses_entropy)
         configured = run.objective
         run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores, data.router_replays)
         try:
@@ -178,26 +219,30 @@ class Trainer:
         lr: float | None = None,
         temperature: float = 1.0,
     ) -> StepResult:
-        """Take one optimizer step on any function of the log-probabilities of all trajectories.
+        """Take one optimizer step on any function of the log-probabilities, or values, of all trajectories.
 
-        ``loss`` receives the log-probabilities of the learned tokens of each trajectory and returns a scalar, the same
-        on all ranks; it may relate trajectories to each other, as losses of preferences do. They are computed twice:
-        first for ``loss``, then with its gradient as the weight of each token. The first has no dropout.
+        ``loss`` receives the numbers of the learned tokens of each trajectory and returns a scalar, the same on all
+        ranks; it may relate trajectories to each other, as losses of preferences do. They are computed twice: first
+        for ``loss``, then with its gradient as the weight of each token. The first has no dropout.
         """
-        scores = self.log_probs(trajectories, temperature=temperature).log_probs
-        leaves = [log_probs.detach().requires_grad_() for log_probs in scores]
+        numbers, _ = self.score(trajectories, self.run.stages, self.reads, temperature=temperature)
+        leaves = [of_trajectory.detach().requires_grad_() for of_trajectory in numbers]
         with torch.enable_grad():
             value = loss(leaves)
         if value.dim() or not value.requires_grad:
             raise DataError(
-                f"the loss has the shape {list(value.shape)}; it must be a scalar that depends on the log-probabilities"
+                f"the loss has the shape {list(value.shape)}; it must be a scalar that depends on the numbers of tokens"
             )
         slopes = torch.autograd.grad(value, leaves, allow_unused=True)
         weighted = [
             replace(trajectory, values={"slope": torch.zeros_like(leaf) if slope is None else slope})
             for trajectory, leaf, slope in zip(trajectories, leaves, slopes, strict=True)
         ]
-        linear = TokenObjective(loss=lambda log_probs, batch: batch["slope"] * log_probs, mean_over="sum")
+
+        def weighted_sum(numbers: Tensor, batch: TokenBatch) -> Tensor:
+            return batch["slope"] * numbers
+
+        linear = TokenObjective(loss=weighted_sum, mean_over="sum", reads=self.reads)
         result = self.train_on(weighted, linear, lr=lr, temperature=temperature)
         return replace(result, loss=float(value.detach()))
 
@@ -246,9 +291,12 @@ class FrozenPolicy:
 
     def log_probs(self, trajectories: Sequence[Trajectory], *, temperature: float = 1.0) -> TokenScores:
         """See ``Trainer.log_probs``."""
-        _check_temperature(temperature)
-        scores = Scores(self._trainer.run, temperature=temperature, with_entropy=False)
-        return self._trainer.score(trajectories, self._frozen.stages, scores)
+        stages = self._frozen.stages
+        return TokenScores(*self._trainer.score(trajectories, stages, "log_probs", temperature=temperature))
+
+    def values(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        """See ``Trainer.values``."""
+        return self._trainer.score(trajectories, self._frozen.stages, "values")[0]
 
 
 def _without_data(config: RunConfig) -> RunConfig:
@@ -271,8 +319,3 @@ def _row_room(config: RunConfig, *, pack: bool) -> RowRoom:
     tensor_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     context_chunks = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
     return RowRoom(longest, multiple=tensor_ranks * context_chunks, pack=pack)
-
-
-def _check_temperature(temperature: float) -> None:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ConfigError(f"temperature={temperature} must be a finite number > 0")
