@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_data import SOURCES
@@ -25,13 +26,14 @@ from megatron_core.post_training.hugging_face_weights import NamedTensor, huggin
 from megatron_core.post_training.objectives import Reads, TokenObjective
 from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
+from megatron_core.post_training.step_settings import StepSettings, used_in_step
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
-from megatron_core.training.driver import StepRates, run_plan
+from megatron_core.training.driver import run_plan
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run, set_up
-from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, step_rates, train_on_batches
+from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, train_on_batches
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -191,23 +193,24 @@ class Trainer:
         trajectories: Sequence[Trajectory],
         objective: TokenObjective,
         *,
-        lr: float | None = None,
         temperature: float = 1.0,
+        **settings: Unpack[StepSettings],
     ) -> StepResult:
         """Take one optimizer step on ``objective`` of all ``trajectories``; the result is equal on all ranks.
 
-        ``lr``: the learning rate, instead of the one of the configured schedule.
+        ``settings``: ``lr``, ``weight_decay``, ``betas``, ``eps`` and ``clip_grad`` of this step, instead of the
+        configured ones.
         """
         scores = self._scores(objective.reads, temperature, with_entropy=objective.uses_entropy)
         run = self.run
         rows = self._rows(trajectories)
         data = StepData(run, rows, value_names(trajectories))
         size = StepSize(run.state.consumed_samples, len(rows.rows), len(data.batches), rows.length)
-        rates = step_rates(run, size) if lr is None else StepRates(lr, None, run.config.optimizer.weight_decay)
         configured = run.objective
         run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores, data.router_replays)
         try:
-            return train_on_batches(run, StepInput(size, data.batches, rates))
+            with used_in_step(run, size, settings) as rates:
+                return train_on_batches(run, StepInput(size, data.batches, rates))
         finally:
             run.objective = configured
 
@@ -216,8 +219,8 @@ class Trainer:
         trajectories: Sequence[Trajectory],
         loss: Callable[[list[Tensor]], Tensor],
         *,
-        lr: float | None = None,
         temperature: float = 1.0,
+        **settings: Unpack[StepSettings],
     ) -> StepResult:
         """Take one optimizer step on any function of the log-probabilities, or values, of all trajectories.
 
@@ -243,7 +246,7 @@ class Trainer:
             return batch["slope"] * numbers
 
         linear = TokenObjective(loss=weighted_sum, mean_over="sum", reads=self.reads)
-        result = self.train_on(weighted, linear, lr=lr, temperature=temperature)
+        result = self.train_on(weighted, linear, temperature=temperature, **settings)
         return replace(result, loss=float(value.detach()))
 
     def _rows(self, trajectories: Sequence[Trajectory]) -> PackedRows:
