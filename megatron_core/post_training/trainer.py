@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_data import SOURCES
 from megatron_core.config.validate import check
@@ -24,15 +26,17 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.post_training.hugging_face_weights import NamedTensor, hugging_face_weights
 from megatron_core.post_training.objectives import Reads, TokenObjective
+from megatron_core.post_training.offload import OffloadedState
 from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
 from megatron_core.post_training.step_settings import StepSettings, used_in_step
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
-from megatron_core.training.driver import run_plan
+from megatron_core.training.driver import gather_weights, run_plan
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run, set_up
+from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, train_on_batches
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
@@ -76,6 +80,7 @@ class Trainer:
             start_world(world, backend=parallel.distributed_backend, timeout_minutes=timeout)
         self.run: Run = set_up(config, world, layer_specs=layer_specs, reads_data=False)
         self._room = _row_room(config, pack=pack)
+        self._offloaded: OffloadedState | None = None
 
     @property
     def iteration(self) -> int:
@@ -149,6 +154,8 @@ class Trainer:
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Log-probabilities or values of the learned tokens by ``stages``, which have the layout of the trainer, and
         entropies on request."""
+        if stages is self.run.stages:
+            self._check_present()
         scores = self._scores(reads, temperature, with_entropy=with_entropy)
         data = StepData(self.run, self._rows(trajectories), ())
         run = self.run
@@ -201,6 +208,7 @@ class Trainer:
         ``settings``: ``lr``, ``weight_decay``, ``betas``, ``eps`` and ``clip_grad`` of this step, instead of the
         configured ones.
         """
+        self._check_present()
         scores = self._scores(objective.reads, temperature, with_entropy=objective.uses_entropy)
         run = self.run
         rows = self._rows(trajectories)
@@ -276,9 +284,46 @@ class Trainer:
 
     def save(self) -> None:
         """Save model, optimizer and counters in the folder ``--save``."""
+        self._check_present()
         if self.run.config.checkpoint.save is None:
             raise ConfigError("save=None: give a folder with --save")
         self.run.saver.save(self.run.state)
+
+    def load(self) -> None:
+        """Return to the newest checkpoint in the folder ``--save``: weights, optimizer and counters."""
+        self._check_present()
+        run = self.run
+        run.saver.finish()
+        settings = run.config.checkpoint
+        if settings.save is None or find_checkpoint(settings.save) is None:
+            raise ConfigError(f"save={settings.save!r} holds no checkpoint to return to; call save() before load()")
+        config = replace(run.config, checkpoint=settings.for_resume())
+        reader, _ = open_checkpoint(config, run.world.device)
+        run.data_parallel.finish_param_sync()
+        run.state = run.load(config, reader)
+        # Units that ZeRO 3 keeps whole have the weights from before.
+        gather_weights([run.data_parallel])
+
+    def offload(self, folder: str | Path | None = None) -> int:
+        """Move weights and optimizer state to host memory, or to files in ``folder``, and free the gradients.
+
+        Until ``onload`` the model cannot be used, but its copies can: a sampler's and those of ``frozen_copy``. On a
+        CPU a folder is needed. Returns the bytes that are freed on this rank's device.
+        """
+        self._check_present()
+        self._offloaded = OffloadedState(self.run, None if folder is None else Path(folder))
+        return self._offloaded.nbytes
+
+    def onload(self) -> None:
+        """Undo ``offload``; every bit of weights and state is as before."""
+        if self._offloaded is None:
+            raise ConfigError("onload() without offload(): the state is in place; remove the call")
+        self._offloaded.restore()
+        self._offloaded = None
+
+    def _check_present(self) -> None:
+        if self._offloaded is not None:
+            raise ConfigError("the model is offloaded; call onload() before this method")
 
     def close(self) -> None:
         """Complete the checkpoints under way."""

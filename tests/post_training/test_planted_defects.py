@@ -14,6 +14,7 @@ from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.post_training import test_critics as critics
 from tests.post_training import test_layouts as layouts
+from tests.post_training import test_offload as offload
 from tests.post_training import test_trl_policies as policies
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -165,3 +166,11 @@ def test_the_bits_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "no token can be sampled" in str(failure)
     else:
         assert any(step[0] != 0.0 for step in steps)
+
+
+def test_the_bits_after_a_while_outside_find_lost_state(tmp_path: Path) -> None:
+    ranks, settings = offload.LAYOUTS["dp2 zero3"]
+    config = offload._config(**settings)
+    expected = run_ranks(ranks, offload._losses, config, None)
+    with planted("post_training.offload:OffloadedState.restore", "part.copy_(on_host)", "pass"):
+        assert run_ranks(ranks, offload._losses, config, tmp_path) != expected
