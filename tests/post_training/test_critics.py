@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError, ConfigError, DataError
+from megatron_core.hub.adapter_export import export_adapter
+from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, objectives
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -245,6 +247,33 @@ def _saved(config: RunConfig, last: int) -> tuple[list[float], set[str]]:
     trainer.close()
     named = [pair for stage in trainer.run.stages.values() for pair in stage.named_global_parameters()]
     return losses, {name for name, p in named if p.requires_grad and ".adapter." not in name}
+
+
+def test_a_model_is_converted_both_ways_and_verified(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    critic_inputs.save_value_model(tmp_path / "model", dtype=torch.float32)
+    assert import_hugging_face(tmp_path / "model", tmp_path / "native") < 1e-5
+    assert export_hugging_face(tmp_path / "native", tmp_path / "again") < 1e-5
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("model", "again")]
+    for name, tensor in files[0].items():
+        np.testing.assert_array_equal(files[1][name], tensor)
+
+
+def test_a_head_with_merged_adapters_is_that_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_inputs(tmp_path / "model")
+    flat = config_of_folder(tmp_path / "model").flat() | COMMON | {"fp64": False}
+    settings = {"load_hf": str(tmp_path / "model"), "value_head": True, "lora_rank": 2, "save": str(tmp_path / "run")}
+    run_ranks(1, _saved, RunConfig.from_flat(flat | settings), 2)
+    with pytest.raises(CheckpointError, match="value_head=True, which --to peft does not write"):
+        export_adapter(tmp_path / "run", tmp_path / "adapter")
+    export_hugging_face(tmp_path / "run", tmp_path / "merged")
+    resumed = RunConfig.from_flat(flat | settings | {"load": settings["save"]})
+    ((values, head),) = run_ranks(1, _scores_of_causal, resumed)
+    model = critic_inputs.load_value_model(tmp_path / "merged").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(model.score.weight.numpy(), head)
+        np.testing.assert_allclose(values, torch.cat(_values_of_transformers(model, 0)).numpy(), rtol=1e-4, atol=1e-6)
 
 
 def _scores_of_causal(config: RunConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ OF_QWEN3_MOE = {
 }
 
 
-def save_value_model(folder: Path, *, experts: bool = False) -> None:
+def save_value_model(folder: Path, *, experts: bool = False, dtype: torch.dtype = torch.float64) -> None:
     """Write a model with a head of one output; the weights do not depend on the version of torch."""
     common: dict[str, Any] = {"vocab_size": policy_inputs.VOCABULARY, "num_labels": 1, "pad_token_id": 0}
     settings: Any
@@ -37,7 +37,7 @@ def save_value_model(folder: Path, *, experts: bool = False) -> None:
         settings = transformers.Qwen3MoeConfig(**OF_QWEN3_MOE, **common)
     else:
         settings = transformers.GPT2Config(**OF_GPT2, attn_pdrop=0.0, **common)
-    model = transformers.AutoModelForSequenceClassification.from_config(settings).double()
+    model = transformers.AutoModelForSequenceClassification.from_config(settings).to(dtype)
     fill(dict(model.named_parameters()))
     model.save_pretrained(folder)
 
