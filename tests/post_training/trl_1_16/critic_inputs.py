@@ -49,6 +49,22 @@ def load_value_model(folder: Path) -> Any:
     )
 
 
+DIVERGENCES: dict[str, dict[str, float]] = {
+    "jsd": {"beta": 0.5},
+    "forward": {"beta": 0.0},
+    "reverse, temperature": {"beta": 1.0, "temperature": 0.7},
+}
+"""Settings of trl's loss of on-policy distillation."""
+
+
+def save_teacher(folder: Path) -> None:
+    """Write a wider model of the same vocabulary."""
+    sizes = OF_GPT2 | {"n_embd": 24, "vocab_size": policy_inputs.VOCABULARY, "attn_pdrop": 0.0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double()
+    fill(dict(model.named_parameters()))
+    model.save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class Critic:
     """The returns of an answer's tokens, and the values of the critic that has computed them."""
