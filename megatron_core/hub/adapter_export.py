@@ -68,7 +68,9 @@ class MergedReader:
         wide = torch.promote_types(self._base.dtype_of(f"model.{layer}.weight"), torch.float32)
         described = self._linears[layer]
         # Process groups cannot be copied.
-        shared = (value for part in described.modules() for value in vars(part).values() if not isinstance(value, dict))
+        shared = (
+            value for module in described.modules() for value in vars(module).values() if not isinstance(value, dict)
+        )
         linear = deepcopy(described, {id(value): value for value in shared}).to_empty(device="cpu").to(wide)
         adapter = linear.adapter
         weight = linear.weight

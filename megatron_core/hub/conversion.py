@@ -370,9 +370,9 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
     try:
         # Some multimodal models have no class for text alone; their class for images computes text, too.
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = "CausalLM" if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else "ImageTextToText"
-        kind = "SequenceClassification" if is_value_model(settings.to_dict()) else kind
-        model_class = getattr(transformers, f"AutoModelFor{kind}")
+        task = "CausalLM" if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else "ImageTextToText"
+        task = "SequenceClassification" if is_value_model(settings.to_dict()) else task
+        model_class = getattr(transformers, f"AutoModelFor{task}")
         model = model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()

@@ -55,18 +55,23 @@ def teacher_advantages(
 
 
 def generalized_advantages(
-    rewards: Sequence[float], values: Sequence[float], *, discount: float = 1.0, smoothing: float = 0.95
+    rewards: Sequence[float],
+    values: Sequence[float],
+    *,
+    discount: float = 1.0,
+    smoothing: float = 0.95,
+    value_after: float = 0.0,
 ) -> tuple[list[float], list[float]]:
     """Advantages and returns of the tokens of one answer, from the reward and the critic's value of each token.
 
-    With delta_t = r_t + discount V_{t+1} - V_t and V = 0 after the last token, A_t = delta_t + discount smoothing
-    A_{t+1}; returns are A_t + V_t. Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equation 16.
+    With delta_t = r_t + discount V_{t+1} - V_t, A_t = delta_t + discount smoothing A_{t+1}; returns are A_t + V_t.
+    ``value_after``: V after the last token, for an answer that was cut (the value of ``Trajectory.of_text``).
+    Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equation 16.
     """
     if len(rewards) != len(values):
         raise DataError(f"{len(rewards)} rewards and {len(values)} values; give one of each for every token")
     advantages = [0.0] * len(rewards)
     later = 0.0
-    value_after = 0.0
     for token in reversed(range(len(rewards))):
         delta = rewards[token] + discount * value_after - values[token]
         later = delta + discount * smoothing * later

@@ -45,7 +45,7 @@ class TokenObjective:
     reads: Reads = "log_probs"
     """The first argument of ``loss``."""
     beta: float | None = None
-    """The weight of the teacher in divergences (``teacher.generalized_jsd``)."""
+    """The weight of the teacher in divergences (``teacher.token_divergence``)."""
 
     def __post_init__(self) -> None:
         if (self.reads == "divergences") != (self.beta is not None) or not 0.0 <= (self.beta or 0.0) <= 1.0:

@@ -58,12 +58,12 @@ class Divergences(Scores):
             def heated(columns_of_rank: Tensor) -> Tensor:
                 return columns_of_rank[..., :valid].to(wide(columns_of_rank.dtype)) / self._temperature
 
-            return generalized_jsd(heated(logits), heated(of_teacher), self._beta, group)
+            return token_divergence(heated(logits), heated(of_teacher), self._beta, group)
 
         return loss
 
 
-def generalized_jsd(student: Tensor, teacher: Tensor, beta: float, group: Group) -> Tensor:
+def token_divergence(student: Tensor, teacher: Tensor, beta: float, group: Group) -> Tensor:
     """beta KL(P || M) + (1 - beta) KL(Q || M) with the teacher's P, the student's Q and M = beta P + (1 - beta) Q.
 
     ``beta=0``: KL(P || Q); ``beta=1``: the reverse, KL(Q || P). Logits ``[s, b, v/tp]`` -> ``[s, b]``.

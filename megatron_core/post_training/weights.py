@@ -138,8 +138,8 @@ class WeightTransfer:
         """Where the weights are in memory: a program may have exchanged the memory of a parameter."""
         buckets = self._data.all_buckets
         shards = [bucket.weight_shard.data_ptr() for bucket in buckets if bucket.splits_weights]
-        whole = [p.data_ptr() for bucket in buckets if not bucket.splits_weights for p in bucket.parameters]
-        return [*shards, *whole, *(parameter.data_ptr() for _, parameter in self._data.frozen)]
+        parameters = [p.data_ptr() for bucket in buckets if not bucket.splits_weights for p in bucket.parameters]
+        return [*shards, *parameters, *(parameter.data_ptr() for _, parameter in self._data.frozen)]
 
     def _leave_out_constant(self) -> None:
         is_saved = self._data.is_saved
@@ -153,16 +153,16 @@ class WeightTransfer:
 
     def _views_to_copy(self) -> _Copies:
         """Find the views of all boxes, and divide the messages into rounds, in the same way on both sides."""
-        held = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
+        views = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
         sources: dict[str, list[TensorBox]] = defaultdict(list)
         for piece in self._owned():
             sources[piece.name].append(piece)
-        copies = _Copies([piece.memory for piece in self._local], [held[p.name, p.box] for p in self._local], [])
+        copies = _Copies([piece.memory for piece in self._local], [views[p.name, p.box] for p in self._local], [])
         this_rank = dist.get_rank() if dist.is_initialized() else 0
         for move in self._receives.get(this_rank, ()):
             values = _values(sources[move.name], move)
-            for place, index in self._places(move):
-                copies.targets.append(place)
+            for target, index in self._places(move):
+                copies.targets.append(target)
                 copies.sources.append(values[index])
         sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank != this_rank}
         receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank != this_rank}
@@ -189,9 +189,9 @@ class WeightTransfer:
         """The memory into which a message of one box can be received, if it needs the whole box in one place."""
         if len(places) == 1:
             ((box, of_box),) = places
-            for place, _ in of_box:
-                if tuple(place.shape) == box.shape and place.is_contiguous() and place.dtype == self._wire_dtype:
-                    return place.view(-1)
+            for target, _ in of_box:
+                if tuple(target.shape) == box.shape and target.is_contiguous() and target.dtype == self._wire_dtype:
+                    return target.view(-1)
         return None
 
     def _exchange(self, one_round: _Round) -> int:
@@ -216,10 +216,9 @@ class WeightTransfer:
             sizes = [box.numel for box, _ in message.places]
             for (box, places), values in zip(message.places, buffer.split(sizes), strict=True):
                 shaped = values.view(box.shape)
-                for place, index in places:
-                    part = shaped[index]
-                    if place.data_ptr() != part.data_ptr():
-                        place.copy_(part)
+                for target, index in places:
+                    if target.data_ptr() != shaped[index].data_ptr():
+                        target.copy_(shaped[index])
         return sum(buffer.nbytes for _, buffer in arriving)
 
     @property

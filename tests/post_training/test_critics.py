@@ -175,6 +175,21 @@ def test_a_critic_trains_as_the_equation(layout: str, clip: float | None, tmp_pa
             assert ours == pytest.approx(theirs, rel=1e-8)
 
 
+def _bits(config: RunConfig) -> tuple[Steps, list[float]]:
+    trainer = Trainer(config, this_world())
+    results = [trainer.train_on(_answers(step), objectives.value(CLIP)) for step in range(2)]
+    return [(result.loss, result.grad_norm) for result in results], torch.cat(trainer.values(_answers(0))).tolist()
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2", "cp2", "dp2 zero3"])
+def test_a_critic_has_the_same_bits_in_every_layout(layout: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "one process")
+    settings: dict[str, Any] = {"fp64": False, "bf16": True, "layout_invariant": True, "micro_batch_size": 1}
+    expected = run_ranks(1, _bits, _config(folder, "one process", **settings))
+    assert run_ranks(2, _bits, _config(folder, layout, **settings)) == expected * 2
+
+
 def _reward_steps(config: RunConfig, kind: str, pack: bool) -> Steps:
     trainer = Trainer(config, this_world(), pack=pack)
     settings = critic_inputs.REWARDS[kind]

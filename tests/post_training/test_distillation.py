@@ -83,7 +83,7 @@ def test_a_softmax_of_a_rank_is_found(old: str, new: str, layout: str, tmp_path:
 
 
 def test_a_mean_over_the_other_distribution_is_found(tmp_path: Path) -> None:
-    with planted("post_training.teacher:generalized_jsd", "terms = log_p.exp()", "terms = log_q.exp()"):
+    with planted("post_training.teacher:token_divergence", "terms = log_p.exp()", "terms = log_q.exp()"):
         (steps,) = run_ranks(1, _steps, _config(tmp_path, "one process"), "forward", True)
     assert any(ours != pytest.approx(theirs, rel=1e-6) for ours, theirs in zip(steps, OF_TRL["forward"], strict=True))
 

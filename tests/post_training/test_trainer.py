@@ -291,6 +291,8 @@ def test_advantages_are_those_of_the_papers() -> None:
     advantages, returns = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8)
     assert advantages == pytest.approx(expected)
     assert returns == pytest.approx([a + v for a, v in zip(advantages, values, strict=True)])
+    cut, _ = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8, value_after=0.5)
+    assert cut == pytest.approx([a + (0.9 * 0.8) ** (2 - t) * 0.9 * 0.5 for t, a in enumerate(advantages)])
 
 
 def test_kl_estimates() -> None:
