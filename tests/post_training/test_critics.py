@@ -217,6 +217,42 @@ def test_reward_models_train_as_those_of_trl(kind: str, layout: str, tmp_path: P
             assert ours == pytest.approx(theirs, rel=1e-8)
 
 
+def _together(actor_config: RunConfig, critic_config: RunConfig) -> tuple[Steps, Steps]:
+    """Steps of an actor and a critic in turn."""
+    world = this_world()
+    actor = Trainer(actor_config, world)
+    critic = Trainer(critic_config, world)
+    of_actor, of_critic = [], []
+    for step in range(inputs.STEPS):
+        of_actor.append(actor.train_on(_answers(step), objectives.cross_entropy()))
+        of_critic.append(critic.train_on(_answers(step), objectives.value(CLIP)))
+    steps = [[(result.loss, result.grad_norm) for result in results] for results in (of_actor, of_critic)]
+    return steps[0], steps[1]
+
+
+def _actor_alone(config: RunConfig) -> Steps:
+    trainer = Trainer(config, this_world())
+    results = [trainer.train_on(_answers(step), objectives.cross_entropy()) for step in range(inputs.STEPS)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("of_actor", "of_critic"), [("tp2 sp", "pp2"), ("dp2 zero3", "cp2"), ("pp2", "dp2 zero3")])
+def test_actor_and_critic_have_layouts_of_their_own(of_actor: str, of_critic: str, tmp_path: Path) -> None:
+    for name in ("actor", "critic"):
+        (tmp_path / name).mkdir()
+    save_inputs(tmp_path / "actor")
+    critic_inputs.save_value_model(tmp_path / "critic")
+    flat = config_of_folder(tmp_path / "actor").flat() | COMMON | {"load_hf": str(tmp_path / "actor")}
+    critic = _config(tmp_path / "critic", of_critic)
+    (alone,) = run_ranks(1, _actor_alone, RunConfig.from_flat(flat))
+    expected = _steps_of_transformers(tmp_path / "critic", CLIP)
+    for steps in run_ranks(2, _together, RunConfig.from_flat(flat | LAYOUTS[of_actor]), critic):
+        for ours, theirs in zip(steps, (alone, expected), strict=True):
+            for pair, other in zip(ours, theirs, strict=True):
+                assert pair == pytest.approx(other, rel=1e-8)
+
+
 # Weights of the head: names, checkpoints of other models, adapters.
 
 
