@@ -7,7 +7,7 @@ the matching columns of B, stay zero, because their gradients are zero. Without 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from megatron_core.checkpoint.reader import open_newest
 from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.features.lora.adapters import MARK, adapters_of, is_adapter
 from megatron_core.features.lora.settings import TuningConfig
-from megatron_core.locations import location
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import allocate, spec_of
 from megatron_core.parallel.texts import all_agree
+from megatron_core.post_training.tinker_server.catalog import NOTE, STATE
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.training.compatibility import check_same_model, check_state
 from megatron_core.training.driver import gather_weights
@@ -34,8 +34,6 @@ from megatron_core.training.state import other_pieces, updated_pieces
 
 MLP = ".mlp."
 """Occurs in the names of the MLP's layers, dense or of experts; the other layers with adapters are attention."""
-STATE = "tinker"
-"""Name of the description of a training in the state of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,8 @@ class Adaptation:
     seed: int = 0
     train_mlp: bool = True
     train_attn: bool = True
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Remarks of the user, which are stored and listed."""
 
 
 @dataclass
@@ -134,8 +134,8 @@ class Trainings:
 
     # Checkpoints.
 
-    def save(self, name: str, folder: Path, *, optimizer: bool, replaces: bool) -> None:
-        """Write a checkpoint of a training into its own ``folder``."""
+    def save(self, name: str, folder: Path, *, optimizer: bool, replaces: bool, note: Mapping[str, Any]) -> None:
+        """Write a checkpoint of a training into its own ``folder``, with its time and remarks in ``note``."""
         self.activate(name)
         run = self._run
         former = tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
@@ -146,7 +146,7 @@ class Trainings:
         save = Save(
             folder,
             run.state.iteration,
-            {**run.saver.manifest_state(run.state), STATE: asdict(self._state(name).adaptation)},
+            {**run.saver.manifest_state(run.state), STATE: asdict(self._state(name).adaptation), NOTE: dict(note)},
             rank=run.world.rank,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
             replaced=former,
@@ -157,16 +157,21 @@ class Trainings:
         )
         save_checkpoint(save, pieces, lambda ok: all_agree(ok, run.world.device))
 
-    def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint of ``save`` into a training, which is created if it does not exist."""
+    def load(self, name: str, folder: Path, *, optimizer: bool, user_metadata: Mapping[str, Any] | None = None) -> None:
+        """Load a checkpoint of ``save`` into a training, which is created if it does not exist.
+
+        ``user_metadata``: remarks of the training instead of the stored ones.
+        """
         run = self._run
-        reader = open_newest(str(folder), None, device=run.world.device) if folder.is_dir() else None
+        reader = open_newest(str(folder), None, device=run.world.device) if complete_iterations(folder) else None
         if reader is None or STATE not in reader.state:
             raise DataError(f"no weights are stored at {folder.parent.parent.name}/{folder.parent.name}/{folder.name}")
         if optimizer and not reader.kinds:
             raise DataError("these weights have no optimizer state; load them without it")
         check_same_model(check_state(reader.state, reader.folder), run.config, only_weights=not optimizer)
         adaptation = Adaptation(**reader.state[STATE])
+        if user_metadata is not None:
+            adaptation = replace(adaptation, user_metadata=user_metadata)
         if name in self._states and self._state(name).adaptation.rank != adaptation.rank:
             raise DataError(f"the stored adapters have rank {adaptation.rank}, those of this training another one")
         self._store_active()
@@ -296,11 +301,3 @@ def _check_settings(trainer: Trainer) -> None:
                 f"{name}={values[name]}: forward_backward returns the log-probabilities of the step, which dropout "
                 "would change; give 0"
             )
-
-
-def folder_of(save: str | None, path: str) -> Path:
-    """The folder of ``tinker://RUN/KIND/NAME`` below ``save``; the parts have been checked."""
-    if save is None:
-        raise DataError("this server has no folder for weights; start it with --save FOLDER")
-    run, kind, name = path.removeprefix("tinker://").split("/")
-    return location(save) / run.replace(":", "-") / kind / name
