@@ -50,6 +50,7 @@ from megatron_core.verify.table import (
     TerminalTable,
     Verdict,
     bits_page,
+    for_terminal,
     layout_page,
     setting_words,
     summary_line,
@@ -136,7 +137,7 @@ def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -
             "or remove --compile"
         )
     what = describe_comparison(task.config, options, device)
-    print(*(f"note: {note}" for note in task.notes), what, sep="\n", flush=True)
+    print(*map(for_terminal, (*(f"note: {note}" for note in task.notes), what)), sep="\n", flush=True)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
     if not options.bits:
         experiment = replace(experiment, thorough=options.thorough, plain_reference=True)
@@ -163,7 +164,7 @@ def compare_values(
                 on_row=table.print_row,
             )
         )
-        print(verdict_line(summary_line(reports[-1]), left_out), flush=True)
+        print(for_terminal(verdict_line(summary_line(reports[-1]), left_out)), flush=True)
     unresumed = why_not_resumed(task, device) if options.thorough else "add --thorough"
     if not unresumed:
         table = TerminalTable([f"1 process from {layout}" for layout in task.layouts], "float64")
@@ -176,9 +177,9 @@ def compare_values(
                 on_row=table.print_row,
             )
         )
-        print(summary_line(reports[-1]))
+        print(for_terminal(summary_line(reports[-1])))
     verdict = Verdict(options.steps, options.thorough, unresumed, switches(task.config), task.changed)
-    print(*verdict.lines(), *refusals(task), sep="\n")
+    print(*map(for_terminal, (*verdict.lines(), *refusals(task))), sep="\n")
     first, *further = reports
     if "json" in outputs:
         written = first.as_dict() | {"not_compared": left_out, "refused": task.refused} | verdict.as_dict()
@@ -206,7 +207,8 @@ def compare_bits(
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
     left_out = setting_words(task.not_compared)
-    print(verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task), sep="\n")
+    result = (verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task))
+    print(*map(for_terminal, result), sep="\n")
     if "json" in outputs:
         written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
         outputs["json"].write(json.dumps(written, indent=1) + "\n")
@@ -380,7 +382,7 @@ def describe_comparison(config: RunConfig, options: LayoutOptions, device: str) 
     return (
         f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
         f", sequences of {config.data.seq_length}; {steps} in {options.compared_dtype} on {device}; "
-        + ("all bits are compared" if options.bits else "errors are relative, and in epsilons of the dtype")
+        + ("all bits are compared" if options.bits else "errors are relative, ε is the machine epsilon")
         + ("; of all layouts a sample, in which every pair of sizes and switches occurs" if options.pairwise else "")
     )
 

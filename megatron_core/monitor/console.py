@@ -19,7 +19,7 @@ from megatron_core.terminal import colours, exact
 
 LARGEST_SHARES = 4
 """Maximum number of phases in a line."""
-WIDTH = 120
+WIDTH = 100
 """Maximum columns of a short line."""
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 
@@ -27,32 +27,35 @@ _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Return a line of at most ``WIDTH`` columns for the steps since the last line.
 
-    ``Feature.shown_losses`` come second: theirs may be the only losses that a run trains. Means and counts are those of
-    ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
+    ``norm`` is the gradient norm. ``Feature.shown_losses`` come second: theirs may be the only losses that a run
+    trains. Means and counts are those of ``step_line``. Values for which there is no space, the last ones first, are in
+    the metrics file.
     """
     latest = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
-    losses = {name: f"{name}: {_scientific(value)}" for name, value in latest.auxiliary_losses.items()}
+    losses = {name: f"{name} {_readable(value)}" for name, value in latest.auxiliary_losses.items()}
     always_shown = [name for feature in features() for name in feature.shown_losses]
+    milliseconds = _mean([event.elapsed_ms for event in events])
     fields = [
-        f" {now:%H:%M} iteration {latest.iteration}/{latest.total_iterations}",
-        f"lm loss: {_scientific(_mean_loss(events))}",
+        f"{now:%H:%M}  iteration {latest.iteration}/{latest.total_iterations}",
+        f"loss {_readable(_mean_loss(events))}",
         *(losses.pop(name) for name in always_shown if name in losses),
-        *([f"skipped: {skipped}"] if skipped else []),
-        *([f"nan: {nan}"] if nan else []),
-        *([] if latest.grad_norm is None else [f"grad norm: {latest.grad_norm:.3f}"]),
-        f"lr: {latest.learning_rate:.2E}",
-        f"{_mean([event.elapsed_ms for event in events]):.1f} ms",
+        *([f"skipped {skipped}"] if skipped else []),
+        *([f"nan {nan}"] if nan else []),
+        *([] if latest.grad_norm is None else [f"norm {_readable(latest.grad_norm, 3)}"]),
+        f"lr {latest.learning_rate:.1e}",
+        f"{milliseconds:.1f} ms" if milliseconds < 1e3 else f"{milliseconds / 1e3:.2f} s",
         f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
+        *_remaining(latest, milliseconds),
         *losses.values(),
-        *([] if latest.params_norm is None else [f"params norm: {latest.params_norm:.3f}"]),
+        *([] if latest.params_norm is None else [f"params norm {_readable(latest.params_norm, 3)}"]),
     ]
     line = fields[0]
     for text in fields[1:]:
-        if len(line) + len(" | ") + len(text) + len(" |") <= WIDTH:
-            line += f" | {text}"
-    return f"{line} |"
+        if len(line) + 2 + len(text) <= WIDTH:
+            line += f"  {text}"
+    return line
 
 
 def step_line(events: Sequence[StepEvent], now: datetime) -> str:
@@ -85,7 +88,15 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
 
 
 def validation_line(event: ValidationEvent) -> str:
-    """Return the line for an evaluation."""
+    """Return the short line for an evaluation."""
+    if event.accuracy is not None:
+        return megatron_validation_line(event)
+    name = "validation loss" if event.split == "validation" else f"validation loss on {event.split} set"
+    return f"{name} at iteration {event.iteration}: {_readable(event.loss)}, perplexity {_readable(event.perplexity)}"
+
+
+def megatron_validation_line(event: ValidationEvent) -> str:
+    """Return Megatron-LM's line for an evaluation."""
     where = "" if event.split == "validation" else f" on {event.split} set"
     if event.accuracy is not None and event.accuracy_norm is not None:
         return (
@@ -101,7 +112,7 @@ def validation_line(event: ValidationEvent) -> str:
 
 def validation_block(event: ValidationEvent) -> str:
     """Megatron-LM's three lines for an evaluation."""
-    line = validation_line(event)
+    line = megatron_validation_line(event)
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 
@@ -246,12 +257,23 @@ def _coloured(line: str, *, alarming: bool) -> str:
     """Return a line with a bold loss, or in red if a step was skipped or its loss is not finite."""
     if alarming:
         return f"{_RED}{line}{_RESET}"
-    return re.sub(r"lm loss: \S+", lambda match: f"{_BOLD}{match[0]}{_RESET}", line)
+    return re.sub(r"(lm )?loss:? \S+", lambda match: f"{_BOLD}{match[0]}{_RESET}", line, count=1)
 
 
 def _mean_loss(events: Sequence[StepEvent]) -> float:
     """Return the mean loss of the steps that were not skipped, or of all steps if all were."""
     return _mean([event.loss for event in events if not event.skipped] or [event.loss for event in events])
+
+
+def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
+    """Time to the last iteration, except after the first step, which takes longer: it allocates memory."""
+    seconds = (latest.total_iterations - latest.iteration) * milliseconds / 1e3
+    if seconds < 1 or latest.iteration == 1:
+        return []
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return [f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit} left"]
+    return [f"{seconds:.0f} s left"]
 
 
 def _utilisation(events: Sequence[StepEvent]) -> float | None:
@@ -291,6 +313,11 @@ def _digits(value: float) -> str:
 def _mean(values: Sequence[float]) -> float:
     """The mean; NaN if any value is NaN."""
     return sum(values) / len(values)
+
+
+def _readable(value: float, digits: int = 4) -> str:
+    """``digits`` digits after the point, with an exponent for very small and large numbers."""
+    return f"{value:.{digits}f}" if value == 0 or 0.1 <= abs(value) < 1e5 else f"{value:.3e}"
 
 
 def _scientific(value: float) -> str:

@@ -67,7 +67,7 @@ def planned_bytes(run: Run) -> float:
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:
-    """Return a line for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
+    """Return lines for the console: the prediction at the start; after a step, the prediction and the actual bytes."""
     sizes = run.state_bytes()
     plan = planned_bytes(run)
     texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
@@ -78,8 +78,8 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
     return (
         f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
-        f"{readable_bytes(plan)}; {texts}; peak {readable_bytes(peak_memory_bytes())}; gradients "
-        f"sent {readable_bytes(sent)}, weights {readable_bytes(gathered)} so far"
+        f"{readable_bytes(plan)}; peak {readable_bytes(peak_memory_bytes())}\n"
+        f"    {texts}; sent: gradients {readable_bytes(sent)}, weights {readable_bytes(gathered)}"
     )
 
 

@@ -12,7 +12,10 @@ from megatron_core.verify.parity import ParityReport, Row, Worst
 
 HEADING = "# Layouts compared with one process"
 BITS_HEADING = "# Layouts with the bits of one process"
-_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
+_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict")
+_TERMINAL_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "verdict", "s")
+_COLUMNS = 100
+"""Number of characters of a line on a terminal."""
 _MOST_FAULTS = 3
 LONGEST_VALUE = 40
 """Maximum number of characters of a printed value."""
@@ -20,23 +23,26 @@ _LONGEST_FAULT = 150
 
 
 class TerminalTable:
-    """Formats a parity report row by row, to show progress; errors are relative and in units of epsilon."""
+    """Formats a parity report row by row, to show progress; errors are relative."""
 
     def __init__(self, layouts: list[str], dtype: str) -> None:
         self.epsilon = EPSILON[dtype]
         width = max(map(len, [*layouts, _HEAD[0], "1 process"]))
-        self.widths = (width, 5, 17, 17, 17, 17, 56, 7, 5)
+        self.widths = (width, 5, 8, 8, 8, 8, 7, 5)
 
     def head(self) -> str:
         """The header line."""
-        return self._line(_HEAD)
+        return self._line(_TERMINAL_HEAD)
 
     def lines(self, row: Row) -> Iterator[str]:
-        """Yield the lines of a row and of its faults."""
-        yield self._line(cells(row, self.epsilon))
+        """Yield the lines of a row and of its faults; a failing row also names its worst gradient."""
+        errors = ("-" if worst is None else f"{worst.error:.1e}" for worst in _errors(row))
+        yield self._line((row.layout, str(row.ranks), *errors, _verdict(row), f"{row.seconds:.1f}"))
         if row.memory is not None and row.processor_seconds is not None:
             took = f"{row.processor_seconds:.0f} s of processor time, {row.memory:.1f} GB"
             yield f"    {row.ranks} simulated ranks: {took}"
+        if row.gradient is not None and not row.holds:
+            yield f"    worst gradient: {row.gradient.where}, {_error(row.gradient, self.epsilon)}"
         for fault in row.faults[:_MOST_FAULTS]:
             yield f"    {textwrap.shorten(fault, _LONGEST_FAULT, placeholder=' ...')}"
         if len(row.faults) > _MOST_FAULTS:
@@ -50,18 +56,29 @@ class TerminalTable:
 
     def _line(self, texts: tuple[str, ...]) -> str:
         padded = (
-            text.rjust(width) if name in ("ranks", "s") else text.ljust(width)
-            for name, text, width in zip(_HEAD, texts, self.widths, strict=True)
+            text.ljust(width) if name in ("layout", "verdict") else text.rjust(width)
+            for name, text, width in zip(_TERMINAL_HEAD, texts, self.widths, strict=True)
         )
         return "  ".join(padded).rstrip()
 
 
+def for_terminal(line: str) -> str:
+    """``line`` on as many lines of a terminal as it needs, without breaks inside words."""
+    return textwrap.fill(line, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _errors(row: Row) -> tuple[Worst | None, ...]:
+    return (row.loss, row.gradient, row.norm, row.weight)
+
+
+def _verdict(row: Row) -> str:
+    return "holds" if row.holds else "FAILS"
+
+
 def cells(row: Row, epsilon: float) -> tuple[str, ...]:
-    """Return the texts of a row's columns."""
-    errors = (_error(worst, epsilon) for worst in (row.loss, row.gradient, row.norm, row.weight))
-    where = row.gradient.where if row.gradient else ""
-    verdict = "holds" if row.holds else "FAILS"
-    return (row.layout, str(row.ranks), *errors, where, verdict, f"{row.seconds:.1f}")
+    """Return the texts of a row of a page: its errors are also in units of ``epsilon``."""
+    where = f"`{row.gradient.where}`" if row.gradient else "``"
+    return (row.layout, str(row.ranks), *(_error(worst, epsilon) for worst in _errors(row)), where, _verdict(row))
 
 
 def _error(worst: Worst | None, epsilon: float) -> str:
@@ -79,7 +96,6 @@ def layout_page(report: ParityReport, subject: str, left_out: Sequence[str] = ()
 
     ``left_out``: settings that are not compared.
     """
-    head = _HEAD[:-1]
     yield from (
         HEADING,
         "",
@@ -88,11 +104,10 @@ def layout_page(report: ParityReport, subject: str, left_out: Sequence[str] = ()
         f"{verdict_line(summary_line(report), left_out)}.",
         "",
     )
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'|'.join('---' for _ in head)}|"
+    yield f"| {' | '.join(_HEAD)} |"
+    yield f"|{'|'.join('---' for _ in _HEAD)}|"
     for row in report.rows:
-        layout, ranks, *errors, where, verdict, _ = cells(row, EPSILON[report.dtype])
-        yield f"| {' | '.join([layout, ranks, *errors, f'`{where}`', verdict])} |"
+        yield f"| {' | '.join(cells(row, EPSILON[report.dtype]))} |"
 
 
 def summary_line(report: ParityReport) -> str:

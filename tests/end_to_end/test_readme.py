@@ -44,7 +44,9 @@ def _run(folder: Path, command: str) -> str:
     elif launcher == "python" and program.endswith(".py"):
         result = run_program(program, *flags, cwd=folder)
     else:
-        result = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True, check=False)
+        if launcher.startswith("megatron-"):
+            launcher = str(Path(sys.executable).with_name(launcher))
+        result = subprocess.run([launcher, program, *flags], cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

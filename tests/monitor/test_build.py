@@ -34,4 +34,4 @@ def test_every_sink_takes_every_event(tmp_path, capsys):
         sink.on_step(step(1))
         sink.on_validation(validation(1))
         sink.close()
-    assert "lm loss" in capsys.readouterr().out
+    assert "loss" in capsys.readouterr().out

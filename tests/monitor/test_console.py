@@ -33,16 +33,21 @@ def test_the_line_is_megatron_lms():
 
 def test_the_short_line_has_the_values_that_users_watch():
     assert short_line([step(2)], NOW) == (
-        " 02:45 iteration 2/4 | lm loss: 4.809311E+00 | grad norm: 1.257 | lr: 5.50E-04 | 41.0 ms | 1,560 tok/s |"
+        "02:45  iteration 2/4  loss 4.8093  norm 1.257  lr 5.5e-04  41.0 ms  1,560 tok/s"
     )
     many = {"auxiliary_losses": {"load_balancing_loss": 0.5, "z_loss": 0.25}, "params_norm": 3.0, "product_rate": 5e12}
     large = {"iteration": 250_000, "total_iterations": 500_000, "elapsed_ms": 43_210.5, "tokens_per_second": 9.9e6}
     line = short_line([step(1, loss=2.0), step(**large | many | {"loss": math.nan, "skipped": True})], NOW)
-    assert len(line) <= WIDTH and "lm loss: 2.0" in line and "skipped: 1 | nan: 1 |" in line and line.endswith(" |")
+    assert len(line) <= WIDTH and "loss 2.0" in line and "skipped 1  nan 1  " in line and line.endswith("  21.63 s")
+    assert "  43.21 s  9,900,000 tok/s" in short_line([step(**large | {"iteration": 9})], NOW)
     indexed = step(250_000, total_iterations=500_000, auxiliary_losses={"z_loss": 0.25, "indexer_loss": 0.5})
-    assert "| lm loss: 4.809311E+00 | indexer_loss: 5.000000E-01 | grad norm: " in short_line([indexed], NOW)
-    assert "| util 50% |" in short_line([step(1, **many)], NOW)
-    assert short_line([step(1, **many | {"grad_norm": None})], NOW).endswith("| util 50% | z_loss: 2.500000E-01 |")
+    assert "  loss 4.8093  indexer_loss 0.5000  norm " in short_line([indexed], NOW)
+    assert short_line([step(1, **many)], NOW).endswith("  util 50%")
+    assert "left" not in short_line([step(1, total_iterations=100_000)], NOW)
+    for milliseconds, left in ((0.5, "50 s"), (36.0, "60 min"), (72.0, "2.0 h"), (2592.0, "3.0 days")):
+        later = step(2, total_iterations=100_002, elapsed_ms=milliseconds)
+        assert short_line([later], NOW).endswith(f"  {left} left")
+    assert short_line([step(1, **many | {"grad_norm": None})], NOW).endswith("  util 50%  z_loss 0.2500")
 
 
 def end_of_run(**settings: object) -> list[str]:
@@ -68,7 +73,7 @@ def test_the_table_at_the_end_sums_up_the_run():
 
 
 def test_formats_and_quiet():
-    assert end_of_run(quiet=True) == [validation_block(validation(4)).splitlines()[1]]
+    assert end_of_run(quiet=True) == ["validation loss at iteration 4: 4.6346, perplexity 102.9823"]
     assert end_of_run(megatron=True)[-3:] == validation_block(validation(4)).splitlines()
     assert "consumed samples" in end_of_run(megatron=True)[0]
 
@@ -79,7 +84,7 @@ def test_colours_on_terminals_only():
     sink.on_step(step(1))
     sink.on_step(step(2, loss=math.nan))
     normal, alarming = shown.getvalue().splitlines()
-    assert "\x1b[1mlm loss: 4.809311E+00\x1b[0m" in normal and alarming.startswith("\x1b[31m")
+    assert "\x1b[1mloss 4.8093\x1b[0m" in normal and alarming.startswith("\x1b[31m")
 
 
 @pytest.mark.parametrize(

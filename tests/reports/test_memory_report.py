@@ -51,4 +51,4 @@ def test_plan_and_what_came_true_are_said(capsys: pytest.CaptureFixture[str]) ->
     assert "by formula" in describe_memory(run)
     train(run, [])
     said = capsys.readouterr().out
-    assert "memory of rank 0 after step 2" in said and "gradients sent 0 B, weights 0 B so far" in said
+    assert "memory of rank 0 after step 2" in said and "sent: gradients 0 B, weights 0 B" in said
