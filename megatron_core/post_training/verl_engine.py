@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from torch import Tensor
 
 from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
 from megatron_core.checkpoint.removal import remove
-from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
-from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.parallel import World
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.texts import all_agree, gather_from_all_ranks
@@ -33,29 +32,14 @@ from megatron_core.post_training.run_state import load_run, open_run, save_run
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.trajectories import Trajectory
+from megatron_core.post_training.verl_settings import run_config
 
 STRATEGY = "megatron_native"
 """Name of the engine in verl's configuration."""
 STATE = "verl"
 """Name of the state that ``save_checkpoint`` adds to a checkpoint."""
-LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Settings with the same names in verl's configuration of an engine."""
-OPTIMIZER = {
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "weight_decay": "weight_decay",
-    "clip_grad": "clip_grad",
-    "total_training_steps": "train_iters",
-    "lr_warmup_steps": "lr_warmup_iters",
-    "lr_decay_style": "lr_decay_style",
-}
-"""Settings of verl's optimizer, and ours."""
+MODEL_TYPES = ("language_model", "value_model")
+"""verl's types of models: those that sample, and critics, which have a value head."""
 
 
 class VerlEngine:
@@ -76,9 +60,11 @@ class VerlEngine:
         self.mode: str | None = None
         self._world = World.from_environment()
         self._config = run_config(model_config, engine_config, optimizer_config, self._world.size)
-        for name in ("param_offload", "optimizer_offload"):
-            if getattr(engine_config, name, False):
-                raise ConfigError(f"{name}=True: this engine does not move its state for verl; give False")
+        offloads = {name: bool(getattr(engine_config, name, False)) for name in ("param_offload", "optimizer_offload")}
+        if len(set(offloads.values())) > 1:
+            raise ConfigError(f"{offloads}: this engine moves weights and optimizer state together; give both or none")
+        self._offloads = offloads["param_offload"]
+        self._is_offloaded = False
         self._coordinates = grid_of(self._config.parallel, self._world.size).coordinates(self._world.rank)
         self._trainer: Trainer | None = None
         self._dp_group: Any = None
@@ -109,13 +95,13 @@ class VerlEngine:
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Weights stay on the device."""
-        return False
+        """Whether weights leave the device between batches."""
+        return self._offloads
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """The state of the optimizer stays on the device."""
-        return False
+        """Whether the state of the optimizer leaves the device, which it does with the weights."""
+        return self._offloads
 
     def get_data_parallel_size(self) -> int:
         """Number of ranks with texts of their own."""
@@ -134,9 +120,17 @@ class VerlEngine:
         return not any(self._coordinates[axis] for axis in ("tp", "cp", "pp"))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Accept the device on which the state is; ``ConfigError`` for another one."""
-        if (model or optimizer or grad) and torch.device(device).type != self._world.device.type:
-            raise ConfigError(f"device={device}: this engine keeps its state on {self._world.device.type}")
+        """Move weights and optimizer state, which go together; gradients are freed on the CPU."""
+        if not (model or optimizer):
+            return
+        leaves = torch.device(device).type != self._world.device.type
+        if leaves and device != "cpu":
+            raise ConfigError(f"device={device}: this engine computes on {self._world.device.type}; give it or cpu")
+        if leaves and not self._is_offloaded:
+            self.trainer.offload()
+        elif not leaves and self._is_offloaded:
+            self.trainer.onload()
+        self._is_offloaded = leaves
 
     # Steps.
 
@@ -154,13 +148,18 @@ class VerlEngine:
     ) -> Iterator[None]:
         self.mode = mode
         keeps = False
+        moves = self._offloads and not disable_auto_offload
         try:
+            if moves:
+                self.to(self._world.device.type)
             yield
             keeps = mode == "eval" or not zero_grad_on_exit
         finally:
             self.mode = None
             if not keeps:
                 self.optimizer_zero_grad()
+            if moves:
+                self.to("cpu")
 
     def optimizer_zero_grad(self) -> None:
         """Forget the slopes since the last step."""
@@ -176,15 +175,19 @@ class VerlEngine:
         if loss_function is None and not forward_only:
             raise DataError("loss_function=None: training needs one; give it, or forward_only=True")
         with_entropy = bool(_setting(data, "calculate_entropy", False))
-        temperature = _temperature(_setting(data, "temperature", 1.0))
+        reads = self.trainer.reads
+        temperature = _temperature(_setting(data, "temperature", 1.0)) if reads == "log_probs" else 1.0
         by_rank = self._gather([row.tolist() for row in data["input_ids"].unbind()])
         trajectories = [Trajectory(tokens, [1] * (len(tokens) - 1)) for texts in by_rank for tokens in texts]
-        scores = self.trainer.log_probs(trajectories, temperature=temperature, with_entropy=with_entropy)
         first = sum(map(len, by_rank[: self.get_data_parallel_rank()]))
         local = slice(first, first + len(by_rank[self.get_data_parallel_rank()]))
-        leaves = {"log_probs": scores.log_probs[local]}
-        if scores.entropy is not None:
-            leaves["entropy"] = scores.entropy[local]
+        if reads == "values":
+            leaves = {"values": self.trainer.values(trajectories)[local]}
+        else:
+            scores = self.trainer.log_probs(trajectories, temperature=temperature, with_entropy=with_entropy)
+            leaves = {"log_probs": scores.log_probs[local]}
+            if scores.entropy is not None:
+                leaves["entropy"] = scores.entropy[local]
         leaves = {
             name: [row.detach().requires_grad_(not forward_only) for row in rows] for name, rows in leaves.items()
         }
@@ -225,7 +228,7 @@ class VerlEngine:
             torch.zeros_like(row) if slope is None else slope
             for row, slope in zip(rows, torch.autograd.grad(loss, rows, allow_unused=True), strict=True)
         ]
-        count = len(leaves["log_probs"])
+        count = len(leaves[self.trainer.reads])
         by_text = [
             {name: slopes[number * count + text].tolist() for number, name in enumerate(leaves)}
             for text in range(count)
@@ -251,7 +254,9 @@ class VerlEngine:
         if not self._pending:
             raise DataError("optimizer_step without gradients; call forward_backward_batch before it")
         with_entropy = "entropy" in self._pending[0].values
-        objective = TokenObjective(loss=_linear, mean_over="sum", reports_entropy=with_entropy)
+        reads = self.trainer.reads
+        loss = partial(_linear, reads)
+        objective = TokenObjective(loss=loss, mean_over="sum", reports_entropy=with_entropy, reads=reads)
         pending = self._pending
         self._pending = []
         result = self.trainer.train_on(pending, objective, lr=self._lr, temperature=self._pending_temperature)
@@ -274,7 +279,14 @@ class VerlEngine:
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """The weights as ``transformers`` names them, with merged adapters; all ranks iterate together."""
-        return self.trainer.weights(), None
+        return self._weights(), None
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        was_offloaded = self._is_offloaded
+        self.to(self._world.device.type)
+        yield from self.trainer.weights()
+        if was_offloaded:
+            self.to("cpu")
 
     def save_checkpoint(
         self,
@@ -309,52 +321,21 @@ class VerlEngine:
         self._pending = []
 
 
-def run_config(model_config: Any, engine_config: Any, optimizer_config: Any, world_size: int) -> RunConfig:
-    """Our configuration of verl's three. Errors: ``ConfigError`` if the length of texts is missing."""
-    lengths = [getattr(engine_config, name, None) for name in ("max_token_len_per_gpu", "infer_max_token_len_per_gpu")]
-    longest = max((length for length in lengths if length is not None), default=None)
-    flags = dict(getattr(engine_config, "override_transformer_config", None) or {})
-    if longest is None and "seq_length" not in flags:
-        raise ConfigError(
-            "max_token_len_per_gpu=None: give the length of the longest text, or override_transformer_config.seq_length"
-        )
-    path = getattr(model_config, "local_path", None) or model_config.path
-    settings: dict[str, Any] = {"load_hf": str(path), "seq_length": longest, "micro_batch_size": 1}
-    settings |= {name: value for name in LAYOUT if (value := getattr(engine_config, name, None)) is not None}
-    settings["sequence_parallel"] = settings.get("tensor_model_parallel_size", 1) > 1
-    settings["bf16"] = getattr(engine_config, "dtype", "bfloat16") == "bfloat16"
-    settings["seed"] = getattr(engine_config, "seed", 42)
-    settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr_decay_style": "constant"}
-    if rank := getattr(model_config, "lora_rank", 0):
-        settings |= {"lora_rank": rank, "lora_alpha": getattr(model_config, "lora_alpha", rank)}
-    for theirs, ours in OPTIMIZER.items():
-        value = getattr(optimizer_config, theirs, None)
-        # verl writes -1 for a number that is not set.
-        if value is not None and value != -1:
-            settings[ours] = value
-    if betas := getattr(optimizer_config, "betas", None):
-        settings |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
-    settings.setdefault("train_iters", 1_000_000)
-    config = RunConfig.from_flat(config_of_folder(path).flat() | settings | flags)
-    # Each step has the texts that verl sends; the configured number must only be legal.
-    batch = config.training.micro_batch_size * grid_of(config.parallel, world_size).size("dp")
-    return RunConfig.from_flat(config.flat() | {"global_batch_size": batch})
-
-
 def register_verl_engine(
-    backend: str = STRATEGY, devices: Sequence[str] = ("cuda", "cpu"), model_type: str = "language_model"
+    backend: str = STRATEGY, devices: Sequence[str] = ("cuda", "cpu"), model_types: Sequence[str] = MODEL_TYPES
 ) -> type:
     """Add the engine to verl's registry; returns the registered class."""
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     engine = type("RegisteredVerlEngine", (VerlEngine, BaseEngine), {"__doc__": VerlEngine.__doc__})
-    registered: type = EngineRegistry.register(model_type=model_type, backend=[backend], device=list(devices))(engine)
-    return registered
+    for model_type in model_types:
+        EngineRegistry.register(model_type=model_type, backend=[backend], device=list(devices))(engine)
+    return engine
 
 
-def _linear(log_probs: Tensor, batch: TokenBatch) -> Tensor:
+def _linear(name: str, numbers: Tensor, batch: TokenBatch) -> Tensor:
     """The sum over tokens whose gradient is that of verl's loss."""
-    total = batch["log_probs"] * log_probs
+    total = batch[name] * numbers
     if batch.entropy is not None:
         total = total + batch["entropy"] * batch.entropy
     return total

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.post_training.verl_engine import STRATEGY, VerlEngine, register_verl_engine, run_config
+from megatron_core.post_training import Trajectory
+from megatron_core.post_training.verl_engine import STRATEGY, VerlEngine, register_verl_engine
+from megatron_core.post_training.verl_settings import run_config
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.training.trl_1_16.inputs import load_model, save_inputs
 
@@ -86,7 +88,8 @@ def test_the_engine_is_registered_under_its_strategy(monkeypatch: pytest.MonkeyP
     base: Any = sys.modules["verl.workers.engine.base"]
     base.BaseEngine, base.EngineRegistry = BaseEngine, EngineRegistry
     engine: Any = register_verl_engine()
-    assert registered == {("language_model", STRATEGY, device): engine for device in ("cuda", "cpu")}
+    kinds = [(model, STRATEGY, device) for model in ("language_model", "value_model") for device in ("cuda", "cpu")]
+    assert registered == dict.fromkeys(kinds, engine)
     assert issubclass(engine, BaseEngine) and engine.train_batch(None, None, None) == "of verl"
     assert engine.optimizer_step is VerlEngine.optimizer_step
     for name in PROPERTIES:
@@ -139,12 +142,12 @@ def policy_loss(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, di
     return loss, {"ratio": float(ratio.detach().mean())}
 
 
-def engine_of(folder: Path, layout: dict[str, int]) -> VerlEngine:
+def engine_of(folder: Path, layout: dict[str, int], model_type: str = "language_model") -> VerlEngine:
     """An engine as verl makes it, on ranks that are joined already."""
     world = this_world()
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank))
     engine = VerlEngine(
-        model_config=SimpleNamespace(path=str(folder)),
+        model_config=SimpleNamespace(path=str(folder), model_type=model_type),
         engine_config=SimpleNamespace(max_token_len_per_gpu=48, override_transformer_config=FLAGS, **layout),
         optimizer_config=SimpleNamespace(
             lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, clip_grad=CLIP, lr_warmup_steps=2, total_training_steps=-1
@@ -245,7 +248,84 @@ def test_steps_equal_transformers(layout: str, tmp_path: Path) -> None:
     assert sources == ranks // parallel
 
 
-def test_settings_of_verl_become_ours(tmp_path: Path) -> None:
+def value_loss(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Squared errors of values, with the advantages as returns."""
+    mask = torch.roll(data["loss_mask"].values(), -1, 0)
+    errors = model_output["values"].values() - data["advantages"].values()
+    return (errors.square() * mask).sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def by_critic(folder: Path, layout: dict[str, int]) -> list[tuple[float, ...]]:
+    """Norms of the gradients, and the values of the last batch."""
+    engine = engine_of(folder, layout, "value_model")
+    norms = []
+    for step in range(2):
+        engine.lr_scheduler_step()
+        data = batch_of(step, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        with engine.train_mode():
+            output = engine.forward_backward_batch(data, value_loss)
+            norms.append(engine.optimizer_step())
+    assert set(output["model_output"]) == {"values"}
+    whole = engine.forward_backward_batch(batch_of(0, 0, 1), None, forward_only=True) if layout == {} else None
+    return [tuple(norms), () if whole is None else tuple(whole["model_output"]["values"].values().tolist())]
+
+
+def by_value_trainer(folder: Path) -> list[tuple[float, ...]]:
+    """The same by ``train_on_loss``."""
+    trainer = engine_of(folder, {}, "value_model").trainer
+    norms = []
+    for step in range(2):
+        texts = texts_of(step)
+        returns = [torch.tensor(numbers_of(step, number, len(text))[1, 3:-1]) for number, text in enumerate(texts)]
+        trajectories = [Trajectory(text, [0] * 3 + [1] * (len(text) - 4)) for text in texts]
+
+        def loss(values: list[Tensor], returns: list[Tensor] = returns) -> Tensor:
+            return (torch.cat(values) - torch.cat(returns)).square().mean()
+
+        norms.append(trainer.train_on_loss(trajectories, loss, lr=RATE * min((step + 1) / 2, 1.0)).grad_norm)
+    values = trainer.values([Trajectory(text, [1] * (len(text) - 1)) for text in texts_of(0)])
+    return [tuple(norms), tuple(number for row in values for number in (*row.tolist(), 0.0))]
+
+
+def test_a_critic_equals_the_trainer(tmp_path: Path) -> None:
+    save_inputs(tmp_path)
+    (expected,) = run_ranks(1, by_value_trainer, tmp_path)
+    (alone,) = run_ranks(1, by_critic, tmp_path, {})
+    np.testing.assert_allclose(alone[0], expected[0], rtol=1e-9)
+    np.testing.assert_allclose(alone[1], expected[1], rtol=1e-9)
+    for norms, _ in run_ranks(2, by_critic, tmp_path, {"tensor_model_parallel_size": 1}):
+        np.testing.assert_allclose(norms, expected[0], rtol=1e-9)
+
+
+def test_offloading_goes_with_the_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the moves, on a rank that takes its device for a GPU's."""
+    save_inputs(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    engine = VerlEngine(
+        SimpleNamespace(path=str(tmp_path)),
+        SimpleNamespace(max_token_len_per_gpu=48, param_offload=True, optimizer_offload=True),
+        SimpleNamespace(),
+        None,
+    )
+    moves: list[str] = []
+    engine._world = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    engine._trainer = SimpleNamespace(  # type: ignore[assignment]
+        offload=lambda: moves.append("off"), onload=lambda: moves.append("on"), weights=lambda: iter([("w", None)])
+    )
+    engine.to("cpu")
+    engine.to("cpu")
+    with engine.train_mode():
+        moves.append("train")
+    with engine.eval_mode(disable_auto_offload=True):
+        moves.append("eval")
+    assert [name for name, _ in engine.get_per_tensor_param()[0]] == ["w"]
+    engine.to("cuda", model=False, optimizer=False)
+    assert moves == ["off", "on", "train", "off", "eval", "on", "off"]
+    assert engine.is_param_offload_enabled and engine.is_optimizer_offload_enabled
+
+
+def test_settings_of_verl_become_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_inputs(tmp_path)
     model = SimpleNamespace(path=str(tmp_path), lora_rank=4, lora_alpha=8)
     config = run_config(
@@ -272,5 +352,6 @@ def test_settings_of_verl_become_ours(tmp_path: Path) -> None:
     assert {name: values[name] for name in expected} == expected
     with pytest.raises(ConfigError, match="max_token_len_per_gpu=None: give the length"):
         run_config(model, SimpleNamespace(), SimpleNamespace(), 1)
-    with pytest.raises(ConfigError, match="param_offload=True"):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="weights and optimizer state together"):
         VerlEngine(model, SimpleNamespace(max_token_len_per_gpu=64, param_offload=True), SimpleNamespace(), None)
