@@ -82,7 +82,7 @@ class ContextParallel:
             if getattr(config, "output_router_logits", False):
                 raise ConfigError(
                     f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
-                    f"{type(self.model).__name__} is no sum over tokens, so that parts of sequences do not give it; "
+                    f"{type(self.model).__name__} is not a sum over tokens, so that parts of sequences do not give it; "
                     "set it to False in the model's config"
                 )
 

@@ -17,6 +17,7 @@ from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.data import evaluating
 from megatron_core.any_model.tensor_trial import BOUNDS
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings
 
 CHUNK = 4
@@ -92,13 +93,21 @@ def _outputs(model: nn.Module, run: Callable[[], Any]) -> Outputs:
 
         return hook
 
-    handles = [m.register_forward_hook(record(f"{n} ({type(m).__name__})")) for n, m in model.named_modules() if n]
+    modules = dict(model.named_modules())
+    # With expert parallelism these get tokens of other ranks.
+    experts = tuple(f"{name}." for name, module in modules.items() if _is_split_over_experts(module))
+    named = {name: module for name, module in modules.items() if name and not name.startswith(experts)}
+    handles = [m.register_forward_hook(record(f"{name} ({type(m).__name__})")) for name, m in named.items()]
     try:
         result = run()
     finally:
         for handle in handles:
             handle.remove()
     return [*outputs, (f"the result of {type(model).__name__}", _leaves(result))]
+
+
+def _is_split_over_experts(module: nn.Module) -> bool:
+    return any("ep" in spec_of(parameter).split_axes for parameter in module.parameters(recurse=False))
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -118,11 +127,14 @@ def _first_difference(whole: Outputs, split: Outputs, shape: torch.Size, context
         by_name.setdefault(name, []).append(tensors)
     for name, expected in pairs[0]:
         for a, b in zip(expected, by_name[name].pop(0), strict=False):
-            local = a
             if a.dim() > 1 and a.shape[1] == length and len(a) == batch:
                 local = context.local(a)
             elif a.dim() > 1 and len(a) == batch * length:  # rows of tokens, such as those of a router
                 local = context.local(a.unflatten(0, (batch, length))).flatten(0, 1)
+            elif name == whole[-1][0]:
+                local = a
+            else:  # rows of other tokens, such as those of one expert
+                continue
             if local.shape == b.shape and _differ(local, b):
                 what = "the loss, or another number, differs" if b.dim() == 0 else "its output differs"
                 return f"{name} is the first that depends on tokens of other ranks ({what})"
