@@ -121,9 +121,10 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> N
         broadcast_from_first([*model.parameters(), *model.buffers()])
     if size > known:
         split_model(model, groups.group("tp"))
-    parts = groups.size("cp")
-    if size > 1 or parts > 1:  # dropout outside of split layers is equal on tensor-parallel ranks, not on others
-        torch.manual_seed(seed + groups.index("dp") * parts + groups.index("cp"))
+    if (
+        size > 1 or groups.size("cp") > 1
+    ):  # dropout outside of split layers is equal on tensor-parallel ranks, not on others
+        torch.manual_seed(seed + groups.index("dp") * groups.size("cp") + groups.index("cp"))
 
 
 def whole_tensor(parameter: nn.Parameter, groups: ParallelGroups) -> Tensor:

@@ -26,3 +26,13 @@ def test_the_program_trains_on_one_and_two_ranks(tmp_path: Path) -> None:
     assert len(alone) == len(together) == 48
     assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 2e-4
     assert alone[-1] < 0.5 * alone[0]
+
+
+def test_the_program_with_long_sequences_prints_the_losses_of_the_page(tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    program = next(code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "context_par" in code)
+    (tmp_path / "train_long_sequences.py").write_text(program, encoding="utf-8")
+    result = run_ranks_of("torchrun --nproc-per-node 2 train_long_sequences.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = re.findall(r"step \d+: loss \S+", result.stdout)
+    assert len(lines) == 3 and "\n".join(lines) in page
