@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.any_model.module import broadcast_from_first
 from megatron_core.any_model.tensor_check import establish
+from megatron_core.any_model.tensor_embedding import ParallelEmbedding, is_table
 from megatron_core.any_model.tensor_heads import (
     FEED_FORWARD,
     KEYS_AND_VALUES,
@@ -38,7 +39,6 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.collectives import copy_to_region, gather_channels, reduce_from_region, scatter_channels
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import ShardSpec, Split, replicated, spec_of, split, split_fused
-from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 
 
 class ParallelLinear(nn.Module):
@@ -70,25 +70,6 @@ class ParallelLinear(nn.Module):
             return product if self.bias is None else product + self.bias
         output = self.product(copy_to_region(x, self.group), weight, self.bias)
         return gather_channels(output, self.group) if self.style == "colwise_gather_output" else output
-
-
-class ParallelEmbedding(nn.Module):
-    """A table whose rows are split over ``group``; ids ``[...]`` -> ``[..., h]``."""
-
-    def __init__(self, embedding: nn.Embedding, group: Group) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-        self.padding_idx = embedding.padding_idx
-        self.group = group
-        self.num_embeddings = embedding.num_embeddings
-        self.embedding_dim = embedding.embedding_dim
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up this rank's rows; the sum over the ranks completes the others."""
-        rows = vocab_parallel_lookup(ids, self.weight, self.group.rank() * len(self.weight), self.group.size())
-        if self.padding_idx is not None:  # its row gets no gradient
-            rows = torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-        return reduce_from_region(rows, self.group)
 
 
 def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, heads: Heads | None = None) -> None:
@@ -334,10 +315,10 @@ class _Splitting:
         self._split(name, parameter, dim, matrices)
 
     def _embedding(self, name: str, module: Any) -> None:
-        if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
+        if not is_table(module):
             raise ConfigError(
                 f"plan: {name!r} has the style embedding_rowwise; it must be an nn.Embedding without max_norm and "
-                "scale_grad_by_freq; remove it from the plan"
+                "scale_grad_by_freq, or one times its embed_scale; remove it from the plan"
             )
         if module.num_embeddings % self.size == 0:  # else every rank keeps the whole table
             self._split(f"{name}.weight", module.weight, 0, 1)

@@ -84,7 +84,9 @@ def test_planted_defects_are_named(target: str, old: str, new: str, expected: st
 
 def test_defects_outside_of_split_modules_are_named() -> None:
     """The embedding is split by the plan, but is outside of attention and feed-forward layers."""
-    with planted(TENSOR + "ParallelEmbedding.forward", "reduce_from_region(rows, self.group)", "rows"):
+    with planted(
+        "any_model.tensor_embedding:ParallelEmbedding.forward", "reduce_from_region(rows, self.group)", "rows"
+    ):
         faults = _verify("qwen3").faults
     assert any("its inputs differ between the tensor-parallel ranks 0 and 1" in fault for fault in faults), faults
 
