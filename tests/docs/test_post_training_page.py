@@ -15,7 +15,9 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), 
 
 
 def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text("\n".join(PROGRAMS[:3]))
+    (tmp_path / "loop.py").write_text(
+        "\n".join([*PROGRAMS[:4], "print('masks', [episode.mask.count(0) for episode in episodes])"])
+    )
     result = run_ranks_of("python loop.py", tmp_path)
     assert result.returncode == 0, result.stderr
     lines = re.findall(r"step \d: gradient norm (\S+), largest difference (\S+)", result.stdout)
@@ -23,6 +25,8 @@ def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
     assert any(float(norm) > 0 for norm, _ in lines)
     # The page's other programs continue the loop: tokens of two versions are unfinished at the end.
     assert "versions [3, 4]" in result.stdout
+    # Of each episode: the prompt after its first token, and the results of two turns.
+    assert "masks [4, 4, 4, 4]" in result.stdout
 
 
 def test_an_objective_of_ones_own() -> None:

@@ -87,7 +87,7 @@ def in_parts(config: RunConfig, layout: dict[str, Any]) -> list[tuple[Any, ...]]
 def _looked_at(sampler: RolloutSampler, numbers: list[int]) -> dict[int, Answer]:
     """The unfinished answers as they are, on all ranks."""
     rows = [answer.row(n) for n, answer in sampler._unfinished.items() if answer is not None and n in numbers]
-    texts = gather_from_all_ranks(json.dumps(rows), sampler._device)
+    texts = gather_from_all_ranks(json.dumps(rows), sampler.run.world.device)
     return {row[0]: answer_of(row, None) for text in texts for row in json.loads(text)}
 
 
