@@ -53,6 +53,17 @@ class Scores:
         )
 
 
+class Values(Scores):
+    """Values of tokens by a model with a value head, in place of log-probabilities."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, temperature=1.0, with_entropy=False)
+
+    def logit_losses(self, num_micro_batches: int) -> dict[int, LogitLoss]:
+        """The values with the sign of losses, which are negative log-probabilities."""
+        return dict.fromkeys(range(num_micro_batches), lambda values, target: -values.squeeze(-1))
+
+
 class PolicyLoss(Objective):
     """A ``TokenObjective`` as the objective of one step.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.data_parallel import DataParallel
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.training.state import held_weights, weight_pieces
 
@@ -41,6 +41,7 @@ class WeightTransfer:
     """
 
     def __init__(self, data: DataParallel, targets: Iterable[TensorBox], device: torch.device) -> None:
+        _check_present(data)
         self._data = data
         self._device = device
         self._targets = list(targets)
@@ -78,6 +79,7 @@ class WeightTransfer:
     @torch.no_grad()
     def run(self) -> int:
         """Copy the present weights; all ranks call this. Returns the bytes that this rank has received."""
+        _check_present(self._data)
         self._data.finish_param_sync()
         held = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
         for piece in self._local:
@@ -170,6 +172,14 @@ class LiveWeights:
     def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the present weights into the memory of each box; a collective call."""
         WeightTransfer(self._data, pieces, self._device).run()
+
+
+def _check_present(data: DataParallel) -> None:
+    """``ConfigError`` if the weights have no memory, because the trainer is offloaded."""
+    for bucket in data.all_buckets:
+        weights = bucket.weight_shard if bucket.splits_weights else bucket.weights
+        if weights.numel() and not weights.untyped_storage().nbytes():
+            raise ConfigError("the trained model is offloaded; call Trainer.onload() before its weights are copied")
 
 
 def _boxes_by_rank(pieces: Iterable[TensorBox], device: torch.device) -> list[dict[str, list[Box]]]:

@@ -1,9 +1,11 @@
 """Parts of a self-contained HTML page, in light and dark, for screen and print; the markup is in ``templates/``.
 
-The templates escape all text, and the page is well-formed XML, too. Charts are inline SVG.
+The templates escape all text, and the page is well-formed XML, too. uPlot (https://github.com/leeoniya/uPlot, MIT
+license), which is part of the page, draws the charts: the pointer shows values, dragging zooms, a double click returns.
 """
 
 import base64
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +41,9 @@ BLOCKS: Any = _TEMPLATES.get_template("blocks.html").module
 
 def page(title: str, sections: Sequence[tuple[str, str, Markup]]) -> str:
     """Render a page of sections: identifier, heading, and content."""
-    return _TEMPLATES.get_template("page.html").render(title=title, generator=GENERATOR, sections=sections)
+    has_charts = any('class="chart"' in content for _, _, content in sections)
+    template = _TEMPLATES.get_template("page.html")
+    return template.render(title=title, generator=GENERATOR, sections=sections, has_charts=has_charts)
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
@@ -63,34 +67,25 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> Markup:
 
 
 def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str, marks: Sequence[tuple[float, str]] = ()) -> Markup:
-    """Lines over a common x axis of integers; values that are not finite leave gaps.
+    """Lines over a common x axis; values that are not finite leave gaps.
 
     ``marks``: positions on the x axis and texts of vertical lines.
     """
-    points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
-    if not points:
-        return BLOCKS.paragraph("nothing was recorded", "soft")
-    (begin, end), (low, high) = (_span([point[axis] for point in points]) for axis in (0, 1))
-    width, height, left, right = 720, 260, 78, 710
-
-    def across(share: float) -> float:
-        return left + share * (right - left)
-
-    def down(value: float) -> float:
-        return 10 + (high - value) / (high - low) * (height - 46)
-
-    integers = [value for value in _ticks(begin, end) if value == round(value)]
-    labels = [(f"{value:,.0f}", across((value - begin) / (end - begin))) for value in integers]
-    lines_at = [
-        (across((position - begin) / (end - begin)), text) for position, text in marks if begin <= position <= end
-    ]
-    lines = [
-        (name, [f"{across((position - begin) / (end - begin)):.1f},{down(value):.1f}" for position, value in stretch])
+    if not any(math.isfinite(value) for curve in curves.values() for _, value in curve):
+        return BLOCKS.paragraph(f"{y}: nothing was recorded", "soft")
+    colours = _coloured(curves)
+    drawn = [
+        {
+            "name": name,
+            "colour": colours[name],
+            "points": [
+                [position for position, _ in curve],
+                [value if math.isfinite(value) else None for _, value in curve],
+            ],
+        }
         for name, curve in curves.items()
-        for stretch in _finite_stretches(curve)
     ]
-    ticks = [(value, down(value)) for value in _ticks(low, high)]
-    return BLOCKS.chart(x, y, width, height, left, right, ticks, labels, lines, _coloured(curves), lines_at)
+    return BLOCKS.chart(json.dumps({"x": x, "y": y, "curves": drawn, "marks": list(marks)}))
 
 
 def embedded_picture(path: Path, label: str) -> Markup:
@@ -100,25 +95,3 @@ def embedded_picture(path: Path, label: str) -> Markup:
 
 def _coloured(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-
-
-def _span(values: Sequence[float]) -> Point:
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Two to five round numbers."""
-    size = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(factor * size for factor in (1, 2, 5, 10) if 4 * factor * size >= high - low)
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _finite_stretches(curve: Sequence[Point]) -> list[list[Point]]:
-    stretches: list[list[Point]] = [[]]
-    for point in curve:
-        if math.isfinite(point[1]):
-            stretches[-1].append(point)
-        elif stretches[-1]:
-            stretches.append([])
-    return [stretch for stretch in stretches if stretch]

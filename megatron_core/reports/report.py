@@ -70,7 +70,7 @@ def report(run: str | Path, compared_runs: str | Path | Sequence[str | Path] = (
     if compared:
         sections.append(("comparison", "Comparison of runs", _comparison(summary, compared)))
     sections.append(("config", "Configuration and environment", _config(summary)))
-    return page(f"Training run {name}", sections)
+    return page(f"Training run {name}", [section for section in sections if section[2]])
 
 
 def _names_of(*runs: str | Path) -> list[str]:
@@ -121,6 +121,11 @@ def _diagnosis(diagnosis: Diagnosis) -> Markup:
 def _curve(summary: RunSummary, field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
     """The points of a field of steps; ``by_layout``: with a gap where the layout changes."""
     return _points(summary.records.steps(), field, by_layout=by_layout)
+
+
+def _percents(summary: RunSummary, field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
+    """The points of a share, as in the summary: in percent."""
+    return [(iteration, 100 * share) for iteration, share in _curve(summary, field, by_layout=by_layout)]
 
 
 def _points(records: Sequence[Mapping[str, Any]], field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
@@ -180,12 +185,13 @@ def _norms_by_layer(summary: RunSummary) -> Markup:
 def _throughput(summary: RunSummary, compared: Mapping[str, RunSummary]) -> Markup:
     runs = {"this run": summary} | dict(compared)
     changes = _changes(summary)
-    charts = Markup()
-    for field, label in (("tokens_per_second", "tokens per second"), ("utilisation", "utilisation")):
-        curves = {name: _curve(run, field, by_layout=True) for name, run in runs.items()}
-        charts += chart(curves, "iteration", label, changes)
-    goodput = {name: _curve(run, "goodput") for name, run in runs.items()}
-    return charts + chart(goodput, "iteration", "goodput", changes) + _paragraphs(_references(summary), "soft")
+    rates = {name: _curve(run, "tokens_per_second", by_layout=True) for name, run in runs.items()}
+    utilisation = {name: _percents(run, "utilisation", by_layout=True) for name, run in runs.items()}
+    goodput = {name: _percents(run, "goodput") for name, run in runs.items()}
+    charts = chart(rates, "iteration", "tokens per second", changes)
+    charts += chart(utilisation, "iteration", "utilisation (%)", changes)
+    charts += chart(goodput, "iteration", "goodput (%)", changes)
+    return charts + _paragraphs(_references(summary), "soft")
 
 
 def _references(summary: RunSummary) -> Iterator[str]:
@@ -257,7 +263,7 @@ def _collectives(summary: RunSummary) -> Markup:
         sent = float(median(t["bytes"] for t in traffic)) / steps / 1e6
         rows.append((collective, round(traffic[0]["calls"] / steps, 1), sent, rate, f"{sending:.1%}", f"{waiting:.1%}"))
     if not rows:
-        return BLOCKS.paragraph("A single rank has no collectives.", "soft")
+        return Markup()
     head = ("group and kind", "calls per step", "MB sent per step and rank", "GB/s", "exposed", "waiting for others")
     note = "Bytes are those of a ring algorithm; exposed and waiting are shares of the time of all ranks."
     return html_table(head, rows) + BLOCKS.paragraph(note, "soft")
@@ -265,8 +271,8 @@ def _collectives(summary: RunSummary) -> Markup:
 
 def _imbalance(summary: RunSummary) -> Markup:
     ranks = _shown_ranks(summary)
-    if not ranks:
-        return BLOCKS.paragraph("No rank has recorded its times.", "soft")
+    if len(ranks) < 2:
+        return Markup()
     times = {rank: 1000 * summary.ranks[rank].compute / summary.ranks[rank].steps for rank in ranks}
     middle = median(times.values())
     slowest = max(times, key=lambda rank: times[rank])
@@ -281,7 +287,7 @@ def _imbalance(summary: RunSummary) -> Markup:
 def _pipeline(summary: RunSummary) -> Markup:
     folder = summary.config.get("trace_pipeline")
     if (summary.config.get("pipeline_model_parallel_size") or 1) == 1:
-        return BLOCKS.paragraph("A single stage is not a pipeline.", "soft")
+        return Markup()
     if folder is None:
         return BLOCKS.paragraph("Not traced; record the first 20 steps with --trace-pipeline FOLDER.", "soft")
     try:
@@ -301,7 +307,7 @@ def _pipeline(summary: RunSummary) -> Markup:
 def _experts(summary: RunSummary, metrics: Path) -> Markup:
     steps = recorded_loads(summary.records.steps())
     if not steps:
-        return BLOCKS.paragraph("No layer has experts.", "soft")
+        return Markup()
     rows = []
     for layer, numbers in steps[-1].items():
         load = ExpertLoad(tuple(numbers["tokens"]), numbers["dropped"])

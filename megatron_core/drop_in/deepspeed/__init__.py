@@ -1,12 +1,6 @@
 """DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
 import megatron_core.drop_in  # finds the modules of named_modules.yaml
-from deepspeed import comm as comm
-from deepspeed import moe as moe
-from deepspeed import ops as ops
-from deepspeed import pipe as pipe  # type: ignore[attr-defined]
-from deepspeed import runtime as runtime
-from deepspeed import utils as utils
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist
 from deepspeed.comm.comm import init_distributed as init_distributed
@@ -36,3 +30,10 @@ from deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
 from deepspeed.utils.init_on_device import OnDevice as OnDevice
 from deepspeed.utils.logging import log_dist as log_dist
 from deepspeed.utils.logging import logger as logger
+
+from . import comm as comm
+from . import moe as moe
+from . import ops as ops
+from . import pipe as pipe  # type: ignore[attr-defined,unused-ignore]
+from . import runtime as runtime
+from . import utils as utils

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_core.errors import DataError
@@ -31,11 +30,10 @@ class Operations:
         self._most_copies = most_copies
         self._copies: list[str] = []
         self._kept: dict[str, list[LossCall]] = {}
-        optimizer = trainer.run.optimizer
         parameters = [p for bucket in trainer.run.data_parallel.buckets for p in bucket.parameters]
-        self._rates: dict[str, Any] = {"params": parameters, "lr": 0.0, "weight_decay": 0.0, "eps": 1e-8}
-        # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it.
-        optimizer.use_groups([self._rates])
+        # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it. Each step sets
+        # its rates.
+        trainer.run.optimizer.use_groups([{"params": parameters}])
         self._methods: dict[str, Callable[[Json], Json]] = {
             "create": self._create,
             "forward": self._forward,
@@ -91,17 +89,17 @@ class Operations:
         if not calls:
             raise DataError("optim_step without gradients; call forward_backward before it")
         params = operation["params"]
-        optimizer = self.trainer.run.optimizer
-        self._rates.update(
-            lr=params["learning_rate"],
-            weight_decay=params["weight_decay"],
-            eps=params["eps"],
-            betas=(params["beta1"], params["beta2"]),
-        )
-        optimizer.config = replace(optimizer.config, clip_grad=params["grad_clip_norm"])
         self._kept[name] = []
         trajectories = [entry for number, call in enumerate(calls) for entry in call.trajectories(number)]
-        result = self.trainer.train_on(trajectories, joint_objective(calls), lr=params["learning_rate"])
+        result = self.trainer.train_on(
+            trajectories,
+            joint_objective(calls),
+            lr=params["learning_rate"],
+            weight_decay=params["weight_decay"],
+            betas=(params["beta1"], params["beta2"]),
+            eps=params["eps"],
+            clip_grad=params["grad_clip_norm"],
+        )
         if result.skipped:
             raise DataError(f"the gradient norm is {result.grad_norm}: the weights were not changed")
         return {"grad_norm": result.grad_norm}
