@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
+from megatron_core.checkpoint.removal import remove
 from megatron_core.errors import DataError
+from megatron_core.post_training.tinker_server.catalog import folder_of
 from megatron_core.post_training.tinker_server.losses import LossCall, joint_objective
 from megatron_core.post_training.tinker_server.sampling import Json, RequestSampler
-from megatron_core.post_training.tinker_server.trainings import Adaptation, Trainings, folder_of
+from megatron_core.post_training.tinker_server.trainings import Adaptation, Trainings
 from megatron_core.post_training.trainer import Trainer
 
 BASE = "base"
@@ -42,6 +46,7 @@ class Operations:
             "load": self._load,
             "copy": self._copy,
             "remove": self._remove,
+            "delete": self._delete,
         }
 
     def run(self, operation: Json) -> Json:
@@ -72,8 +77,7 @@ class Operations:
         self.trainings.activate(name)
         longest = trainer.run.config.data.seq_length
         call = LossCall.of(operation, vocab_size=trainer.run.vocab_size, longest=longest)
-        log_probs = trainer.log_probs(call.trajectories(0)).log_probs
-        losses = call.losses(log_probs)
+        log_probs, losses = call.losses(trainer.log_probs(call.trajectories(0)).log_probs)
         if operation["keeps"]:
             self._kept[name].append(call)
         return {
@@ -90,7 +94,7 @@ class Operations:
             raise DataError("optim_step without gradients; call forward_backward before it")
         params = operation["params"]
         self._kept[name] = []
-        trajectories = [entry for number, call in enumerate(calls) for entry in call.trajectories(number)]
+        trajectories = [entry for number, call in enumerate(calls) for entry in call.trained(number)]
         result = self.trainer.train_on(
             trajectories,
             joint_objective(calls),
@@ -107,18 +111,30 @@ class Operations:
     def _save(self, operation: Json) -> Json:
         folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
         self.trainings.save(
-            operation["model_id"], folder, optimizer=operation["optimizer"], replaces=operation["overwrite"]
+            operation["model_id"],
+            folder,
+            optimizer=operation["optimizer"],
+            replaces=operation["overwrite"],
+            note=operation["note"],
         )
+        self._forget(operation["path"])
+        return {}
+
+    def _delete(self, operation: Json) -> Json:
+        folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
+        if self.trainer.is_first_rank:
+            for iteration in complete_iterations(folder):
+                remove(iteration_folder(folder, iteration))
         self._forget(operation["path"])
         return {}
 
     def _load(self, operation: Json) -> Json:
         folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
         name = operation["model_id"]
-        self.trainings.load(name, folder, optimizer=operation["optimizer"])
+        self.trainings.load(name, folder, optimizer=operation["optimizer"], user_metadata=operation["user_metadata"])
         # Gradients of the weights that were replaced are of no use.
         self._kept[name] = []
-        return {"rank": self.trainings.adaptation(name).rank}
+        return asdict(self.trainings.adaptation(name))
 
     def _copy(self, operation: Json) -> Json:
         self.trainings.copy_weights(operation["model_id"], operation["copy"])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_core.datasets.keyed_dataset import mix64
+from megatron_core.errors import DataError
 from megatron_core.inference.requests import TokenScore
 from megatron_core.inference.sampling import Sampling
 from megatron_core.post_training.answers import Answer, RolloutRequest
 from megatron_core.post_training.sampler import RolloutSampler
+from megatron_core.post_training.tinker_server.bodies import SampleBody
 from megatron_core.post_training.tinker_server.trainings import Trainings
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.tokenizers.base import Tokenizer, end_ids
+from megatron_core.training.setup import Run
 
 Json = dict[str, Any]
 
@@ -80,6 +84,31 @@ class RequestSampler(RolloutSampler):
             stop_strings=tuple(stop_strings(params["stop"])),
             group=group,
         )
+
+
+def sample_operation(request: SampleBody, weights: str, run: Run) -> Json:
+    """The operation of a request, whose seed is drawn if it has none; ``DataError`` for what is not legal."""
+    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    if not prompt or min(prompt) < 0 or max(prompt) >= run.vocab_size:
+        raise DataError(f"the prompt must have at least one token, each from 0 to {run.vocab_size - 1}")
+    num_scored = request.prompt_logprobs_last_n
+    if num_scored is not None and (not request.prompt_logprobs or num_scored >= len(prompt)):
+        raise DataError(f"prompt_logprobs_last_n={num_scored} needs prompt_logprobs, and must be below {len(prompt)}")
+    stop = request.sampling_params.stop
+    if stop_strings(stop) and (run.tokenizer is None or "" in stop_strings(stop)):
+        raise DataError("stop: strings need a tokenizer on the server (--tokenizer-type), and must not be empty")
+    if any(not 0 <= token < run.vocab_size for token in end_tokens(stop, None)):
+        raise DataError(f"stop: tokens must be from 0 to {run.vocab_size - 1}")
+    params = request.sampling_params.model_dump(exclude={"type"})
+    params["seed"] = secrets.randbits(62) if params["seed"] is None else params["seed"]
+    names = {"num_samples", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_logprobs_last_n"}
+    return {
+        "kind": "sample",
+        "weights": weights,
+        "prompt": prompt,
+        "sampling_params": params,
+        **request.model_dump(include=names),
+    }
 
 
 def stop_strings(stop: str | Sequence[str] | Sequence[int] | None) -> list[str]:
