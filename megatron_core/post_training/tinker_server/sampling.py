@@ -78,7 +78,7 @@ class RequestSampler(RolloutSampler):
                 top_p=params["top_p"],
                 seed=mix64(params["seed"], 0, copy) % 2**63,
             ),
-            ends=end_tokens(params["stop"], self._tokenizer),
+            ends=end_tokens(params["stop"], self.run.tokenizer),
             logprobs=top,
             score_prompt=copy == 0 and bool(request["prompt_logprobs"] or request["topk_prompt_logprobs"]),
             stop_strings=tuple(stop_strings(params["stop"])),

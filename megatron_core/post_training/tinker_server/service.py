@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
 from collections import deque
@@ -12,13 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megatron_core.errors import DataError, MegatronError
+from megatron_core.inference.service import HEARTBEAT, RankService
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import StringBroadcast, gather_from_all_ranks
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.post_training.tinker_server.operations import Operations
 from megatron_core.post_training.tinker_server.sampling import Json
 
-HEARTBEAT = 1.0
-"""Seconds between synchronizations of idle ranks, so that no collective waits long."""
 HELD_SECONDS = 120.0
 """Time limit for the arrival of the requests before a request of the same training."""
 KEPT_BYTES = 2**28
@@ -67,7 +65,7 @@ class _Sequence:
         self.early = {number: other for number, other in self.early.items() if other is not entry}
 
 
-class OperationService:
+class OperationService(RankService):
     """Executes requests one after another, samples with the same weights together.
 
     On rank 0, ``submit`` and ``entry`` may be called from any thread. The other ranks only call ``run``.
@@ -77,18 +75,14 @@ class OperationService:
         run = operations.trainer.run
         self._operations = operations
         self._device = run.world.device
-        self._texts = StringBroadcast(run.groups.group(WORLD), self._device, ahead=1)
+        super().__init__("training", run.groups.group(WORLD), self._device, ahead=1)
         self._most_waiting = most_waiting
-        self._changed = threading.Condition()
         self._queue: deque[_Entry] = deque()
         self._entries: dict[str, _Entry] = {}
         self._finished: deque[tuple[str, int]] = deque()
         self._kept_bytes = 0
         self._sequences: dict[str, _Sequence] = {}
         self._once: dict[str, str] = {}
-        self._stopped = False
-        self.failure: BaseException | None = None
-        """The exception that ended ``run``."""
 
     # Requests, on rank 0.
 
@@ -177,18 +171,6 @@ class OperationService:
 
     # Execution, on all ranks.
 
-    def stop(self) -> None:
-        """End ``run`` on all ranks after the present operation."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
-        """Call ``run`` in a thread, then ``when_ended``; an exception is stored in ``failure``."""
-        thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name="training", daemon=True)
-        thread.start()
-        return thread
-
     def run(self) -> None:
         """Execute operations until ``stop``; every rank calls this."""
         while True:
@@ -264,15 +246,8 @@ class OperationService:
                 self._kept_bytes -= former
                 del self._entries[number]
 
-    def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
-        try:
-            self.run()
-        except BaseException as error:  # the starting thread raises it again
-            self.failure = error
-        finally:
-            with self._changed:
-                self._stopped = True
-                for entry in self._entries.values():
-                    if not entry.future.done():
-                        entry.future.set_exception(RuntimeError("the server has stopped"))
-            when_ended()
+    def _fail_waiting(self) -> None:
+        with self._changed:
+            for entry in self._entries.values():
+                if not entry.future.done():
+                    entry.future.set_exception(RuntimeError("the server has stopped"))
