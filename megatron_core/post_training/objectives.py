@@ -23,8 +23,9 @@ MeanOver = Literal["tokens", "trajectories", "length", "sum"]
 """Denominator of a step's loss: learned tokens; trajectories, each of which is a mean over its own tokens; trajectories
 times a constant length; 1."""
 KLEstimator = Literal["k1", "k2", "k3"]
-Reads = Literal["log_probs", "values"]
-"""The numbers of tokens that a model computes: log-probabilities, or values with --value-head."""
+Reads = Literal["log_probs", "values", "divergences"]
+"""The numbers of tokens that a model computes: log-probabilities, or values with --value-head; and divergences of its
+distributions from those of --kd-teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,12 @@ class TokenObjective:
     """Compute and report the entropy even if its coefficient is 0."""
     reads: Reads = "log_probs"
     """The first argument of ``loss``."""
+    beta: float | None = None
+    """The weight of the teacher in divergences (``teacher.token_divergence``)."""
 
     def __post_init__(self) -> None:
+        if (self.reads == "divergences") != (self.beta is not None) or not 0.0 <= (self.beta or 0.0) <= 1.0:
+            raise ConfigError(f"reads={self.reads} with beta={self.beta}: a beta from 0 to 1 goes with 'divergences'")
         if (self.mean_over == "length") != (self.length is not None) or (self.length or 1) < 1:
             raise ConfigError(f"mean_over={self.mean_over} with length={self.length}: length >= 1 goes with 'length'")
 
@@ -225,6 +230,12 @@ def ppo(clip: float = 0.2, *, dual_clip: float | None = None, entropy_coefficien
     """PPO's policy loss: the mean over tokens of ``clipped_loss``."""
     loss = partial(clipped_loss, clip=clip, clip_high=clip, dual_clip=dual_clip)
     return TokenObjective(loss=loss, metrics=("clip fraction",), entropy_coefficient=entropy_coefficient)
+
+
+def generalized_jsd(beta: float = 0.5) -> TokenObjective:
+    """The mean over tokens of the divergence from the distributions of --kd-teacher (Agarwal et al. 2024, GKD, arXiv
+    2306.13649, equation 1): 0 is the forward, 1 the reverse KL divergence, as in trl."""
+    return TokenObjective(loss=lambda divergences, batch: divergences, reads="divergences", beta=beta)
 
 
 def value(clip: float | None = 0.2) -> TokenObjective:

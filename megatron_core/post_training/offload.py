@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from megatron_core.data_parallel.split_parameter import acquire, release
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.parallel.pinned import pinned_bytes
 from megatron_core.training.setup import Run
 
-PART_BYTES = 16 * 2**20
+CHUNK_BYTES = 16 * 2**20
 
 
 class OffloadedState:
@@ -41,13 +42,13 @@ class OffloadedState:
         self._file = None if folder is None else folder / f"offloaded-{run.world.rank}.bin"
         self._copies: list[Tensor] = []
         if self._file is None:
-            self._copies = [tensor.cpu().pin_memory() for tensor in self._kept]
+            self._copies = [pinned_bytes(tensor.numel()).copy_(tensor) for tensor in self._kept]
         else:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("wb") as file:
-                for part in self._parts():
+                for chunk in self._chunks():
                     # A copy, because numpy marks memory that it has seen as not resizable.
-                    file.write(part.to("cpu", copy=True).numpy().data)
+                    file.write(chunk.to("cpu", copy=True).numpy().data)
         self.nbytes = sum(tensor.nbytes for tensor in (*self._kept, *self._gradients))
         """Bytes of the device that are free."""
         for tensor in (*self._kept, *self._gradients):
@@ -67,17 +68,17 @@ class OffloadedState:
                 tensor.copy_(copy)
             return
         with self._file.open("rb") as file:
-            for part in self._parts():
-                on_host = torch.empty_like(part, device="cpu")
-                if file.readinto(on_host.numpy().data) != part.nbytes:
+            for chunk in self._chunks():
+                on_host = torch.empty_like(chunk, device="cpu")
+                if file.readinto(on_host.numpy().data) != chunk.nbytes:
                     raise CheckpointError(f"{self._file} is shorter than the state; load a checkpoint")
-                part.copy_(on_host)
+                chunk.copy_(on_host)
         self._file.unlink()
 
-    def _parts(self) -> Iterator[Tensor]:
+    def _chunks(self) -> Iterator[Tensor]:
         """The state in parts that can be copied without memory for all of it."""
         for tensor in self._kept:
-            yield from tensor.split(PART_BYTES)
+            yield from tensor.split(CHUNK_BYTES)
 
 
 def _kept_tensors(run: Run) -> Iterator[Tensor]:
@@ -101,15 +102,12 @@ def _gradients(run: Run) -> Iterator[Tensor]:
 
 
 def _distinct(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """A flat tensor for each storage with memory on ``device``; others, such as files of offloaded state, remain."""
+    """The bytes of each storage with memory on ``device``, as a flat tensor; others, such as files of offloaded state,
+    remain."""
     by_address: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.resizable() and tensor.device.type == device.type:
-            by_address.setdefault(storage.data_ptr(), _whole(storage, device))
+        is_whole = tensor.nbytes == storage.nbytes() > 0 and tensor.is_contiguous()
+        if is_whole and storage.resizable() and tensor.device.type == device.type:
+            by_address.setdefault(storage.data_ptr(), tensor.detach().view(-1).view(torch.uint8))
     return list(by_address.values())
-
-
-def _whole(storage: UntypedStorage, device: torch.device) -> Tensor:
-    """The bytes of a storage, also after it has been freed and allocated again."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -97,7 +97,9 @@ class PolicyLoss(Objective):
             batch = self._tokens[micro]
             if micro in self._scores.entropies:
                 batch = _with_entropy(batch, self._scores.entropies.pop(micro))
-            losses = self._objective(-output, batch)
+            # Log-probabilities are negative losses of the model; divergences are losses.
+            numbers = output if self._objective.reads == "divergences" else -output
+            losses = self._objective(numbers, batch)
             if report is not None:
                 sums = [batch.reported.pop(name).double() for name in self._objective.metric_names]
                 report.add_terms(torch.stack([batch.mask.sum(dtype=torch.float64), *sums]))

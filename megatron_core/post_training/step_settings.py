@@ -74,10 +74,10 @@ def _changed(settings: StepSettings) -> dict[str, Any]:
 def _configured(optimizer: Optimizer, changed: dict[str, Any]) -> Iterator[None]:
     """Configure the optimizer and its update rules with ``changed`` inside the context."""
     rules = {id(shard.algorithm): shard.algorithm for shard in optimizer.shards}
-    parts: list[Any] = [optimizer, *rules.values()]
-    configured = [part.config for part in parts]
-    for part in parts:
-        part.config = replace(part.config, **changed)
+    readers: list[Any] = [optimizer, *rules.values()]
+    configured = [reader.config for reader in readers]
+    for reader in readers:
+        reader.config = replace(reader.config, **changed)
     # Parameter groups, if there are any, hold the rates instead of the configuration.
     for group in optimizer.param_groups:
         config = optimizer.config
@@ -86,5 +86,5 @@ def _configured(optimizer: Optimizer, changed: dict[str, Any]) -> Iterator[None]
     try:
         yield
     finally:
-        for part, config in zip(parts, configured, strict=True):
-            part.config = config
+        for reader, config in zip(readers, configured, strict=True):
+            reader.config = config

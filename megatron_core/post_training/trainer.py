@@ -30,12 +30,13 @@ from megatron_core.post_training.offload import OffloadedState
 from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
 from megatron_core.post_training.step_settings import StepSettings, used_in_step
+from megatron_core.post_training.teacher import Divergences, teacher_of
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
-from megatron_core.training.driver import gather_weights, run_plan
+from megatron_core.training.driver import PipelineRank, gather_weights, run_plan
 from megatron_core.training.plans import StepSize
-from megatron_core.training.setup import Run, set_up
+from megatron_core.training.setup import Run, message_format, set_up
 from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, train_on_batches
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -132,8 +133,7 @@ class Trainer:
                 f"value_head={self.reads == 'values'}: the model has {self.reads}, not {reads}; use the methods and "
                 f"objectives of {self.reads}, or {'remove' if self.reads == 'values' else 'add'} --value-head"
             )
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ConfigError(f"temperature={temperature} must be a finite number > 0")
+        self._check_temperature(temperature)
         if reads == "log_probs":
             return Scores(self.run, temperature=temperature, with_entropy=with_entropy)
         if temperature != 1.0 or with_entropy:
@@ -143,6 +143,11 @@ class Trainer:
             )
         return Values(self.run)
 
+    @staticmethod
+    def _check_temperature(temperature: float) -> None:
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ConfigError(f"temperature={temperature} must be a finite number > 0")
+
     def score(
         self,
         trajectories: Sequence[Trajectory],
@@ -151,6 +156,7 @@ class Trainer:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        pipeline: PipelineRank | None = None,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Log-probabilities or values of the learned tokens by ``stages``, which have the layout of the trainer, and
         entropies on request."""
@@ -177,7 +183,8 @@ class Trainer:
         for stage in stages.values():
             stage.eval()
         with torch.no_grad():
-            run_plan(run, run.plans.evaluation(len(data.batches)), forward, lengths=message_lengths(data.batches))
+            plan = run.plans.evaluation(len(data.batches))
+            run_plan(pipeline or run, plan, forward, lengths=message_lengths(data.batches))
         for number, stage in stages.items():
             stage.train(modes[number])
         numbers = data.collect(outputs)
@@ -188,6 +195,11 @@ class Trainer:
         run = self.run
         present = LiveWeights(run.data_parallel, run.vocab_size, run.world.device)
         return FrozenPolicy(self, load_frozen(run, run.config, run.layer_specs, present))
+
+    def teacher(self) -> FrozenPolicy:
+        """The model of ``--kd-teacher``, for its log-probabilities."""
+        teacher = teacher_of(self.run)
+        return FrozenPolicy(self, teacher.model, teacher.config)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
         """Yield the present weights as ``transformers`` names them; see ``hugging_face_weights``."""
@@ -209,10 +221,14 @@ class Trainer:
         configured ones.
         """
         self._check_present()
-        scores = self._scores(objective.reads, temperature, with_entropy=objective.uses_entropy)
         run = self.run
         rows = self._rows(trajectories)
         data = StepData(run, rows, value_names(trajectories))
+        if objective.beta is None:
+            scores = self._scores(objective.reads, temperature, with_entropy=objective.uses_entropy)
+        else:
+            self._check_temperature(temperature)
+            scores = Divergences(run, data.batches, beta=objective.beta, temperature=temperature)
         size = StepSize(run.state.consumed_samples, len(rows.rows), len(data.batches), rows.length)
         configured = run.objective
         run.objective = PolicyLoss(run, objective, data.tokens, data.weights(objective), scores, data.router_replays)
@@ -333,18 +349,24 @@ class Trainer:
 class FrozenPolicy:
     """A model without gradients in the layout of a trainer, such as the reference of a divergence."""
 
-    def __init__(self, trainer: Trainer, frozen: FrozenModel) -> None:
+    def __init__(self, trainer: Trainer, frozen: FrozenModel, config: RunConfig | None = None) -> None:
+        """``config``: the settings of the model if they are not the trainer's."""
         self._trainer = trainer
         self._frozen = frozen
+        run = trainer.run
+        message = run.message if config is None else message_format(config, run.split, run.world.device)
+        self._pipeline = PipelineRank(p2p=run.p2p, message=message, overlap_p2p=run.overlap_p2p)
 
     def log_probs(self, trajectories: Sequence[Trajectory], *, temperature: float = 1.0) -> TokenScores:
         """See ``Trainer.log_probs``."""
-        stages = self._frozen.stages
-        return TokenScores(*self._trainer.score(trajectories, stages, "log_probs", temperature=temperature))
+        numbers = self._trainer.score(
+            trajectories, self._frozen.stages, "log_probs", temperature=temperature, pipeline=self._pipeline
+        )
+        return TokenScores(*numbers)
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
         """See ``Trainer.values``."""
-        return self._trainer.score(trajectories, self._frozen.stages, "values")[0]
+        return self._trainer.score(trajectories, self._frozen.stages, "values", pipeline=self._pipeline)[0]
 
 
 def _without_data(config: RunConfig) -> RunConfig:

@@ -126,18 +126,13 @@ def _check_names(
     pieces += saved_pieces(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
     needed = shapes_of_all(outside_of(missing, pieces), data.device)
-
-    def is_unused(name: str) -> bool:
-        return any(added.replace(name) for added in missing)
-
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
     absent = [state_name for state_name in kinds if state_name not in reader.kinds]
     if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
         absent.remove(AVERAGE.name)
         needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
     if absent and optimizer is not None:
-        of_weights = {name: shape for name, shape in needed.items() if name.startswith("model.")}
-        reader.check_names(of_weights, is_unused)
+        reader.check_names({name: shape for name, shape in needed.items() if name.startswith("model.")})
         name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
         remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
         if reader.fault_of_state:
@@ -146,7 +141,7 @@ def _check_names(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
             "--no-load-optim"
         )
-    reader.check_names(needed, is_unused)
+    reader.check_names(needed, lambda name: any(added.replace(name) for added in missing))
 
 
 def _changed_optimizer(reader: StateReader, config: OptimizerConfig) -> list[str]:

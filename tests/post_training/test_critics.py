@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError, ConfigError, DataError
+from megatron_core.hub.adapter_export import export_adapter
+from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, objectives
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -173,6 +175,21 @@ def test_a_critic_trains_as_the_equation(layout: str, clip: float | None, tmp_pa
             assert ours == pytest.approx(theirs, rel=1e-8)
 
 
+def _bits(config: RunConfig) -> tuple[Steps, list[float]]:
+    trainer = Trainer(config, this_world())
+    results = [trainer.train_on(_answers(step), objectives.value(CLIP)) for step in range(2)]
+    return [(result.loss, result.grad_norm) for result in results], torch.cat(trainer.values(_answers(0))).tolist()
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2", "cp2", "dp2 zero3"])
+def test_a_critic_has_the_same_bits_in_every_layout(layout: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "one process")
+    settings: dict[str, Any] = {"fp64": False, "bf16": True, "layout_invariant": True, "micro_batch_size": 1}
+    expected = run_ranks(1, _bits, _config(folder, "one process", **settings))
+    assert run_ranks(2, _bits, _config(folder, layout, **settings)) == expected * 2
+
+
 def _reward_steps(config: RunConfig, kind: str, pack: bool) -> Steps:
     trainer = Trainer(config, this_world(), pack=pack)
     settings = critic_inputs.REWARDS[kind]
@@ -198,6 +215,42 @@ def test_reward_models_train_as_those_of_trl(kind: str, layout: str, tmp_path: P
     for steps in run_ranks(_ranks(layout), _reward_steps, config, kind, "rows of one" not in layout):
         for ours, theirs in zip(steps, OF_TRL[kind], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+def _together(actor_config: RunConfig, critic_config: RunConfig) -> tuple[Steps, Steps]:
+    """Steps of an actor and a critic in turn."""
+    world = this_world()
+    actor = Trainer(actor_config, world)
+    critic = Trainer(critic_config, world)
+    of_actor, of_critic = [], []
+    for step in range(inputs.STEPS):
+        of_actor.append(actor.train_on(_answers(step), objectives.cross_entropy()))
+        of_critic.append(critic.train_on(_answers(step), objectives.value(CLIP)))
+    steps = [[(result.loss, result.grad_norm) for result in results] for results in (of_actor, of_critic)]
+    return steps[0], steps[1]
+
+
+def _actor_alone(config: RunConfig) -> Steps:
+    trainer = Trainer(config, this_world())
+    results = [trainer.train_on(_answers(step), objectives.cross_entropy()) for step in range(inputs.STEPS)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("of_actor", "of_critic"), [("tp2 sp", "pp2"), ("dp2 zero3", "cp2"), ("pp2", "dp2 zero3")])
+def test_actor_and_critic_have_layouts_of_their_own(of_actor: str, of_critic: str, tmp_path: Path) -> None:
+    for name in ("actor", "critic"):
+        (tmp_path / name).mkdir()
+    save_inputs(tmp_path / "actor")
+    critic_inputs.save_value_model(tmp_path / "critic")
+    flat = config_of_folder(tmp_path / "actor").flat() | COMMON | {"load_hf": str(tmp_path / "actor")}
+    critic = _config(tmp_path / "critic", of_critic)
+    (alone,) = run_ranks(1, _actor_alone, RunConfig.from_flat(flat))
+    expected = _steps_of_transformers(tmp_path / "critic", CLIP)
+    for steps in run_ranks(2, _together, RunConfig.from_flat(flat | LAYOUTS[of_actor]), critic):
+        for ours, theirs in zip(steps, (alone, expected), strict=True):
+            for pair, other in zip(ours, theirs, strict=True):
+                assert pair == pytest.approx(other, rel=1e-8)
 
 
 # Weights of the head: names, checkpoints of other models, adapters.
@@ -245,6 +298,33 @@ def _saved(config: RunConfig, last: int) -> tuple[list[float], set[str]]:
     trainer.close()
     named = [pair for stage in trainer.run.stages.values() for pair in stage.named_global_parameters()]
     return losses, {name for name, p in named if p.requires_grad and ".adapter." not in name}
+
+
+def test_a_model_is_converted_both_ways_and_verified(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    critic_inputs.save_value_model(tmp_path / "model", dtype=torch.float32)
+    assert import_hugging_face(tmp_path / "model", tmp_path / "native") < 1e-5
+    assert export_hugging_face(tmp_path / "native", tmp_path / "again") < 1e-5
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("model", "again")]
+    for name, tensor in files[0].items():
+        np.testing.assert_array_equal(files[1][name], tensor)
+
+
+def test_a_head_with_merged_adapters_is_that_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_inputs(tmp_path / "model")
+    flat = config_of_folder(tmp_path / "model").flat() | COMMON | {"fp64": False}
+    settings = {"load_hf": str(tmp_path / "model"), "value_head": True, "lora_rank": 2, "save": str(tmp_path / "run")}
+    run_ranks(1, _saved, RunConfig.from_flat(flat | settings), 2)
+    with pytest.raises(CheckpointError, match="value_head=True, which --to peft does not write"):
+        export_adapter(tmp_path / "run", tmp_path / "adapter")
+    export_hugging_face(tmp_path / "run", tmp_path / "merged")
+    resumed = RunConfig.from_flat(flat | settings | {"load": settings["save"]})
+    ((values, head),) = run_ranks(1, _scores_of_causal, resumed)
+    model = critic_inputs.load_value_model(tmp_path / "merged").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(model.score.weight.numpy(), head)
+        np.testing.assert_allclose(values, torch.cat(_values_of_transformers(model, 0)).numpy(), rtol=1e-4, atol=1e-6)
 
 
 def _scores_of_causal(config: RunConfig) -> tuple[np.ndarray, np.ndarray]:

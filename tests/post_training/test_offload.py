@@ -10,10 +10,12 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, objectives
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.memory import give_back, needs_proc, resident, start_anew
 from tests.runs import TINY
+from tests.simulated_gpu.runtime import simulated_gpu
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, bf16": (1, {"bf16": True}),
@@ -63,6 +65,29 @@ def test_steps_have_the_same_bits_after_a_while_outside(layout: str, tmp_path: P
     config = _config(**settings)
     expected = run_ranks(ranks, _losses, config, None)
     assert run_ranks(ranks, _losses, config, tmp_path) == expected
+
+
+def _losses_on_gpu(config: RunConfig, folder: Path | None) -> list[list[float]]:
+    """Losses of three steps without and with a while in host memory, or in a file, before the third."""
+    with simulated_gpu():
+        world = World(0, 1, local_rank=0, device=torch.device("cuda", 0))
+        runs = []
+        for is_offloaded in (False, True):
+            trainer = Trainer(config, world)
+            losses = [trainer.train_on(_texts(), objectives.cross_entropy()).loss for _ in range(2)]
+            if is_offloaded:
+                assert trainer.offload(folder) > 0
+                assert trainer.run.data_parallel.buckets[0].weights.untyped_storage().nbytes() == 0
+                trainer.onload()
+            runs.append([*losses, trainer.train_on(_texts(), objectives.cross_entropy()).loss])
+    return runs
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"lora_rank": 2}, {"optimizer_cpu_offload": True}])
+def test_a_simulated_gpu_is_freed(settings: dict[str, Any], in_file: bool, tmp_path: Path) -> None:
+    ((expected, losses),) = run_ranks(1, _losses_on_gpu, _config(**settings), tmp_path if in_file else None)
+    assert losses == expected
 
 
 def test_the_sampler_works_while_the_trainer_is_outside(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ COMMON = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
+    "one process, chunks": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
@@ -56,7 +57,7 @@ def _answers() -> list[Trajectory]:
 
 
 def _ranks(layout: str) -> int:
-    return 1 if layout == "one process" else 2
+    return 1 if "one process" in layout else 2
 
 
 def _scores(config: RunConfig) -> list[np.ndarray]:
@@ -290,6 +291,8 @@ def test_advantages_are_those_of_the_papers() -> None:
     advantages, returns = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8)
     assert advantages == pytest.approx(expected)
     assert returns == pytest.approx([a + v for a, v in zip(advantages, values, strict=True)])
+    cut, _ = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8, value_after=0.5)
+    assert cut == pytest.approx([a + (0.9 * 0.8) ** (2 - t) * 0.9 * 0.5 for t, a in enumerate(advantages)])
 
 
 def test_kl_estimates() -> None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from megatron_core.hub.hugging_face.rules import Settings, refuse
 
 CLASSIFIER = "ForSequenceClassification"
@@ -24,6 +26,15 @@ def is_value_model(hf_config: Mapping[str, Any]) -> bool:
     if labels != 1:
         refuse("num_labels", labels, f"{classes[0]} is supported with one label, as reward models have")
     return True
+
+
+def numbers_of(model: Any, prompt: Tensor) -> Tensor:
+    """The logits ``[b, s, vocabulary]`` of a model of transformers, or the value of each token ``[b, s]``."""
+    if not hasattr(model, "score"):
+        logits: Tensor = model(input_ids=prompt, use_cache=False).logits
+        return logits
+    values: Tensor = model.score(model.base_model(input_ids=prompt, use_cache=False)[0])
+    return values.squeeze(-1)
 
 
 def classifier_keys(class_name: str) -> Settings:

@@ -102,9 +102,9 @@ class VocabularyHead(ColumnParallelLinear):
         entropy."""
         config = self.model_config
         backend = config.kernel_backend
-        # Complete logits are the largest tensor of many models; chunks of them are enough for the loss and its
+        # Complete logits are the largest tensor of many models; chunks of them are enough for cross entropy and its
         # gradient.
-        if config.fuses_output_layer_with_loss:
+        if config.fuses_output_layer_with_loss and logit_loss is None:
             weight = self.weight if weight is None else weight
             assert weight is not None, "an output layer without a weight of its own is tied"
             return tensor_parallel.linear_cross_entropy(

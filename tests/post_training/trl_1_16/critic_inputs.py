@@ -29,7 +29,7 @@ OF_QWEN3_MOE = {
 }
 
 
-def save_value_model(folder: Path, *, experts: bool = False) -> None:
+def save_value_model(folder: Path, *, experts: bool = False, dtype: torch.dtype = torch.float64) -> None:
     """Write a model with a head of one output; the weights do not depend on the version of torch."""
     common: dict[str, Any] = {"vocab_size": policy_inputs.VOCABULARY, "num_labels": 1, "pad_token_id": 0}
     settings: Any
@@ -37,7 +37,7 @@ def save_value_model(folder: Path, *, experts: bool = False) -> None:
         settings = transformers.Qwen3MoeConfig(**OF_QWEN3_MOE, **common)
     else:
         settings = transformers.GPT2Config(**OF_GPT2, attn_pdrop=0.0, **common)
-    model = transformers.AutoModelForSequenceClassification.from_config(settings).double()
+    model = transformers.AutoModelForSequenceClassification.from_config(settings).to(dtype)
     fill(dict(model.named_parameters()))
     model.save_pretrained(folder)
 
@@ -47,6 +47,22 @@ def load_value_model(folder: Path) -> Any:
     return transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
+
+
+DIVERGENCES: dict[str, dict[str, float]] = {
+    "jsd": {"beta": 0.5},
+    "forward": {"beta": 0.0},
+    "reverse, temperature": {"beta": 1.0, "temperature": 0.7},
+}
+"""Settings of trl's loss of on-policy distillation."""
+
+
+def save_teacher(folder: Path) -> None:
+    """Write a wider model of the same vocabulary."""
+    sizes = OF_GPT2 | {"n_embd": 24, "vocab_size": policy_inputs.VOCABULARY, "attn_pdrop": 0.0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double()
+    fill(dict(model.named_parameters()))
+    model.save_pretrained(folder)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from trl import GRPOTrainer, RewardTrainer
+from trl.experimental.gkd import GKDTrainer
 
 from tests.post_training.trl_1_16 import critic_inputs
 from tests.post_training.trl_1_16 import policy_inputs as inputs
@@ -132,6 +133,25 @@ def steps(folder: Path, settings: dict[str, Any]) -> list[list[float]]:
     return updates(model, lambda step: trainer._compute_loss(model, batch_of(inputs.sampled(step))))
 
 
+def divergence_steps(folder: Path, teacher_folder: Path, settings: dict[str, float]) -> list[list[float]]:
+    """The loss and the gradient norm of each step of on-policy distillation."""
+    model = load_model(folder).train()
+    teacher = load_model(teacher_folder).eval()
+
+    def loss_of(step: int) -> torch.Tensor:
+        logits: dict[Any, list[torch.Tensor]] = {model: [], teacher: []}
+        labels = []
+        for answer in inputs.sampled(step):
+            ids = torch.tensor([[*answer.prompt, *answer.answer]])
+            for each, rows in logits.items():
+                rows.append(each(input_ids=ids).logits[:, inputs.PROMPT_LENGTH - 1 : -1])
+            labels.append(torch.where(torch.tensor([answer.mask]) > 0, ids[:, inputs.PROMPT_LENGTH :], -100))
+        of_student, of_teacher = (torch.cat(rows, 1) for rows in logits.values())
+        return GKDTrainer.generalized_jsd_loss(of_student, of_teacher.detach(), torch.cat(labels, 1), **settings)
+
+    return updates(model, loss_of)
+
+
 def updates(model: torch.nn.Module, loss_of: Callable[[int], torch.Tensor]) -> list[list[float]]:
     """The loss and the gradient norm of each step of AdamW."""
     hidden = [p for p in model.parameters() if p.dim() > 1]
@@ -155,6 +175,11 @@ def main() -> None:
         save_inputs(Path(name))
         found = {kind: steps(Path(name), settings) for kind, settings in inputs.KINDS.items()}
     _write("steps.json", found)
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as other:
+        save_inputs(Path(name))
+        critic_inputs.save_teacher(Path(other))
+        kinds = critic_inputs.DIVERGENCES
+        _write("divergence_steps.json", {k: divergence_steps(Path(name), Path(other), v) for k, v in kinds.items()})
     with tempfile.TemporaryDirectory() as name:
         critic_inputs.save_value_model(Path(name))
         _write("reward_steps.json", {k: reward_steps(Path(name), v) for k, v in critic_inputs.REWARDS.items()})
