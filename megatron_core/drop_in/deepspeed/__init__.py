@@ -1,6 +1,13 @@
 """DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
+# Not ``from deepspeed import comm``: readers of the source know this folder by another name, and would find no module.
+import deepspeed.comm
+import deepspeed.moe
+import deepspeed.ops
+import deepspeed.runtime
+import deepspeed.utils
 import megatron_core.drop_in  # finds the modules of named_modules.yaml
+from deepspeed import pipe as pipe  # type: ignore[attr-defined,unused-ignore]
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist
 from deepspeed.comm.comm import init_distributed as init_distributed
@@ -30,10 +37,3 @@ from deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
 from deepspeed.utils.init_on_device import OnDevice as OnDevice
 from deepspeed.utils.logging import log_dist as log_dist
 from deepspeed.utils.logging import logger as logger
-
-from . import comm as comm
-from . import moe as moe
-from . import ops as ops
-from . import pipe as pipe  # type: ignore[attr-defined,unused-ignore]
-from . import runtime as runtime
-from . import utils as utils
