@@ -45,7 +45,7 @@ READ = frozenset(
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
         *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("overlap_p2p_communication", "compile", "compile_backend", "expert_model_parallel_size"),
+        *("overlap_p2p_communication", "compile", "compile_backend"),
         *("metrics_file", "record_times"),
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
@@ -140,10 +140,8 @@ def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
         config,
         optimizer=optimizer,
         training=_without_blocks(training),
-        # Its layers are cut into stages, its experts, heads and tokens divided, elsewhere.
-        model=replace(
-            RunConfig().model, num_layers=_layers_of(config.parallel), num_experts=_experts_of(config.parallel)
-        ),
+        # Its layers are cut into stages, its heads and tokens divided, elsewhere.
+        model=replace(RunConfig().model, num_layers=_layers_of(config.parallel)),
         parallel=replace(config.parallel, cp_comm_type=_without_heads(config.parallel)),
         data=replace(config.data, mock_data=True, vocab_size=64, seq_length=config.parallel.sequence_unit[0]),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
@@ -192,18 +190,6 @@ def _layers_of(parallel: ParallelConfig) -> int:
     """Return a number of layers that the pipeline's settings accept: one for each stage, and the default without it."""
     stages = parallel.pipeline_model_parallel_size * parallel.num_chunks(0)
     return stages if parallel.pipeline_model_parallel_size > 1 else RunConfig().model.num_layers
-
-
-def _experts_of(parallel: ParallelConfig) -> int | None:
-    """Return a number of experts that the rules accept."""
-    ranks = parallel.expert_model_parallel_size
-    others = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    if ranks > 1 and max(others) > 1:
-        raise ConfigError(
-            f"expert_model_parallel_size={ranks} on a model of your own cannot be used with "
-            f"tensor_model_parallel_size={others[0]} and pipeline_model_parallel_size={others[1]}; set both to 1"
-        )
-    return 2 * ranks if ranks > 1 else None
 
 
 def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> None:

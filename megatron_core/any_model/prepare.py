@@ -9,7 +9,6 @@ from torch import nn
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.context import ContextParallel
-from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.module import (
     Initialise,
@@ -72,7 +71,6 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed)
-    split_experts(module, groups)
     context = ContextParallel(module, config, groups) if groups.size("cp") > 1 else None
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)

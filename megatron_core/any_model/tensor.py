@@ -108,12 +108,11 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> N
         torch.manual_seed(seed + groups.index("dp") * groups.size("cp") + groups.index("cp"))
 
 
-def whole_tensor(parameter: nn.Parameter, groups: ParallelGroups) -> Tensor:
-    """Return a copy of the whole parameter on the CPU, from the parts of all ranks; a collective call."""
+def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
+    """Return a copy of the whole parameter on the CPU, from the parts of all ranks of ``group``; a collective call."""
     spec = spec_of(parameter)
     if not spec.splits:
         return parameter.detach().to("cpu", copy=True)
-    group = groups.group("-".join(spec.split_axes))
     gathered = torch.zeros(spec.global_shape, dtype=parameter.dtype, device=parameter.device)
     for piece in spec.parts:
         if piece.owned:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.features.distillation.objective import Distillation, teacher_hidden_states
+from megatron_core.features.distillation.objective import Distillation, teacher_hidden_states, teacher_logits
 from megatron_core.features.distillation.teacher import Teacher
-from megatron_core.models.gpt.model import HeadOptions, LogitLoss
+from megatron_core.models.gpt.model import LogitLoss
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_reduce_, copy_to_region, reduce_from_region
 from megatron_core.parallel.groups import Group
@@ -46,11 +46,7 @@ class Divergences(Scores):
         run = self._run
 
         def loss(logits: Tensor, target: Tensor) -> Tensor:
-            with torch.no_grad():
-                last_stage = self._teacher.model.stages[len(run.layers) - 1]
-                head = HeadOptions(only_output_layer=True)
-                hidden = self._hidden.pop(micro)
-                of_teacher = last_stage(self._batches[micro].tokens, hidden_states=hidden, head=head)
+            of_teacher = teacher_logits(run, self._teacher, self._batches[micro], self._hidden.pop(micro))
             group = run.groups.group("tp")
             columns = logits.shape[-1]
             valid = min(max(run.vocab_size - group.rank() * columns, 0), columns)
