@@ -1,4 +1,4 @@
-"""Train a small model that multiplies with a calculator, by reinforcement learning with an environment of several turns.
+"""Train a model that multiplies with a calculator, by reinforcement learning with an environment of several turns.
 
 A question such as ``37*46=`` is too hard for the model alone. It may write a call, ``<37*46>``; the environment then
 writes the result and ``=``, which are not learned, and the model writes the answer in its next turn:
