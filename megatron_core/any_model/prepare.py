@@ -68,7 +68,7 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
     cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
-    equalize_and_split(module, groups, config.training.seed)
+    equalize_and_split(module, groups, config.training.seed, world.device)
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)
     compile_units(units, config.section(CompilationConfig))

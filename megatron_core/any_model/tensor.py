@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.module import broadcast_from_first
 from megatron_core.any_model.tensor_check import establish
 from megatron_core.any_model.tensor_heads import (
@@ -109,7 +110,7 @@ def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
     _Splitting(model, group, plan, None).choose()
 
 
-def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
+def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, device: torch.device) -> None:
     """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
     size = groups.size("tp")
     known = getattr(model, "tensor_parallel_size", 1)
@@ -117,16 +118,30 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> N
         raise ConfigError(
             f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
         )
-    if known == 1:
+    experts = groups.size("ep")
+    known_experts = getattr(model, "expert_parallel_size", 1)
+    if known_experts not in (1, experts):
+        raise ConfigError(
+            f"expert_model_parallel_size={experts}, but the model was given to parallelize(expert={known_experts}); "
+            "use one value"
+        )
+    if known_experts > 1 and size > known:
+        raise ConfigError(
+            f"tensor_model_parallel_size={size}, but parallelize has split only the experts of the model; give it "
+            f"tensor={size}, too"
+        )
+    if known == 1 and known_experts == 1:
         broadcast_from_first([*model.parameters(), *model.buffers()])
     if size > known:
         split_model(model, groups.group("tp"))
+    if experts > known_experts:
+        split_experts(model, groups, device)
     if size > 1:  # dropout outside of split layers must be equal on the ranks of a tensor-parallel group
         torch.manual_seed(seed + groups.index("dp"))
 
 
-def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
-    """Return a copy of the whole parameter on the CPU, from the parts of all ranks of ``group``; a collective call."""
+def whole_tensor(parameter: nn.Parameter, groups: ParallelGroups) -> Tensor:
+    """Return a copy of the whole parameter on the CPU, from the parts of all ranks; a collective call."""
     spec = spec_of(parameter)
     if not spec.splits:
         return parameter.detach().to("cpu", copy=True)
@@ -134,7 +149,8 @@ def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
     for piece in spec.parts:
         if piece.owned:
             gathered[piece.whole.index] = parameter.detach()[piece.local.index]
-    return reduce_from_region(gathered, group).cpu()
+    axes = "etp-ep" if "ep" in spec.split_axes else "tp"
+    return reduce_from_region(gathered, groups.group(axes)).cpu()
 
 
 def conv1d() -> tuple[type, ...]:
