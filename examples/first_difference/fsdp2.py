@@ -2,7 +2,8 @@
 
 ``shared_key``: torchtitan issue 1373, in which the shared key of multi-head latent attention gets the gradient of its
 own rank's heads only, because ``to_local`` declares a partial gradient as whole. ``mean_of_means``: each rank divides
-by its own number of tokens (transformers issue 34242, verl issue 4250).
+by its own number of tokens (transformers issue 34242, verl issue 4250). ``chunked_loss``: torchtitan pull request 3412;
+the gradients of a loss in chunks are partial sums over the ranks of a split output layer, and declared whole.
 """
 
 from __future__ import annotations
@@ -74,5 +75,44 @@ def sharded(folder: str, bug: str = "") -> list[str]:
         count /= size  # FSDP2 averages
     losses = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
     (losses * mask.flatten()).sum().div(count).backward()
+    watch.gradients()
+    return watch.finish()
+
+
+class ChunkedLoss(nn.Module):
+    """Logits of a split output layer in chunks of the sequence, whose gradients are added before the layers below."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.hidden, self.output = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        distribute_module(self.hidden, mesh)
+        parallelize_module(self.output, mesh, ColwiseParallel(output_layouts=Replicate()))
+        self._mesh = mesh
+
+    def train_on(self, x: Tensor, tokens: Tensor, bug: str) -> None:
+        """Backward of the cross entropy of ``tokens`` [s], for ``x`` [s, h]."""
+        hidden = self.hidden(DTensor.from_local(x, self._mesh, [Replicate()]))
+        collected: list[Tensor] = []
+        placements = [Replicate()]
+        for chunk, labels in zip(hidden.detach().chunk(2), tokens.chunk(2), strict=True):
+            chunk.requires_grad_()
+            nn.functional.cross_entropy(self.output(chunk), labels, reduction="sum").div(len(tokens)).backward()
+            gradient = chunk.grad
+            assert isinstance(gradient, DTensor)
+            collected.append(gradient.to_local())
+            placements = list(gradient.placements)
+        declared = [Replicate()] if bug == "chunked_loss" else placements
+        hidden.backward(DTensor.from_local(torch.cat(collected), self._mesh, declared))
+
+
+def chunked_loss(folder: str, bug: str = "") -> list[str]:
+    """One step of a model whose loss is computed in chunks under tensor parallelism."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = ChunkedLoss(mesh).double()
+    watch = compare(model, folder, tp=(dist.get_rank(), dist.get_world_size()))
+    torch.manual_seed(1)
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    model.train_on(x, torch.randint(VOCABULARY, (6,)), bug)
     watch.gradients()
     return watch.finish()

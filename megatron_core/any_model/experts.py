@@ -54,7 +54,8 @@ def split_experts(model: nn.Module, groups: ParallelGroups, device: torch.device
 def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
     """Return the modules of experts by name, each of which can be divided over ``size`` ranks.
 
-    Errors: see ``split_experts``. Nothing that looks like experts is left whole on every rank without a word.
+    Errors: see ``split_experts``. What looks like experts and cannot be split is an error, so that none stay whole on
+    every rank unnoticed.
     """
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
@@ -78,6 +79,19 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
                 f"a divisor of {count}"
             )
         modules[name] = module
+    inside = tuple(f"{name}." for name in modules)
+    whole = [
+        name
+        for name, _ in model.named_parameters()
+        if any("expert" in part for part in name.split(".")[:-1])
+        and "shared" not in name
+        and not name.startswith(inside)
+    ]
+    if whole:
+        raise ConfigError(
+            f"{SETTING}={size}: {listed(whole)} would stay whole on every rank, because the module of experts has "
+            f"another form than stacked parameters [experts, ...]; set {SETTING}=1"
+        )
     if not modules:
         raise ConfigError(
             f"{SETTING}={size}: {type(model).__name__} has no module of experts (parameters [experts, ...], and "
@@ -250,10 +264,12 @@ def _dispatched_forward(forward: Callable[..., Any], name: str, dispatcher: AllT
     # Its sizes are those of the messages, which differ in each step.
     @torch._dynamo.disable
     def dispatched(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if top_k_index.shape != top_k_weights.shape:
+        fits = top_k_index.shape == top_k_weights.shape and top_k_weights.is_floating_point()
+        if not fits or top_k_index.is_floating_point():
             raise ConfigError(
-                f"{SETTING}: {name} is called with top_k_index {tuple(top_k_index.shape)} and top_k_weights "
-                f"{tuple(top_k_weights.shape)}; both need one entry for each choice of a token; set {SETTING}=1"
+                f"{SETTING}: {name} is called with top_k_index {_shown(top_k_index)} and top_k_weights "
+                f"{_shown(top_k_weights)}; both need one entry for each choice of a token, integers and numbers; set "
+                f"{SETTING}=1"
             )
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         choices = top_k_index.shape[-1]
@@ -275,3 +291,7 @@ def _run_local(forward: Callable[..., Any], sent: Dispatched) -> Tensor:
     local = torch.arange(len(sent.counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
     output: Tensor = forward(rows, local[:, None], sent.probs[:, None])
     return output
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

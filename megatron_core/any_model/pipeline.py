@@ -22,9 +22,9 @@ from megatron_core.any_model.layers import PipelineModule
 from megatron_core.any_model.module import LocalInitialisation, cast_module, check_same_module, find_units
 from megatron_core.any_model.monitoring import StepReport
 from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
-from megatron_core.any_model.prepare import Choices, Prepared, compile_units
+from megatron_core.any_model.prepare import Choices, Prepared, compile_units, equalize_and_split
 from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_sets
-from megatron_core.any_model.tensor import check_plan, equalize_and_split, split_model
+from megatron_core.any_model.tensor import check_plan, split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
 from megatron_core.features.compilation.settings import CompilationConfig

@@ -4,22 +4,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
+from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.module import (
     Initialise,
     LocalInitialisation,
     UnitClasses,
+    broadcast_from_first,
     cast_module,
     check_same_module,
     find_units,
 )
 from megatron_core.any_model.optimizer import Groups, groups_of
-from megatron_core.any_model.tensor import equalize_and_split
+from megatron_core.any_model.tensor import split_model
 from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.parallel.compiled import compile_forward
@@ -58,6 +62,36 @@ def compile_units(units: Iterable[Iterable[nn.Module]], settings: CompilationCon
     """Compile the forward of each unit, if configured; operations that torch cannot trace divide its graph."""
     for unit in (unit for modules in units for unit in modules if settings.compile):
         compile_forward(unit, fullgraph=False, backend=settings.compile_backend)
+
+
+def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, device: torch.device) -> None:
+    """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
+    size = groups.size("tp")
+    known = getattr(model, "tensor_parallel_size", 1)
+    if known not in (1, size):
+        raise ConfigError(
+            f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
+        )
+    experts = groups.size("ep")
+    known_experts = getattr(model, "expert_parallel_size", 1)
+    if known_experts not in (1, experts):
+        raise ConfigError(
+            f"expert_model_parallel_size={experts}, but the model was given to parallelize(expert={known_experts}); "
+            "use one value"
+        )
+    if known_experts > 1 and size > known:
+        raise ConfigError(
+            f"tensor_model_parallel_size={size}, but parallelize has split only the experts of the model; give it "
+            f"tensor={size}, too"
+        )
+    if known == 1 and known_experts == 1:
+        broadcast_from_first([*model.parameters(), *model.buffers()])
+    if size > known:
+        split_model(model, groups.group("tp"))
+    if experts > known_experts:
+        split_experts(model, groups, device)
+    if size > 1:  # dropout outside of split layers must be equal on the ranks of a tensor-parallel group
+        torch.manual_seed(seed + groups.index("dp"))
 
 
 def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: Choices) -> Prepared:

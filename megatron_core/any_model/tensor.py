@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.experts import split_experts
-from megatron_core.any_model.module import broadcast_from_first
 from megatron_core.any_model.tensor_check import establish
 from megatron_core.any_model.tensor_heads import (
     FEED_FORWARD,
@@ -108,36 +106,6 @@ def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, hea
 def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
     """Check ``plan`` as ``split_model`` does, also for a ``group`` of one rank, and split nothing."""
     _Splitting(model, group, plan, None).choose()
-
-
-def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, device: torch.device) -> None:
-    """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
-    size = groups.size("tp")
-    known = getattr(model, "tensor_parallel_size", 1)
-    if known not in (1, size):
-        raise ConfigError(
-            f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
-        )
-    experts = groups.size("ep")
-    known_experts = getattr(model, "expert_parallel_size", 1)
-    if known_experts not in (1, experts):
-        raise ConfigError(
-            f"expert_model_parallel_size={experts}, but the model was given to parallelize(expert={known_experts}); "
-            "use one value"
-        )
-    if known_experts > 1 and size > known:
-        raise ConfigError(
-            f"tensor_model_parallel_size={size}, but parallelize has split only the experts of the model; give it "
-            f"tensor={size}, too"
-        )
-    if known == 1 and known_experts == 1:
-        broadcast_from_first([*model.parameters(), *model.buffers()])
-    if size > known:
-        split_model(model, groups.group("tp"))
-    if experts > known_experts:
-        split_experts(model, groups, device)
-    if size > 1:  # dropout outside of split layers must be equal on the ranks of a tensor-parallel group
-        torch.manual_seed(seed + groups.index("dp"))
 
 
 def whole_tensor(parameter: nn.Parameter, groups: ParallelGroups) -> Tensor:

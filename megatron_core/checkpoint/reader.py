@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,9 @@ class CheckpointReader(StateReader):
         for stored in tensor.boxes:
             yield stored.box, self._slice(tensor, stored)[stored.box.within(stored.box)]
 
-    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+    def check_names(
+        self, needed: Mapping[str, tuple[int, ...]], is_unused: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Compare the stored tensors with the global shapes that all ranks of a run need.
 
         Tensors of a kind that is not in ``needed`` (such as optimizer state that is not read) may be stored too.
@@ -100,7 +102,7 @@ class CheckpointReader(StateReader):
         missing = [name for name in needed if self._source(name) not in tensors]
         # A run without main weights reads them as its weights.
         kinds = {_kind(name) for name in needed} - {"optimizer.main"}
-        unexpected = [name for name in tensors if name not in needed and _kind(name) in kinds]
+        unexpected = [name for name in tensors if not (name in needed or is_unused(name)) and _kind(name) in kinds]
         other = [
             f"{name} has the shape {list(tensors[source].shape)}; this run needs {list(shape)}"
             for name, shape in needed.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,12 @@ class StateReader:
         """Fill ``pieces`` on all ranks, which may exchange what they read by collectives on ``device``."""
         self.fill(pieces)
 
-    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+    def check_names(
+        self, needed: Mapping[str, tuple[int, ...]], is_unused: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """``CheckpointError`` unless the tensors that a run needs, by name and global shape, are stored.
+
+        ``is_unused(name)``: whether a tensor may be stored although it is not needed.
 
         Folders of Hugging Face are compared with their model when they are opened, and have nothing to check here.
         """

@@ -50,8 +50,8 @@ from megatron_core.verify.table import (
     TerminalTable,
     Verdict,
     bits_page,
-    for_terminal,
     layout_page,
+    print_wrapped,
     setting_words,
     summary_line,
     verdict_line,
@@ -137,7 +137,7 @@ def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -
             "or remove --compile"
         )
     what = describe_comparison(task.config, options, device)
-    print(*map(for_terminal, (*(f"note: {note}" for note in task.notes), what)), sep="\n", flush=True)
+    print_wrapped(*(f"note: {note}" for note in task.notes), what)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
     if not options.bits:
         experiment = replace(experiment, thorough=options.thorough, plain_reference=True)
@@ -164,7 +164,7 @@ def compare_values(
                 on_row=table.print_row,
             )
         )
-        print(for_terminal(verdict_line(summary_line(reports[-1]), left_out)), flush=True)
+        print_wrapped(verdict_line(summary_line(reports[-1]), left_out))
     unresumed = why_not_resumed(task, device) if options.thorough else "add --thorough"
     if not unresumed:
         table = TerminalTable([f"1 process from {layout}" for layout in task.layouts], "float64")
@@ -177,9 +177,9 @@ def compare_values(
                 on_row=table.print_row,
             )
         )
-        print(for_terminal(summary_line(reports[-1])))
+        print_wrapped(summary_line(reports[-1]))
     verdict = Verdict(options.steps, options.thorough, unresumed, switches(task.config), task.changed)
-    print(*map(for_terminal, (*verdict.lines(), *refusals(task))), sep="\n")
+    print_wrapped(*verdict.lines(), *refusals(task))
     first, *further = reports
     if "json" in outputs:
         written = first.as_dict() | {"not_compared": left_out, "refused": task.refused} | verdict.as_dict()
@@ -207,8 +207,7 @@ def compare_bits(
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
     left_out = setting_words(task.not_compared)
-    result = (verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task))
-    print(*map(for_terminal, result), sep="\n")
+    print_wrapped(verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task))
     if "json" in outputs:
         written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
         outputs["json"].write(json.dumps(written, indent=1) + "\n")

@@ -43,7 +43,7 @@ def _forward_flops(model: ModelConfig, seq_length: int, vocab_size: int) -> dict
     for layer in layers:
         for name, flops in layer_flops(model, layer, seq_length).items():
             terms[name] = terms.get(name, 0) + flops
-    terms["logits"] = 2 * hidden * vocab_size
+    terms["logits"] = 2 * hidden * model.head_columns(vocab_size)
     if model.added_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
         of_layer = sum(layer_flops(model, len(layers), seq_length).values())
         terms["mtp"] = model.added_layers * (of_layer + 4 * hidden * hidden + terms["logits"])

@@ -385,6 +385,19 @@ class ModelConfig(
         return not self.untie_embeddings_and_output_weights
 
     @property
+    def head_name(self) -> str:
+        """The kind of the head of the last stage; features have others (``models.gpt.model.make_head``)."""
+        return "vocabulary"
+
+    def head_columns(self, vocabulary: int) -> int:
+        """Number of outputs of the head on a rank that has ``vocabulary`` rows of the padded vocabulary."""
+        return vocabulary
+
+    def head_elements(self, vocabulary: int, *, tied: bool) -> int:
+        """Number of elements of the head on such a rank; ``tied``: its weight is that of an embedding there."""
+        return vocabulary * (self.hidden_size * (not tied) + self.add_output_layer_bias)
+
+    @property
     def last_stage_embeds(self) -> bool:
         """Whether the last stage uses the word embedding's weight, to score or to embed tokens."""
         return self.share_embeddings_and_output_weights or self.added_layers > 0

@@ -25,6 +25,7 @@ from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
+from megatron_core.features.value_head import VALUE_HEAD
 
 FEATURES = (
     AVERAGES,
@@ -51,6 +52,7 @@ FEATURES = (
     QUESTIONS,
     RECURRENT,
     SPARSE_ATTENTION,
+    VALUE_HEAD,
     *cpu_ranks.FEATURES,
     *hub.FEATURES,
     *reports.FEATURES,

@@ -54,7 +54,9 @@ class MergedReader:
         for piece in pieces:
             layer = piece.name.removeprefix("model.").removesuffix(".weight")
             if layer not in self._linears:
-                self._base.fill([piece])
+                # Other weights that a run with adapters has trained, such as a value head.
+                in_checkpoint = isinstance(self._stored, CheckpointReader) and self._stored.has(piece.name)
+                (self._stored if in_checkpoint else self._base).fill([piece])
                 continue
             merged = self._merged(layer)
             origin = Box((0,) * merged.dim(), tuple(merged.shape))
@@ -64,7 +66,12 @@ class MergedReader:
         """The merged weight of a layer."""
         # At least in float32, because products of bfloat16 adapters would lose most of a small change of the weight.
         wide = torch.promote_types(self._base.dtype_of(f"model.{layer}.weight"), torch.float32)
-        linear = deepcopy(self._linears[layer]).to_empty(device="cpu").to(wide)
+        described = self._linears[layer]
+        # Process groups cannot be copied.
+        shared = (
+            value for module in described.modules() for value in vars(module).values() if not isinstance(value, dict)
+        )
+        linear = deepcopy(described, {id(value): value for value in shared}).to_empty(device="cpu").to(wide)
         adapter = linear.adapter
         weight = linear.weight
         assert adapter is not None and weight is not None
@@ -93,6 +100,8 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
     tuning = config.section(TuningConfig)
     if tuning.lora_rank is None:
         raise CheckpointError(f"{stored.folder} has no adapters; export its weights with --to hf")
+    if config.optional("value_head"):
+        raise CheckpointError(f"{stored.folder} has value_head=True, which --to peft does not write; use --to hf")
     with stored as reader:
         names, shapes = peft_names(config, reader.state["vocab_size"])
         tensors = _whole(reader, shapes)

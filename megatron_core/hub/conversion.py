@@ -35,6 +35,7 @@ from megatron_core.hub.hugging_face import (
     stored_dtype,
     write_hugging_face,
 )
+from megatron_core.hub.hugging_face.classifier import is_value_model, numbers_of
 from megatron_core.hub.hugging_face.writer import read_whole
 from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.hub.megatron_lm.arguments import MegatronProgress
@@ -44,6 +45,7 @@ from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
+from megatron_core.models.gpt.model import HeadOptions
 from megatron_core.output_file import new_folder, refuse_inputs
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
@@ -346,7 +348,12 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
         for prompt, x in zip(prompts, inputs, strict=True):
             if config.model.has_longrope:  # transformers chooses the factors by the length of each text
                 stage.max_sequence_length = prompt.shape[1]
-            hidden.append(stage(prompt, hidden_states=x))
+            if config.optional("value_head"):
+                # A value of each token: there are no logits.
+                values = HeadOptions(logit_loss=lambda numbers, _: numbers.squeeze(-1))
+                hidden.append(stage(prompt, hidden_states=x, labels=prompt, head=values))
+            else:
+                hidden.append(stage(prompt, hidden_states=x))
     return hidden
 
 
@@ -363,12 +370,13 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
     try:
         # Some multimodal models have no class for text alone; their class for images computes text, too.
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        has_text_class = type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        model_class = transformers.AutoModelForCausalLM if has_text_class else transformers.AutoModelForImageTextToText
+        task = "CausalLM" if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else "ImageTextToText"
+        task = "SequenceClassification" if is_value_model(settings.to_dict()) else task
+        model_class = getattr(transformers, f"AutoModelFor{task}")
         model = model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-        return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
+        return [numbers_of(model, prompt) for prompt in prompts]
     except MemoryError:
         raise
     except Exception as error:  # it raises various types

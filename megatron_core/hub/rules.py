@@ -17,7 +17,7 @@ ABSENT = (
     *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
     *("yarn_attention_factor", "mlp_multipliers", "mamba_output_norm", "mamba_multipliers"),
     *("parallel_mixer_multipliers", "moe_router_sum_epsilon", "disable_weight_layernorm"),
-    *("embedding_layernorm", "relu", "xielu", "qk_layernorm_after_rotary"),
+    *("embedding_layernorm", "relu", "xielu", "qk_layernorm_after_rotary", "value_head"),
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 

@@ -105,6 +105,10 @@ class BlockPool:
                 del self._unused[block]
                 heappush(self._free, block)
 
+    def forget_unused(self) -> None:
+        """Free the blocks without a text."""
+        self.forget(list(self._unused))
+
     def compact(self) -> dict[int, int]:
         """Renumber the held blocks from 0 on, in order; return the new number of each."""
         numbers = {old: new for new, old in enumerate(sorted([*self._references, *self._unused]))}

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import CheckpointError, ConfigError, LayoutError
 from megatron_core.inference.blocks import BlockPool
 from megatron_core.inference.generator import Generator, Message
 from megatron_core.inference.kv_cache import CachedSpan, KVCache
@@ -74,6 +74,7 @@ class Engine:
         self._flights: list[_Flight | None] = [None] * groups
         self._turn = 0
         self._numbers = count()
+        self._paused: dict[int, RequestText] = {}
         self._observe = observe
 
     @property
@@ -96,16 +97,19 @@ class Engine:
         """Largest number of positions in the key-value cache."""
         return self.cache.capacity * self.cache.block_size
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, *, paused: bool = False) -> int:
         """Queue a request, with ``max_new_tokens`` limited to the model's positions; return its number.
 
+        A ``paused`` one is not computed before ``resume``.
         ``ConfigError`` for a prompt that is empty, too long, or has tokens outside of the vocabulary, and for a request
         that does not fit the key-value cache even alone.
         """
         request = self.checked(request)
         number = next(self._numbers)
         random = torch.Generator().manual_seed(request.sampling.seed)
-        self.scheduler.add(RequestText(number, request, random, list(request.prompt)))
+        self._paused[number] = RequestText(number, request, random, list(request.prompt))
+        if not paused:
+            self.resume(number)
         return number
 
     def checked(self, request: Request) -> Request:
@@ -137,8 +141,32 @@ class Engine:
             )
         return request
 
+    def pause(self, number: int) -> None:
+        """Stop computing a request that has no step under way, as after each of its tokens, until ``resume``."""
+        text = self.scheduler.find(number)
+        assert text is not None and text.remaining, f"request {number} has finished, or its next token is under way"
+        # Its blocks return to the pool, which keeps full ones: a paused text must not take the memory of others.
+        self._remove(text)
+        self._paused[number] = text
+
+    def resume(self, number: int) -> None:
+        """Continue a paused request; positions that have left the cache are computed with the present weights."""
+        self.scheduler.add(self._paused.pop(number))
+
+    def free_cache(self) -> None:
+        """Forget all keys and values, which a change of the weights makes wrong, and return their memory."""
+        if self.busy:
+            raise LayoutError(
+                f"{self.running + self.waiting} requests are under way; finish, pause or cancel them before the cache "
+                "is freed"
+            )
+        self.scheduler.pool.forget_unused()
+        self.scheduler.compact()
+        self.cache.free()
+
     def cancel(self, number: int) -> None:
         """Remove a request; a finished request is ignored."""
+        self._paused.pop(number, None)
         text = self.scheduler.find(number)
         if text is not None:
             self._remove(text)

@@ -132,6 +132,12 @@ class KVCache:
         """Keep only ``blocks``, with the numbers 0, 1, 2, ..., and return the other memory."""
         self._replace(len(blocks), torch.tensor(blocks, dtype=torch.int64))
 
+    def free(self) -> None:
+        """Return all memory."""
+        self.blocks = 0
+        self._layers.clear()
+        self._states.clear()
+
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
         """Set blocks to 0."""

@@ -379,7 +379,7 @@ class LayerClock:
         """The last norm, the output layer and the loss."""
         model = self.config.model
         n = self.bytes
-        columns = padded_vocabulary(self.config, self.vocab_size) / self.tp
+        columns = model.head_columns(padded_vocabulary(self.config, self.vocab_size) // self.tp)
         products = self.linear(self.tokens, model.hidden_size, columns)
         again = products[0] if model.fuses_output_layer_with_loss else 0.0
         ring = self.rings.ring("tp")

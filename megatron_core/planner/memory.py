@@ -156,7 +156,7 @@ def stage_activations(
     if has_head:
         size += (of_stream + n) * row
         if not model.fuses_output_layer_with_loss:
-            size += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
+            size += n * tokens * model.head_columns(padded_vocab_size // config.parallel.tensor_model_parallel_size)
         size += (model.added_layers) * _mtp_bytes(config, padded_vocab_size)
     return size
 

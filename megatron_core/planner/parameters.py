@@ -113,8 +113,7 @@ def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool)
     model = config.model
     rows = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size
     tied = model.share_embeddings_and_output_weights and with_embedding
-    table = 0 if tied else rows * model.hidden_size
-    return _vectors(norm_parameters(model) + table + rows * model.add_output_layer_bias)
+    return _vectors(norm_parameters(model) + model.head_elements(rows, tied=tied))
 
 
 def model_parameters(config: RunConfig, vocab_size: int) -> int:
@@ -161,6 +160,10 @@ def rank_units(
     trained = _indexer_parameters if added_tensors(config) is None else added_parameters
     added = each_layer(kinds, lambda layer: trained(config, layer))
     left = [[unit.freeze() for unit in units] for units in ranks]
+    if config.model.head_name != "vocabulary":
+        # Other heads are trained although the model is frozen, which was trained without them.
+        elements = config.model.head_elements(0, tied=False)
+        left[ends[1]][-1] += Parameters(elements, outside=elements, frozen=-elements)
     for stage, run in enumerate(layers):
         rank = stage_to_rank[stage]
         position = sum(len(layers[s]) + (s == 0) for s in range(stage) if stage_to_rank[s] == rank) + (stage == 0)

@@ -46,20 +46,21 @@ class ExpertRecorder:
 
     def gather(
         self,
-        numbers: Mapping[tuple[int, int], int],
-        keys: Sequence[tuple[int, int]],
+        numbers: Mapping[int, int],
+        keys: Sequence[int],
         lengths: Sequence[int],
     ) -> list[np.ndarray]:
         """The experts ``[length, layers, k]`` of each answer on all ranks, and forget them.
 
-        ``numbers``: the requests of this rank's answers, by their keys; ``keys`` and ``lengths``: of all answers.
+        ``numbers``: the engine's requests for this rank's answers, by the answers' numbers, which are ``keys`` for all
+        answers, with their ``lengths``.
         """
         total = torch.zeros(sum(lengths), len(self._layers), self._choices, dtype=torch.int64)
         for key, part in zip(keys, total.split(list(lengths)), strict=True):
             if key in numbers:
-                texts = self._texts[numbers[key]]
-                part.copy_(torch.stack([texts[position] for position in range(len(part))]))
-        self._texts.clear()
+                texts = self._texts.pop(numbers[key], {})
+                for position, row in enumerate(part):
+                    row.copy_(texts[position])
         on_device = total.to(self._generator.device)
         all_reduce_(on_device, self._generator.groups.group(WORLD))
         small = np.uint8 if (self._generator.config.model.num_experts or 0) <= 256 else np.int16

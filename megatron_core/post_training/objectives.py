@@ -7,7 +7,7 @@ the advantages, r = pi / mu is the ratio of a token. ``TokenObjective`` adds how
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, DataError
 from megatron_core.post_training.token_batch import TokenBatch, TokenLoss
 
 MeanOver = Literal["tokens", "trajectories", "length", "sum"]
 """Denominator of a step's loss: learned tokens; trajectories, each of which is a mean over its own tokens; trajectories
 times a constant length; 1."""
 KLEstimator = Literal["k1", "k2", "k3"]
+Reads = Literal["log_probs", "values", "divergences"]
+"""The numbers of tokens that a model computes: log-probabilities, or values with --value-head; and divergences of its
+distributions from those of --kd-teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,14 @@ class TokenObjective:
     """Weight of the mean entropy, which is maximised, in nats (Mnih et al. 2016, arXiv 1602.01783, section 4)."""
     reports_entropy: bool = False
     """Compute and report the entropy even if its coefficient is 0."""
+    reads: Reads = "log_probs"
+    """The first argument of ``loss``."""
+    beta: float | None = None
+    """The weight of the teacher in divergences (``teacher.token_divergence``)."""
 
     def __post_init__(self) -> None:
+        if (self.reads == "divergences") != (self.beta is not None) or not 0.0 <= (self.beta or 0.0) <= 1.0:
+            raise ConfigError(f"reads={self.reads} with beta={self.beta}: a beta from 0 to 1 goes with 'divergences'")
         if (self.mean_over == "length") != (self.length is not None) or (self.length or 1) < 1:
             raise ConfigError(f"mean_over={self.mean_over} with length={self.length}: length >= 1 goes with 'length'")
 
@@ -135,6 +144,22 @@ def _clipped(ratio: Tensor, batch: TokenBatch, clip: float, clip_high: float, du
     return losses
 
 
+def value_loss(values: Tensor, batch: TokenBatch, *, clip: float | None) -> Tensor:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), with the returns R and the values V_old of the critic
+    that has computed them; without ``clip`` c: 1/2 (V - R)^2.
+
+    Source: Schulman et al. 2017, arXiv 1707.06347, equation 9; the limits are those of its authors' code and of trl.
+    """
+    returns = batch["returns"]
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain
+    old = batch["old_values"]
+    limited = (old + (values - old).clamp(-clip, clip) - returns).square()
+    batch.report("clip fraction", (limited > plain).to(values.dtype))
+    return 0.5 * torch.maximum(plain, limited)
+
+
 # Divergence from a reference, and corrections for another sampling program.
 
 
@@ -207,6 +232,18 @@ def ppo(clip: float = 0.2, *, dual_clip: float | None = None, entropy_coefficien
     return TokenObjective(loss=loss, metrics=("clip fraction",), entropy_coefficient=entropy_coefficient)
 
 
+def generalized_jsd(beta: float = 0.5) -> TokenObjective:
+    """The mean over tokens of the divergence from the distributions of --kd-teacher (Agarwal et al. 2024, GKD, arXiv
+    2306.13649, equation 1): 0 is the forward, 1 the reverse KL divergence, as in trl."""
+    return TokenObjective(loss=lambda divergences, batch: divergences, reads="divergences", beta=beta)
+
+
+def value(clip: float | None = 0.2) -> TokenObjective:
+    """The critic of PPO: the mean over tokens of ``value_loss``, for a model with --value-head."""
+    metrics = () if clip is None else ("clip fraction",)
+    return TokenObjective(loss=partial(value_loss, clip=clip), metrics=metrics, reads="values")
+
+
 def grpo(
     clip: float = 0.2,
     *,
@@ -263,6 +300,31 @@ def _grouped(
 # Losses of scores, for reward models.
 
 
+def bradley_terry(
+    margins: Sequence[float] | None = None, *, center_rewards_coefficient: float = 0.0
+) -> Callable[[list[Tensor]], Tensor]:
+    """The mean over pairs of ``bradley_terry_loss`` for ``Trainer.train_on_loss``, with ``Trajectory.of_text`` of each
+    chosen text followed by its rejected one.
+
+    ``center_rewards_coefficient`` c adds the mean of c (chosen + rejected)^2 (Eisenstein et al. 2023, arXiv 2312.09244,
+    section 3). ``margins``: one for each pair.
+    """
+
+    def loss(scores: list[Tensor]) -> Tensor:
+        rewards = torch.cat(scores)
+        if len(rewards) % 2 or any(len(of_text) != 1 for of_text in scores):
+            raise DataError(
+                f"{len(scores)} texts with {len(rewards)} learned positions are not pairs; give Trajectory.of_text of "
+                "each chosen text, followed by that of the rejected one"
+            )
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        margin = 0.0 if margins is None else rewards.new_tensor(margins)
+        losses = bradley_terry_loss(chosen, rejected, margin)
+        return (losses + center_rewards_coefficient * (chosen + rejected).square()).mean()
+
+    return loss
+
+
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: float | Tensor = 0.0) -> Tensor:
     """-log sigmoid(chosen - rejected - margin) of pairs of scores ``[n]``.
 
@@ -270,17 +332,3 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: float | Tensor 
     margin.
     """
     return softplus(rejected - chosen + margin)
-
-
-NAMED: dict[str, Callable[..., TokenObjective]] = {
-    "cross_entropy": cross_entropy,
-    "importance_sampling": importance_sampling,
-    "ppo": ppo,
-    "reinforce": reinforce,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-}

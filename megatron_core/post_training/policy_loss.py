@@ -53,6 +53,17 @@ class Scores:
         )
 
 
+class Values(Scores):
+    """Values of tokens by a model with a value head, in place of log-probabilities."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, temperature=1.0, with_entropy=False)
+
+    def logit_losses(self, num_micro_batches: int) -> dict[int, LogitLoss]:
+        """The values with the sign of losses, which are negative log-probabilities."""
+        return dict.fromkeys(range(num_micro_batches), lambda values, target: -values.squeeze(-1))
+
+
 class PolicyLoss(Objective):
     """A ``TokenObjective`` as the objective of one step.
 
@@ -86,7 +97,9 @@ class PolicyLoss(Objective):
             batch = self._tokens[micro]
             if micro in self._scores.entropies:
                 batch = _with_entropy(batch, self._scores.entropies.pop(micro))
-            losses = self._objective(-output, batch)
+            # Log-probabilities are negative losses of the model; divergences are losses.
+            numbers = output if self._objective.reads == "divergences" else -output
+            losses = self._objective(numbers, batch)
             if report is not None:
                 sums = [batch.reported.pop(name).double() for name in self._objective.metric_names]
                 report.add_terms(torch.stack([batch.mask.sum(dtype=torch.float64), *sums]))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import nn
 
 from megatron_core.checkpoint import TensorBox, parameter_pieces
@@ -24,45 +22,15 @@ from megatron_core.inference.generator import GenerationLayout, Generator
 from megatron_core.inference.requests import Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.settings import InferenceConfig
+from megatron_core.inference.text import TextStream
 from megatron_core.models.build import build_stages
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
+from megatron_core.post_training.answers import Answer, RolloutRequest, UnfinishedAnswer, answer_of
 from megatron_core.post_training.expert_recorder import ExpertRecorder
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.weights import WeightTransfer
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A sampled continuation of a prompt."""
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    """Log-probability of each token at temperature 1, when it was sampled."""
-    finished: str
-    """``stop``: the last token is one of ``ends``; ``length``: the answer has ``max_new_tokens``."""
-    version: int
-    """Number of updates of the sampler's weights before it."""
-    experts: np.ndarray | None = None
-    """``[n, layers, k]``, the experts of all tokens but the last one in each layer with experts, if they are recorded:
-    bytes, or 16-bit numbers for more than 256 experts."""
-
-
-Key = tuple[int, int]
-"""Number of a prompt, and of an answer to it."""
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """The answers of one replica."""
-
-    rows: list[Any]
-    """For each answer: its key, tokens, log-probabilities, and why it ends; JSON."""
-    fault: str
-    """Why no token could be chosen; or "". Other replicas must learn of it, because they wait for the answers."""
-    numbers: Mapping[Key, int]
-    """The numbers of the requests in the engine."""
 
 
 class RolloutSampler:
@@ -71,6 +39,11 @@ class RolloutSampler:
     ``tensor_parallel`` x ``pipeline_parallel`` ranks sample together; the other ranks are replicas, which share the
     prompts. All ranks call the same methods. With ``layout_invariant`` in the trainer's configuration, the
     log-probabilities of answers have the bits of ``Trainer.log_probs``, whatever the two layouts are.
+
+    ``sample`` and ``sample_requests`` sample to the end. ``submit`` and ``advance`` sample in parts, between which
+    ``update_weights`` may be called: the answers continue with the new weights, and ``Answer.versions`` tells which
+    weights have sampled each token. The cache of keys and values is kept between calls, so that the next turn of a
+    conversation does not compute the earlier ones again; new weights or ``free_cache`` free it.
 
     Errors: ``ConfigError`` for a layout that is not legal.
     """
@@ -125,6 +98,13 @@ class RolloutSampler:
             self._settings = replace(self._settings, inference_dynamic_batching_prefix_caching=False)
         self._max_batch_size = max_batch_size
         self._device = world.device
+        self._tokenizer = run.tokenizer
+        self._engine: Engine | None = None
+        self._unfinished: dict[int, UnfinishedAnswer | None] = {}
+        """By number, equal on all ranks; None: another replica samples it."""
+        self._prompt_lengths: dict[int, int] = {}
+        self._next_number = 0
+        self._calls = hashlib.sha256()
         targets: Iterable[TensorBox] = (
             piece for model in stages.values() for piece in parameter_pieces(model.named_global_parameters())
         )
@@ -133,13 +113,37 @@ class RolloutSampler:
         self.update_weights()
 
     def update_weights(self) -> int:
-        """Copy the trainer's present weights; returns the bytes that this rank has received from others."""
+        """Copy the trainer's present weights; returns the bytes that this rank has received from others.
+
+        Unfinished answers continue with the new weights, which compute their keys and values again.
+        """
+        self.free_cache()
         self.version += 1
         return self._transfer.run()
+
+    def free_cache(self) -> None:
+        """Return the memory of keys and values between two calls; they are computed again when they are needed."""
+        if self._engine is not None:
+            self._engine.free_cache()
 
     def parameters(self) -> list[nn.Parameter]:
         """The sampler's weights on this rank."""
         return [parameter for stage in self._generator.stages.values() for parameter in stage.parameters()]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this replica; the first use is a collective call."""
+        if self._engine is None:
+            observe = None if self._recorder is None else self._recorder.observe
+            self._engine = Engine(
+                self._generator, max_batch_size=self._max_batch_size, config=self._settings, observe=observe
+            )
+        return self._engine
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of the submitted requests without an answer."""
+        return list(self._unfinished)
 
     def sample(
         self,
@@ -163,77 +167,154 @@ class RolloutSampler:
                 f"max_new_tokens={max_new_tokens}, answers={answers} and {len(prompts)} prompts: give at least one each"
             )
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        keys = [(prompt, answer) for prompt in range(len(prompts)) for answer in range(answers)]
-        requests = {
-            key: Request(
-                prompt=tuple(prompts[key[0]]),
+        end_tokens = frozenset(ends)
+        requests = [
+            RolloutRequest(
+                prompt=tuple(prompt),
                 max_new_tokens=max_new_tokens,
-                sampling=replace(sampling, seed=mix64(seed, *key) % 2**63),
-                ends=frozenset(ends),
-                logprobs=0,
+                sampling=replace(sampling, seed=mix64(seed, number, copy) % 2**63),
+                ends=end_tokens,
+                group=number,
             )
-            for key in keys
-        }
-        sampled = self._sample_own(requests)
+            for number, prompt in enumerate(prompts)
+            for copy in range(answers)
+        ]
+        sampled = self.sample_requests(requests)
+        # A training step usually follows, which needs the memory.
+        self.free_cache()
+        return [sampled[start : start + answers] for start in range(0, len(sampled), answers)]
+
+    def sample_requests(self, requests: Sequence[Request]) -> list[Answer]:
+        """Sample an answer to each request to its end; equal on all ranks. Errors as of ``submit`` and ``advance``."""
+        answers = self.sample_each(requests)
+        _raise_errors(answers)
+        return answers
+
+    def sample_each(self, requests: Sequence[Request]) -> list[Answer]:
+        """As ``sample_requests``, but an answer for which no token can be chosen has an ``error``."""
+        numbers = self.submit(requests)
+        answers = self._advance(numbers, None)
+        return [answers[number] for number in numbers]
+
+    def problem(self, request: Request) -> str:
+        """Why a request cannot be sampled, with the fix; or "". Equal on all ranks."""
+        if isinstance(request, RolloutRequest) and request.stop_strings:
+            if "" in request.stop_strings:
+                return "stop_strings contain an empty string; remove it"
+            if self._tokenizer is None:
+                return f"stop_strings={request.stop_strings} need a tokenizer; give --tokenizer-type, or use ends"
+        try:
+            self.engine.checked(request)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def submit(self, requests: Sequence[Request]) -> list[int]:
+        """Add requests, ``RolloutRequest`` or ``Request``, for ``advance``; returns their numbers.
+
+        An answer depends on its request alone, whatever the layout is and in how many parts it is sampled. Errors:
+        ``ConfigError`` for a prompt that is empty or too long, and settings that are not legal; no request is added.
+        """
+        for position, request in enumerate(requests):
+            problem = self.problem(request)
+            if problem:
+                raise ConfigError(f"request {position}: {problem}")
+        numbers = []
+        for request in requests:
+            number = self._next_number
+            self._next_number += 1
+            numbers.append(number)
+            # Without the order of a set, which may differ between processes.
+            self._note((request.prompt, request.max_new_tokens, request.sampling, sorted(request.ends)))
+            group = request.group if isinstance(request, RolloutRequest) else None
+            replica = (number if group is None else group) % self._groups.size("dp")
+            self._prompt_lengths[number] = len(request.prompt)
+            self._unfinished[number] = self._start(request) if replica == self._groups.index("dp") else None
+        return numbers
+
+    def _start(self, request: Request) -> UnfinishedAnswer:
+        """Add a request to the engine of this replica."""
+        text = None
+        if isinstance(request, RolloutRequest) and request.stop_strings:
+            assert self._tokenizer is not None, "checked by problem"
+            text = TextStream(self._tokenizer, request.stop_strings, request.prompt)
+        # Only ``advance`` computes, and only the requests of its call.
+        return UnfinishedAnswer(text, self.engine.submit(replace(request, logprobs=request.logprobs or 0), paused=True))
+
+    def advance(self, max_new_tokens: int | None = None) -> dict[int, Answer]:
+        """Continue all unfinished answers, by at most ``max_new_tokens`` tokens each; without it to their ends.
+
+        Returns the answers that have finished, by number; equal on all ranks, and in all layouts: the limit counts the
+        tokens of an answer and not steps, whose texts depend on the layout. Errors: ``ConfigError`` if no token can be
+        chosen, or if the calls of the ranks differ.
+        """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: give 1 or more")
+        answers = self._advance(self.unfinished, max_new_tokens)
+        _raise_errors(answers.values())
+        return answers
+
+    def abort(self, numbers: Iterable[int]) -> dict[int, Answer]:
+        """End unfinished answers with the tokens that they have; the others continue in the next ``advance``."""
+        numbers = list(numbers)
+        unknown = [number for number in numbers if number not in self._unfinished]
+        if unknown:
+            raise ConfigError(f"requests {listed(unknown)} are not unfinished; those are {listed(self.unfinished)}")
+        self._note(("abort", numbers))
+        for number in numbers:
+            answer = self._unfinished[number]
+            if answer is not None:
+                self.engine.cancel(answer.engine_number)
+                answer.finished = "aborted"
+        return self._collect()
+
+    def _note(self, call: object) -> None:
+        """Note a call, which all ranks must make."""
+        self._calls.update(repr(call).encode())
+
+    def _advance(self, numbers: Sequence[int], max_new_tokens: int | None) -> dict[int, Answer]:
+        """Continue the answers ``numbers``; those that have finished, also with an error."""
+        self._note(("advance", list(numbers), max_new_tokens))
+        engine = self.engine
+        answers = (self._unfinished[number] for number in numbers)
+        by_engine = {answer.engine_number: answer for answer in answers if answer is not None}
+        lengths = {number: len(answer.tokens) for number, answer in by_engine.items()}
+        for number in by_engine:
+            engine.resume(number)
+        while engine.busy:
+            for progress in engine.step():
+                number = progress.number
+                answer = by_engine[number]
+                if answer.add(progress, self.version):
+                    engine.cancel(number)
+                elif answer.finished is None and len(answer.tokens) - lengths[number] == max_new_tokens:
+                    engine.pause(number)
+        return self._collect()
+
+    def _collect(self) -> dict[int, Answer]:
+        """The finished answers of all replicas, which are forgotten here; a collective call."""
+        numbers = {number: answer for number, answer in self._unfinished.items() if answer is not None}
         # Ranks that sample together have the same answers: one of them reports.
         reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
-        mine = sampled.rows if reports else []
-        asked = json.dumps([*map(list, prompts), seed])
-        report = {
-            "rows": mine,
-            "fault": sampled.fault,
-            "asked": hashlib.sha256(asked.encode()).hexdigest(),
-        }
+        rows = [answer.row(number) for number, answer in numbers.items() if reports and answer.finished is not None]
+        report = {"rows": rows, "calls": self._calls.hexdigest()}
         by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(report), self._device)]
-        for text in by_rank:
-            if text["fault"]:
-                raise ConfigError(text["fault"])
-            if text["asked"] != report["asked"]:
-                raise ConfigError("the prompts or the seed differ between ranks; all ranks must pass the same ones")
-        rows = sorted(row for text in by_rank for row in text["rows"])
-        experts = None
-        if self._recorder is not None:
-            lengths = [len(prompts[prompt]) + len(tokens) - 1 for prompt, _, tokens, *_ in rows]
-            experts = self._recorder.gather(sampled.numbers, keys, lengths)
-        by_prompt: list[list[Answer]] = [[] for _ in prompts]
-        for row, (prompt, _, tokens, log_probs, reason) in enumerate(rows):
-            of_answer = None if experts is None else experts[row]
-            by_prompt[prompt].append(Answer(tuple(tokens), tuple(log_probs), reason, self.version, of_answer))
-        return by_prompt
-
-    def _sample_own(self, requests: Mapping[Key, Request]) -> _Sampled:
-        """Sample the answers of this replica, which has every R-th prompt of R replicas."""
-        observe = None if self._recorder is None else self._recorder.observe
-        # A new engine for each call: the cache of an earlier one has keys and values of earlier weights.
-        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings, observe=observe)
-        # On all ranks, so that they refuse a wrong prompt together.
-        checked = {key: engine.checked(request) for key, request in requests.items()}
-        replicas = self._groups.size("dp")
-        mine = [key for key in checked if key[0] % replicas == self._groups.index("dp")]
-        numbers = {key: engine.submit(checked[key]) for key in mine}
-        keys = {number: key for key, number in numbers.items()}
-        tokens: dict[Key, list[int]] = {key: [] for key in mine}
-        log_probs: dict[Key, list[float]] = {key: [] for key in mine}
-        finished: dict[Key, str] = {}
-        fault = ""
-        while engine.busy and not fault:
-            for progress in engine.step():
-                key = keys[progress.number]
-                fault = fault or progress.error or ""
-                if progress.token is not None and progress.score is not None:
-                    tokens[key].append(progress.token)
-                    log_probs[key].append(progress.score.logprob)
-                if progress.finished is not None:
-                    finished[key] = progress.finished
-        rows = [] if fault else [[*key, tokens[key], log_probs[key], finished[key]] for key in mine]
-        return _Sampled(rows, fault, numbers)
+        if any(other["calls"] != report["calls"] for other in by_rank):
+            raise ConfigError("the prompts or the seed differ between ranks; all ranks must pass the same ones")
+        rows = sorted(row for other in by_rank for row in other["rows"])
+        experts: Sequence[np.ndarray | None] = [None] * len(rows)
+        if self._recorder is not None and rows:
+            lengths = [self._prompt_lengths[number] + len(tokens) - 1 if tokens else 0 for number, tokens, *_ in rows]
+            engine_numbers = {number: answer.engine_number for number, answer in numbers.items()}
+            experts = self._recorder.gather(engine_numbers, [number for number, *_ in rows], lengths)
+        for number, *_ in rows:
+            del self._unfinished[number]
+            del self._prompt_lengths[number]
+        return {row[0]: answer_of(row, of_answer) for row, of_answer in zip(rows, experts, strict=True)}
 
 
-def largest_difference(answers: Sequence[Answer], log_probs: Sequence[torch.Tensor]) -> float:
-    """The largest difference between log-probabilities of the sampler and of the trainer, over the tokens of all
-    answers; 0.0 if they have the same bits."""
-    differences = [
-        (torch.tensor(answer.log_probs, dtype=torch.float64) - trained.double().cpu()).abs().max()
-        for answer, trained in zip(answers, log_probs, strict=True)
-    ]
-    return float(torch.stack(differences).max())
+def _raise_errors(answers: Iterable[Answer]) -> None:
+    """``ConfigError`` if no token could be chosen for one of ``answers``."""
+    for answer in answers:
+        if answer.error:
+            raise ConfigError(answer.error)

@@ -61,6 +61,12 @@ class Trajectory:
             raise DataError(f"a prompt of {len(prompt)} and an answer of {len(answer)} tokens; give at least one each")
         return cls([*prompt, *answer], [0] * (len(prompt) - 1) + [1] * len(answer), values, experts)
 
+    @classmethod
+    def of_text(cls, tokens: Sequence[int], *, experts: np.ndarray | None = None, **values: float) -> Trajectory:
+        """A text whose only learned position is the one after its last token, for the value of the whole text."""
+        # The last token of a trajectory is only predicted; a value head does not read the one added here.
+        return cls([*tokens, tokens[-1]], [0] * (len(tokens) - 1) + [1], values, experts)
+
     @property
     def labels(self) -> Sequence[int]:
         """The token that each token but the last predicts, ``[n]``."""

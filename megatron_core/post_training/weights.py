@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.data_parallel import DataParallel
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.training.state import held_weights, weight_pieces
 
@@ -33,6 +33,38 @@ class _Move:
     box: Box
 
 
+_Places = tuple[Box, list[tuple[Tensor, tuple[slice, ...]]]]
+"""A box of a message, and each memory that needs a part of it, with the part's index."""
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message from a rank."""
+
+    rank: int
+    memory: Tensor | None
+    """Receives it without a copy."""
+    places: Sequence[_Places]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Messages that are sent together."""
+
+    sends: list[tuple[int, list[Tensor]]]
+    """For each message its receiver, and the views that it consists of."""
+    receives: list[_Arrival]
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """All copies of a transfer, as views of the memory of this rank."""
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    rounds: list[_Round]
+
+
 class WeightTransfer:
     """Fills the memory of ``targets`` with the trained weights whenever ``run`` is called; built once for a layout.
 
@@ -41,6 +73,7 @@ class WeightTransfer:
     """
 
     def __init__(self, data: DataParallel, targets: Iterable[TensorBox], device: torch.device) -> None:
+        _check_present(data)
         self._data = data
         self._device = device
         self._targets = list(targets)
@@ -63,6 +96,9 @@ class WeightTransfer:
                 if this_rank == receiver and moves:
                     self._receives[sender] = moves
         _check_complete(far, self._receives)
+        self._copies: _Copies | None = None
+        self._known_addresses: list[int] = []
+        self._moved_all = False
         self._far: dict[str, list[TensorBox]] = defaultdict(list)
         for piece in far:
             self._far[piece.name].append(piece)
@@ -77,76 +113,117 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self) -> int:
-        """Copy the present weights; all ranks call this. Returns the bytes that this rank has received."""
+        """Copy the present weights; all ranks call this. Returns the bytes that this rank has received.
+
+        Weights that the run's checkpoints do not contain, such as those with adapters, never change and are copied
+        only once.
+        """
+        _check_present(self._data)
         self._data.finish_param_sync()
-        held = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
-        for piece in self._local:
-            piece.memory.copy_(held[piece.name, piece.box])
+        # To find the views took 7 of 23 ms for a model of 135 million parameters in one process.
+        addresses = self._addresses()
+        if self._copies is None or addresses != self._known_addresses:
+            self._copies = self._views_to_copy()
+            self._known_addresses = addresses
+        copies = self._copies
+        if copies.targets:
+            torch._foreach_copy_(copies.targets, copies.sources)
+        received = sum(self._exchange(one_round) for one_round in copies.rounds)
+        if not self._moved_all:
+            self._moved_all = True
+            self._leave_out_constant()
+        return received
+
+    def _addresses(self) -> list[int]:
+        """Where the weights are in memory: a program may have exchanged the memory of a parameter."""
+        buckets = self._data.all_buckets
+        shards = [bucket.weight_shard.data_ptr() for bucket in buckets if bucket.splits_weights]
+        parameters = [p.data_ptr() for bucket in buckets if not bucket.splits_weights for p in bucket.parameters]
+        return [*shards, *parameters, *(parameter.data_ptr() for _, parameter in self._data.frozen)]
+
+    def _leave_out_constant(self) -> None:
+        is_saved = self._data.is_saved
+        size = len(self._local), sum(map(len, (*self._sends.values(), *self._receives.values())))
+        self._local = [piece for piece in self._local if is_saved(piece.name)]
+        for moves_of_rank in (self._sends, self._receives):
+            for rank, moves in moves_of_rank.items():
+                moves_of_rank[rank] = [move for move in moves if is_saved(move.name)]
+        if size != (len(self._local), sum(map(len, (*self._sends.values(), *self._receives.values())))):
+            self._copies = None
+
+    def _views_to_copy(self) -> _Copies:
+        """Find the views of all boxes, and divide the messages into rounds, in the same way on both sides."""
+        views = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
         sources: dict[str, list[TensorBox]] = defaultdict(list)
         for piece in self._owned():
             sources[piece.name].append(piece)
+        copies = _Copies([piece.memory for piece in self._local], [views[p.name, p.box] for p in self._local], [])
         this_rank = dist.get_rank() if dist.is_initialized() else 0
         for move in self._receives.get(this_rank, ()):
-            self._store(move, _values(sources[move.name], move))
-        return self._exchange(sources, this_rank)
-
-    def _exchange(self, sources: dict[str, list[TensorBox]], this_rank: int) -> int:
-        """Exchange messages in windows; both sides divide their moves in the same way."""
-        if not dist.is_initialized():
-            return 0
-        received_bytes = 0
+            values = _values(sources[move.name], move)
+            for target, index in self._places(move):
+                copies.targets.append(target)
+                copies.sources.append(values[index])
         sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank != this_rank}
         receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank != this_rank}
-        rounds = max((len(windows) for windows in [*sends.values(), *receives.values()]), default=0)
-        for number in range(rounds):
-            operations = []
-            arriving: list[tuple[list[_Move], Tensor]] = []
+        for number in range(max(map(len, (*sends.values(), *receives.values())), default=0)):
+            one_round = _Round([], [])
             for rank, windows in sends.items():
                 for moves in _messages(windows, number):
-                    operations.append(dist.P2POp(dist.isend, self._packed(sources, moves), rank))
+                    one_round.sends.append((rank, [_values(sources[move.name], move) for move in moves]))
             for rank, windows in receives.items():
                 for moves in _messages(windows, number):
-                    buffer = self._memory_for(moves)
-                    arriving.append((moves, buffer))
-                    operations.append(dist.P2POp(dist.irecv, buffer, rank))
-            for handle in dist.batch_isend_irecv(operations) if operations else ():
-                handle.wait()
-            for moves, buffer in arriving:
-                received_bytes += buffer.nbytes
-                for move, values in zip(moves, buffer.split([move.box.numel for move in moves]), strict=True):
-                    self._store(move, values.view(move.box.shape))
-        return received_bytes
+                    places = [(move.box, list(self._places(move))) for move in moves]
+                    one_round.receives.append(_Arrival(rank, self._place_of(places), places))
+            copies.rounds.append(one_round)
+        return copies
+
+    def _places(self, move: _Move) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """The memory that needs a part of a move, and the part's index in it."""
+        for piece in self._far[move.name]:
+            common = piece.box.intersect(move.box)
+            if common is not None:
+                yield piece.memory[common.within(piece.box)], common.within(move.box)
+
+    def _place_of(self, places: Sequence[_Places]) -> Tensor | None:
+        """The memory into which a message of one box can be received, if it needs the whole box in one place."""
+        if len(places) == 1:
+            ((box, of_box),) = places
+            for target, _ in of_box:
+                if tuple(target.shape) == box.shape and target.is_contiguous() and target.dtype == self._wire_dtype:
+                    return target.view(-1)
+        return None
+
+    def _exchange(self, one_round: _Round) -> int:
+        """Exchange the messages of a round."""
+        operations = []
+        arriving: list[tuple[_Arrival, Tensor]] = []
+        for rank, views in one_round.sends:
+            values = [view.reshape(-1).to(self._wire_dtype) for view in views]
+            # A single contiguous tensor is not copied.
+            packed = values[0] if len(values) == 1 else torch.cat(values)
+            operations.append(dist.P2POp(dist.isend, packed, rank))
+        for message in one_round.receives:
+            buffer = message.memory
+            if buffer is None:
+                size = sum(box.numel for box, _ in message.places)
+                buffer = torch.empty(size, dtype=self._wire_dtype, device=self._device)
+            arriving.append((message, buffer))
+            operations.append(dist.P2POp(dist.irecv, buffer, message.rank))
+        for handle in dist.batch_isend_irecv(operations) if operations else ():
+            handle.wait()
+        for message, buffer in arriving:
+            sizes = [box.numel for box, _ in message.places]
+            for (box, places), values in zip(message.places, buffer.split(sizes), strict=True):
+                shaped = values.view(box.shape)
+                for target, index in places:
+                    if target.data_ptr() != shaped[index].data_ptr():
+                        target.copy_(shaped[index])
+        return sum(buffer.nbytes for _, buffer in arriving)
 
     @property
     def _wire_dtype(self) -> torch.dtype:
         return self._data.all_buckets[0].weights.dtype
-
-    def _packed(self, sources: dict[str, list[TensorBox]], moves: Sequence[_Move]) -> Tensor:
-        """The values of a message, one after the other; a single contiguous tensor is not copied."""
-        values = [_values(sources[move.name], move).reshape(-1).to(self._wire_dtype) for move in moves]
-        return values[0] if len(values) == 1 else torch.cat(values)
-
-    def _memory_for(self, moves: Sequence[_Move]) -> Tensor:
-        """Memory to receive a message: the place of its only tensor if it is contiguous, else a buffer."""
-        if len(moves) == 1:
-            (move,) = moves
-            for piece in self._far[move.name]:
-                if piece.box.intersect(move.box) == move.box:
-                    place = piece.memory[move.box.within(piece.box)]
-                    if place.is_contiguous() and place.dtype == self._wire_dtype:
-                        return place.view(-1)
-        return torch.empty(sum(move.box.numel for move in moves), dtype=self._wire_dtype, device=self._device)
-
-    def _store(self, move: _Move, values: Tensor) -> None:
-        """Copy the values of a move into each memory that needs them."""
-        for piece in self._far[move.name]:
-            common = piece.box.intersect(move.box)
-            if common is None:
-                continue
-            place = piece.memory[common.within(piece.box)]
-            part = values[common.within(move.box)]
-            if place.data_ptr() != part.data_ptr():
-                place.copy_(part)
 
 
 class LiveWeights:
@@ -170,6 +247,14 @@ class LiveWeights:
     def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the present weights into the memory of each box; a collective call."""
         WeightTransfer(self._data, pieces, self._device).run()
+
+
+def _check_present(data: DataParallel) -> None:
+    """``ConfigError`` if the weights have no memory, because the trainer is offloaded."""
+    for bucket in data.all_buckets:
+        weights = bucket.weight_shard if bucket.splits_weights else bucket.weights
+        if weights.numel() and not weights.untyped_storage().nbytes():
+            raise ConfigError("the trained model is offloaded; call Trainer.onload() before its weights are copied")
 
 
 def _boxes_by_rank(pieces: Iterable[TensorBox], device: torch.device) -> list[dict[str, list[Box]]]:

@@ -279,11 +279,6 @@ def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: 
     )
 
 
-def parse_plan(lines: Iterable[str], stage_to_rank: tuple[int, ...]) -> Plan:
-    """Parse a plan from one line for each rank (``0F0 0F1&0B0 0B1``)."""
-    return plan_of_turns(([parse_turn(word) for word in line.split()] for line in lines), stage_to_rank)
-
-
 def format_turn(turn: tuple[Action, ...]) -> str:
     """The inverse of ``parse_turn``."""
     return "&".join(map(str, turn))

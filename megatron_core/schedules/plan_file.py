@@ -17,7 +17,6 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules.actions import (
     Action,
     Plan,
-    format_turn,
     parse_turn,
     plan_of_turns,
     round_robin_stages,
@@ -55,18 +54,6 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
         raise LayoutError(f"{name} has no actions; write one line for each pipeline rank, such as 0F0 0F1 0B0 0B1")
     actions = [[action for turn in turns for action in turn] for turns in ranks]
     return plan_of_turns(ranks, _stage_to_rank(header, actions, name))
-
-
-def format_plan(plan: Plan) -> str:
-    """Return the text of a plan in the format of ``read_plan``."""
-    size = len(plan.ranks)
-    # The short words where they fit, because a reader knows these placements by name.
-    header = " ".join(map(str, plan.stage_to_rank))
-    if plan.stage_to_rank == round_robin_stages(size, plan.num_chunks):
-        header = "round_robin"
-    elif plan.stage_to_rank == v_shaped_stages(size):
-        header = "v"
-    return "\n".join([f"stage_to_rank: {header}", *(" ".join(map(format_turn, turns)) for turns in plan.turns)]) + "\n"
 
 
 def _stage_to_rank(header: str, ranks: list[list[Action]], name: str) -> tuple[int, ...]:

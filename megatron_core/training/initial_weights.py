@@ -83,6 +83,7 @@ class InitialWeights:
             with self.base:
                 self.base.fill(outside_of(self._missing, held_weights(data)))
         if self._saved_alone is not None:
-            data.is_saved = self._saved_alone.contain
+            in_checkpoints = [added for added in self._added if added.saved_alone or added.saved_always]
+            data.is_saved = lambda name: any(added.contain(name) for added in in_checkpoints)
         for added in () if self.resumes else self._added:
             added.set_initial(data, list(stages.values()))

@@ -141,7 +141,7 @@ def _check_names(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
             "--no-load-optim"
         )
-    reader.check_names(needed)
+    reader.check_names(needed, lambda name: any(added.replace(name) for added in missing))
 
 
 def _changed_optimizer(reader: StateReader, config: OptimizerConfig) -> list[str]:

@@ -119,6 +119,9 @@ class AddedWeights:
     """Whether checkpoints of the run contain only these parameters. All others are frozen: whenever the run starts, it
     loads them from --pretrained-checkpoint or --load-hf, or draws them."""
 
+    saved_always = False
+    """Whether checkpoints with only the parameters of another feature also contain these, because both are trained."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
@@ -133,6 +136,10 @@ class AddedWeights:
 
     def are_missing(self, stored: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with the settings ``stored`` is of the same model without them."""
+        return False
+
+    def replace(self, name: str) -> bool:
+        """Whether these parameters replace a piece of a checkpoint without them, which then is not read."""
         return False
 
     def compared(self, stored: Mapping[str, Any], *, only_weights: bool) -> Mapping[str, Any]:

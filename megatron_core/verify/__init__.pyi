@@ -24,3 +24,5 @@ from .shrink import shrunk as shrunk
 from .trace import RankTrace as RankTrace
 from .trace import Trace as Trace
 from .trace import assemble as assemble
+from .update_rules import AdamRule as AdamRule
+from .update_rules import UpdateWatch as UpdateWatch

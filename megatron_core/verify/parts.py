@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Axis = tuple[int, int]
 """This rank's index on an axis, and the number of ranks."""
@@ -83,3 +84,13 @@ def sliced(parameter: Tensor, shape: Sequence[int], axes: Mapping[str, Axis], bl
         pieces = parameter.unflatten(dim, (stride, ranks, b // stride)).select(dim + 1, index)
         parameter = pieces.flatten(dim, dim + 1)
     return parameter
+
+
+def gathered_tensor(x: Tensor) -> Tensor:
+    """``x``, gathered from the ranks if it is a DTensor; then a collective call."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def in_float64(x: Tensor) -> np.ndarray:
+    """A copy of the whole tensor: the program may change its memory later, such as by an activation in place."""
+    return gathered_tensor(x.detach()).to("cpu", torch.float64, copy=True).numpy()

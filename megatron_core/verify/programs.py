@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_core.errors import DataError
 from megatron_core.parallel.texts import gather_from_all_ranks, listed, raising_on_all_ranks
-from megatron_core.verify.parts import Axis, Block, possible_parts, sliced
+from megatron_core.verify.explanations import Contributions, explain_gradients
+from megatron_core.verify.parts import Axis, Block, gathered_tensor, in_float64, possible_parts, sliced
 from megatron_core.verify.whole_names import parameters_of, whole_modules
 
 FORWARD = "forward"
@@ -37,6 +38,8 @@ VALUE = "value"
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest error, relative to the largest element of the whole tensor, by the dtype of the compared run."""
 WEIGHTS = "weights.npz"
+CONTRIBUTIONS = "contributions.npz"
+"""Gradients of each micro-batch in the run on one rank, with numbers of tokens and samples."""
 _SEPARATOR = "|"
 
 
@@ -124,6 +127,8 @@ class Comparison:
         self.records = not dist.is_initialized() or dist.get_world_size() == 1
         """Whether this is the run on one rank."""
         self._micro_batch = 0
+        self._contributions = Contributions()
+        self._gradient_bound = 0.0
         self._calls = dict[tuple[str, str], int]()
         self._values: dict[str, np.ndarray] = {}
         self._order: dict[str, int] = {}
@@ -133,7 +138,7 @@ class Comparison:
         """The differences of this rank, in the order of its program."""
         if self.records:
             folder.mkdir(parents=True, exist_ok=True)
-            _store(folder / WEIGHTS, {name: _numbers(_whole(p)) for name, p in parameters_of(self._models)})
+            _store(folder / WEIGHTS, {name: in_float64(p) for name, p in parameters_of(self._models)})
         else:
             with raising_on_all_ranks(self._device()):
                 self._values = _loaded(folder / "tensors.npz")
@@ -144,8 +149,15 @@ class Comparison:
             if not any(fnmatch(name, pattern) for pattern in self._skip):
                 module.register_forward_hook(partial(self._leave, name))
 
-    def micro_batch(self, number: int) -> None:
-        """Set the number of the next micro-batch in the global batch; both runs use the same numbers."""
+    def micro_batch(self, number: int, *, tokens: float = 0, samples: float = 0) -> None:
+        """Set the number of the next micro-batch in the global batch; both runs use the same numbers.
+
+        The run on one rank has as many micro-batches as all ranks have together. ``tokens``: tokens of its loss;
+        ``samples``: its samples; explanations of wrong gradients use both.
+        """
+        if self.records:
+            self._contributions.add(self._models)
+        self._contributions.begin(number, tokens, samples)
         self._micro_batch = number
         self._calls.clear()
 
@@ -158,25 +170,50 @@ class Comparison:
 
         Examples: ``lambda p: p.main_grad`` (Megatron), ``deepspeed.utils.safe_get_full_grad`` (DeepSpeed).
         """
+        if self.records:
+            self._contributions.add(self._models)
         for name, parameter in parameters_of(self._models):
             gradient = of(parameter)
             if gradient is not None:
                 self._take(ProgramTensor(GRADIENT, name, 0, 0), gradient, _block_of(parameter))
+                if not self.records:
+                    self._contributions.measure(name, gradient, _block_of(parameter))
 
     def finish(self) -> list[str]:
         """Store the record, or return the differences of all ranks, the earliest of the program first.
 
         A collective call. [] if nothing differs. With several differences the first one is the cause, or next to it.
-        The last lines name gradients and values that only one of the two runs has; for outputs this is a warning.
+        The last lines explain wrong gradients where a combination of the micro-batches' recorded gradients reproduces
+        them, and name gradients and values that only one of the two runs has; for outputs this is a warning.
 
         Errors: ``DataError`` on all ranks if no tensor was compared.
         """
         if self.records:
             _store(self._folder / "tensors.npz", self._values)
+            _store(self._folder / CONTRIBUTIONS, self._contributions.arrays())
             return []
         local_lines = [f"{self._order[_key(difference.point)]}\t{difference}" for difference in self.found]
         lines = [line.split("\t", 1) for line in self._gather_lines(local_lines)]
-        return [text for _, text in sorted(lines, key=lambda line: int(line[0]))] + self._one_sided()
+        return (
+            [text for _, text in sorted(lines, key=lambda line: int(line[0]))]
+            + self._explanations()
+            + self._one_sided()
+        )
+
+    def _explanations(self) -> list[str]:
+        """Why gradients differ, of all ranks; a collective call."""
+        numbers = gather_from_all_ranks(",".join(map(str, self._contributions.amounts)), self._device())
+        ranks = [[int(number) for number in text.split(",") if number] for text in numbers]
+        path = self._folder / CONTRIBUTIONS
+        recorded = {
+            point.name: self._values[key]
+            for key, point in ((key, _place(key)) for key in self._values)
+            if point.direction == GRADIENT
+        }
+        pairs, order = self._contributions.pairs(_loaded(path) if path.is_file() else {}, recorded, self._axes)
+        division = self._contributions.division(order, ranks, self._rank, self._axes, self._averaged)
+        lines = explain_gradients(pairs, division, self._gradient_bound) if self.found else []
+        return list(dict.fromkeys(self._gather_lines(lines)))
 
     def _one_sided(self) -> list[str]:
         """Sentences about gradients and values that only one of the two runs has; a collective call."""
@@ -253,20 +290,22 @@ class Comparison:
 
     def _take(self, point: ProgramTensor, x: Tensor, block: Block | None = None) -> None:
         """Store or compare a tensor."""
-        x = _whole(x.detach())
+        x = gathered_tensor(x.detach())
         key = _key(point)
         if not x.is_floating_point():
             return
         if self.records:
-            self._values.setdefault(key, _numbers(x))
+            self._values.setdefault(key, in_float64(x))
             return
         expected = self._values.get(key)
         if expected is None:
             self._unknown[point] = None
             return
         self._compared.add(key)
-        error, reason = self._error(_numbers(x), expected, block)
+        error, reason = self._error(in_float64(x), expected, block)
         bound = BOUNDS.get(x.dtype, 0.1) if self._bound is None else self._bound
+        if point.direction == GRADIENT:
+            self._gradient_bound = max(self._gradient_bound, bound)
         if not error <= bound and point not in [difference.point for difference in self.found]:
             self.found.append(ProgramDifference(point, self._rank, error, reason))
 
@@ -295,14 +334,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple | list):
         for inner in output:
             yield from _tensors(inner)
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _numbers(x: Tensor) -> np.ndarray:
-    return x.detach().to("cpu", torch.float64).numpy()
 
 
 def _key(point: ProgramTensor) -> str:

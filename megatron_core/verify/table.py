@@ -62,9 +62,13 @@ class TerminalTable:
         return "  ".join(padded).rstrip()
 
 
-def for_terminal(line: str) -> str:
-    """``line`` on as many lines of a terminal as it needs, without breaks inside words."""
-    return textwrap.fill(line, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+def print_wrapped(*lines: str) -> None:
+    """Print each of ``lines`` on as many lines of a terminal as it needs, without breaks inside words."""
+    for line in lines:
+        print(
+            textwrap.fill(line, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False),
+            flush=True,
+        )
 
 
 def _errors(row: Row) -> tuple[Worst | None, ...]:

@@ -41,7 +41,8 @@ ROWS: list[tuple[int, dict[str, Any]]] = [
 BESIDE: list[tuple[str, dict[str, Any]]] = [
     ("mixtral with its loss", {**EXPERTS, **TENSOR}),
     ("deepseek_v3", {**EXPERTS, "pipeline_model_parallel_size": 2}),
-    ("qwen3_moe", {**EXPERTS, "recompute_granularity": "full"}),
+    ("qwen3_moe", {**EXPERTS, "zero_stage": 3, "recompute_granularity": "full"}),
+    ("gpt_oss", {**EXPERTS, "zero_stage": 2, "overlap_grad_reduce": True}),
 ]
 
 
@@ -219,7 +220,17 @@ class Listed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
 
+class Contained(nn.Module):
+    """Experts as a module with linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Sequential(nn.Linear(8, 8))
+        self.stack = Stacked()
+
+
 WRONG = [
+    (Contained, 2, "0.experts.0.weight.*would stay whole on every rank"),
     (lambda: Stacked(6), 4, r"Stacked.*its 6 experts.*expert_model_parallel_size=4.*divisor of 6"),
     (lambda: nn.Linear(8, 8), 2, "expert_model_parallel_size=2: Sequential has no module of experts.*set .*=1"),
     (Listed, 2, "0.experts.*ModuleList.*separate modules.*expert_model_parallel_size=1"),
@@ -241,6 +252,17 @@ def _refuses(make: Any, size: int, message: str) -> bool:
     with pytest.raises(MegatronError, match=message):
         megatron_core.initialize(model, {"global_batch_size": 8, "expert_model_parallel_size": size})
     return True
+
+
+def test_arguments_of_another_form_are_refused() -> None:
+    run_ranks(2, _call_with_other_arguments)
+
+
+def _call_with_other_arguments() -> None:
+    engine = megatron_core.initialize(model_of("olmoe"), {**COMMON, **EXPERTS, "global_batch_size": 8}).engine
+    experts = engine.module.get_submodule("model.layers.0.mlp.experts")
+    with pytest.raises(MegatronError, match=r"layers\.0\.mlp\.experts is called with top_k_index torch.int64 \[2, 2\]"):
+        experts(torch.zeros(2, 16), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 4))
 
 
 def test_structure_decides_which_modules_are_experts() -> None:

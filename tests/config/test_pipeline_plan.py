@@ -10,7 +10,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.partition import plan_of
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.schedules import TRAINING, interleaved, make_plan, one_f_one_b
-from megatron_core.schedules.plan_file import format_plan
+from tests.schedules.plans import format_plan
 
 
 def config(**settings: object) -> RunConfig:

@@ -65,7 +65,7 @@ IN_HUB = (
     ),
     Defect(
         "every tensor-parallel rank has the biases of the first tokens",
-        "models.gpt.model:GPTModel._make_output_layer",
+        "models.gpt.model:VocabularyHead.__init__",
         argument("split", 2, "OLD if shape[1:] else 0"),
         "phi-3.5-moe, tp2",
         culprit="gradient of the parameter output_layer.bias",

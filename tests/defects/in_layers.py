@@ -220,7 +220,7 @@ IN_LAYERS = (
     ),
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
-        "models.gpt.model:GPTModel._losses",
+        "models.gpt.model:VocabularyHead.losses",
         attribute("tp_group", "current().group('dp')", number=2),
         "tp2",
         "C50",

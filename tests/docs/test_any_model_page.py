@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "any_model.md"
 
 def test_experts_on_one_and_four_ranks(tmp_path: Path) -> None:
     """The program of the section about experts prints what the page says."""
-    section = PAGE.read_text(encoding="utf-8").split("## Split experts over ranks")[1].split("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").split("## Experts on several ranks")[1].split("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     (shown,) = re.findall(r"```\n(dp1: .*?)```", section, flags=re.DOTALL)
     (tmp_path / "train_experts.py").write_text(program, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_core.post_training import objectives
@@ -15,17 +16,38 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), 
 
 
 def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(PROGRAMS[0])
+    (tmp_path / "loop.py").write_text("\n".join(PROGRAMS[:3]))
     result = run_ranks_of("python loop.py", tmp_path)
     assert result.returncode == 0, result.stderr
     lines = re.findall(r"step \d: gradient norm (\S+), largest difference (\S+)", result.stdout)
     assert [difference for _, difference in lines] == ["0.0"] * 3
     assert any(float(norm) > 0 for norm, _ in lines)
+    # The page's other programs continue the loop: tokens of two versions are unfinished at the end.
+    assert "versions [3, 4]" in result.stdout
+
+
+@pytest.mark.parametrize("layout", ["", " --tensor-model-parallel-size 2 --sequence-parallel"])
+def test_ppo_raises_the_reward(layout: str, tmp_path: Path) -> None:
+    flags = " --dataloader-type external"
+    (tmp_path / "ppo.py").write_text(PROGRAMS[2].replace(flags, flags + layout))
+    start = "torchrun --nproc-per-node 2 ppo.py" if layout else "python ppo.py"
+    result = run_ranks_of(start, tmp_path)
+    assert result.returncode == 0, result.stderr
+    rewards = [float(reward) for reward in re.findall(r"step 1?\d: mean reward (\S+), loss", result.stdout)]
+    assert min(rewards) < 0.2
+    assert max(rewards) > 4.0
+
+
+def test_a_reward_model_learns_its_pairs(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(PROGRAMS[3])
+    result = run_ranks_of("python reward.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "chosen above rejected: True, True" in result.stdout
 
 
 def test_an_objective_of_ones_own() -> None:
     names: dict = {}
-    exec(PROGRAMS[1], names)
+    exec(next(program for program in PROGRAMS if "TokenObjective" in program), names)
     assert names["objective"].metric_names == ("distance",)
 
     class Batch(dict):
@@ -40,4 +62,8 @@ def test_an_objective_of_ones_own() -> None:
 
 def test_every_objective_is_on_the_page() -> None:
     text = PAGE.read_text()
-    assert all(f"| `{name}(" in text for name in objectives.NAMED)
+    functions = {name: value for name, value in vars(objectives).items() if not name.startswith("_")}
+    makes = {name: getattr(function, "__annotations__", {}).get("return") for name, function in functions.items()}
+    names = [name for name, result in makes.items() if result == "TokenObjective"]
+    assert len(names) >= 11
+    assert all(f"| `{name}(" in text for name in names)

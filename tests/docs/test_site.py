@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 from pathlib import Path
@@ -62,3 +63,17 @@ def test_links_that_leave_the_folder_become_text() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="book/index.md"))
     kept = "[a](../train.md) [b](../train.md#while-it-runs) [c](https://x.y) ![d](../images/e.png)"
     assert hooks.on_page_markdown(f"{kept} [rules](../../CONTRIBUTING.md#walks).", page) == f"{kept} rules."
+
+
+def test_the_package_deepspeed_imports_its_modules_by_their_full_names() -> None:
+    """``make site`` reads megatron_core/drop_in/deepspeed under this path, where it cannot resolve ``deepspeed``."""
+    folder = ROOT / hooks.PACKAGE / "drop_in" / "deepspeed"
+    own_modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or list(path.glob("*.py"))}
+    imported = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
+    names = [
+        alias.name
+        for node in imported
+        if isinstance(node, ast.ImportFrom) and node.module == "deepspeed"
+        for alias in node.names
+    ]
+    assert len(own_modules) > 10 and not own_modules & set(names)

@@ -10,13 +10,13 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.schedules import one_f_one_b
 from megatron_core.schedules.actions import Action, Plan
-from megatron_core.schedules.plan_file import format_plan
 from megatron_core.training.step import train_step
 from megatron_core.verify import trace_training
 from megatron_core.verify.bounds import FLOAT64_BOUND, relative_errors
 from megatron_core.verify.ranks import run_ranks
 from tests.parity.rows import BASE, PP2, ROWS, SYNCHRONOUS, ZB_H1, ZB_V, compare
 from tests.runs import tiny_run
+from tests.schedules.plans import format_plan
 
 
 @pytest.mark.parametrize("row", ["pp2 zb_v", "pp4 dualpipe_v"])

@@ -98,7 +98,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "windows",
     ),
     "logits bounded by 1": CommonDefect(
-        "models.gpt.model:GPTModel._capped",
+        "models.gpt.model:VocabularyHead._capped",
         returned("logits if cap is None else 1.0 * torch.tanh(logits / cap)"),
         "bounded scores and logits",
     ),

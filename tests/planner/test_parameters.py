@@ -73,6 +73,10 @@ CASES: dict[str, dict[str, Any]] = {
     | PIPELINE
     | {"disable_weight_layernorm": True, "embedding_layernorm": True, "qk_layernorm": True},
     "norm of embeddings with biases, tp2": {"embedding_layernorm": True, "tensor_model_parallel_size": 2},
+    "value head, pp2": PIPELINE | {"value_head": True},
+    "value head, biases, untied, tp2": LLAMA
+    | {"value_head": True, "add_output_layer_bias": True, "tensor_model_parallel_size": 2},
+    "value head, pp2, lora": PIPELINE | {"value_head": True, "lora_rank": 4},
     "xielu": {name: value for name, value in LLAMA.items() if name != "swiglu"} | {"xielu": True},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},

@@ -11,7 +11,10 @@ import pytest
 from megatron_core.post_training import policy_loss, sampler, token_batch
 from megatron_core.post_training.step_data import StepData
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.defects.plant import planted
+from tests.post_training import test_critics as critics
 from tests.post_training import test_layouts as layouts
+from tests.post_training import test_offload as offload
 from tests.post_training import test_trl_policies as policies
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -93,6 +96,65 @@ def test_the_steps_of_trl_find(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert any(ours != pytest.approx(expected, rel=1e-6) for ours, expected in zip(steps, theirs, strict=True))
 
 
+VALUE_HEAD = "features.value_head.head:ValueHead"
+OF_CRITICS: dict[str, tuple[str, tuple[str, str], str]] = {
+    "the gradient of the head is that of a rank's tokens": (
+        f"{VALUE_HEAD}.__init__",
+        ("partial_grad=context.sequence_parallel", "partial_grad=False"),
+        "tp2 sp",
+    ),
+    "the gradient of values is summed over ranks that compute the same loss": (
+        f"{VALUE_HEAD}.forward",
+        ("partial_grad=False", "partial_grad=True"),
+        "tp2 sp",
+    ),
+    "the head sums its gradient over ranks with the same tokens": (
+        f"{VALUE_HEAD}.__init__",
+        ("partial_grad=context.sequence_parallel", "partial_grad=True"),
+        "tp2",
+    ),
+    "the smaller of two value losses is taken": (
+        "post_training.objectives:value_loss",
+        ("torch.maximum", "torch.minimum"),
+        "one process",
+    ),
+    "limits of values are around the returns": (
+        "post_training.objectives:value_loss",
+        ('old = batch["old_values"]', "old = returns"),
+        "one process",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_CRITICS)
+def test_the_steps_of_a_critic_find(name: str, tmp_path: Path) -> None:
+    target, (old, new), layout = OF_CRITICS[name]
+    config = critics._config(critics._folder(tmp_path, layout), layout)
+    expected = critics._steps_of_transformers(tmp_path, critics.CLIP)
+    with planted(target, old, new):
+        (steps, *_) = run_ranks(critics._ranks(layout), critics._critic_steps, config, critics.CLIP, True)
+    assert any(ours != pytest.approx(theirs, rel=1e-6) for ours, theirs in zip(steps, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"),
+    [
+        (
+            "post_training.trajectories:Trajectory.of_text",
+            "[*tokens, tokens[-1]], [0] * (len(tokens) - 1)",
+            "tokens, [0] * (len(tokens) - 2)",
+        ),
+        ("post_training.objectives:bradley_terry", "rewards[0::2], rewards[1::2]", "rewards.chunk(2)"),
+    ],
+)
+def test_the_steps_of_a_reward_model_find(target: str, old: str, new: str, tmp_path: Path) -> None:
+    config = critics._config(critics._folder(tmp_path, "one process"), "one process")
+    with planted(target, old, new):
+        (steps,) = run_ranks(1, critics._reward_steps, config, "pairs, centered", True)
+    theirs = critics.OF_TRL["pairs, centered"]
+    assert any(ours != pytest.approx(expected, rel=1e-6) for ours, expected in zip(steps, theirs, strict=True))
+
+
 @pytest.mark.parametrize("name", OF_BITS)
 def test_the_bits_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, trained, sampled = OF_BITS[name]
@@ -104,3 +166,11 @@ def test_the_bits_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "no token can be sampled" in str(failure)
     else:
         assert any(step[0] != 0.0 for step in steps)
+
+
+def test_the_bits_after_a_while_outside_find_lost_state(tmp_path: Path) -> None:
+    ranks, settings = offload.LAYOUTS["dp2 zero3"]
+    config = offload._config(**settings)
+    expected = run_ranks(ranks, offload._losses, config, None)
+    with planted("post_training.offload:OffloadedState.restore", "chunk.copy_(on_host)", "pass"):
+        assert run_ranks(ranks, offload._losses, config, tmp_path) != expected

@@ -34,6 +34,7 @@ COMMON = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
+    "one process, chunks": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
@@ -56,7 +57,7 @@ def _answers() -> list[Trajectory]:
 
 
 def _ranks(layout: str) -> int:
-    return 1 if layout == "one process" else 2
+    return 1 if "one process" in layout else 2
 
 
 def _scores(config: RunConfig) -> list[np.ndarray]:
@@ -194,13 +195,8 @@ def test_any_loss_trains_as_autograd_does(layout: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     expected = []
     for _ in range(3):
-        rows = []
-        for sample in inputs.sampled(0):
-            ids = torch.tensor([[*sample.prompt, *sample.answer]])
-            logits = model(input_ids=ids).logits[0, inputs.PROMPT_LENGTH - 1 : -1]
-            rows.append(logits.log_softmax(-1).gather(1, torch.tensor(sample.answer)[:, None])[:, 0])
         optimizer.zero_grad()
-        loss = _preferences(rows)
+        loss = _preferences(_log_probs(model))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -295,6 +291,8 @@ def test_advantages_are_those_of_the_papers() -> None:
     advantages, returns = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8)
     assert advantages == pytest.approx(expected)
     assert returns == pytest.approx([a + v for a, v in zip(advantages, values, strict=True)])
+    cut, _ = generalized_advantages([0.0, 0.0, 1.0], values, discount=0.9, smoothing=0.8, value_after=0.5)
+    assert cut == pytest.approx([a + (0.9 * 0.8) ** (2 - t) * 0.9 * 0.5 for t, a in enumerate(advantages)])
 
 
 def test_kl_estimates() -> None:
@@ -304,3 +302,66 @@ def test_kl_estimates() -> None:
     assert objectives.kl_estimate(log_probs, reference, "k2").tolist() == [0.125, 0.5]
     expected = [ratio - 1 - math.log(ratio) for ratio in ratios]
     assert objectives.kl_estimate(log_probs, reference, "k3").tolist() == pytest.approx(expected)
+
+
+STEP_SETTINGS: list[dict[str, Any]] = [
+    {"lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2, "clip_grad": 0.5},
+    {"betas": (0.85, 0.9), "clip_grad": 0.0},
+    {"lr": 5e-4, "weight_decay": 0.0, "eps": 1e-5},
+    {},
+]
+
+
+def _with_settings(config: RunConfig) -> list[list[float]]:
+    """Log-probabilities after each step."""
+    trainer = Trainer(config, this_world())
+    rows = []
+    for settings in STEP_SETTINGS:
+        trainer.train_on(_answers(), objectives.cross_entropy(), **settings)
+        rows.append(torch.cat(trainer.log_probs(_answers()).log_probs).tolist())
+    return rows
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_settings_of_a_step_are_those_of_torch(layout: str, tmp_path: Path) -> None:
+    """The last step has the configured settings again."""
+    config = _config(tmp_path, weight_decay=0.1, **LAYOUTS[layout])
+    model = load_model(tmp_path).train()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    configured = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "clip_grad": 1.0}
+    expected = []
+    for settings in STEP_SETTINGS:
+        current = configured | settings
+        for group, decay in zip(optimizer.param_groups, (current["weight_decay"], 0.0), strict=True):
+            group.update(lr=current["lr"], betas=current["betas"], eps=current["eps"], weight_decay=decay)
+        optimizer.zero_grad()
+        torch.cat([-row for row in _log_probs(model)]).mean().backward()
+        limit = current["clip_grad"] or math.inf
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        with torch.no_grad():
+            expected.append(torch.cat(_log_probs(model)).tolist())
+    for rows in run_ranks(_ranks(layout), _with_settings, config):
+        for ours, theirs in zip(rows, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+def _log_probs(model: Any) -> list[torch.Tensor]:
+    """The log-probabilities of each answer's tokens by a model of transformers."""
+    rows = []
+    for sample in inputs.sampled(0):
+        ids = torch.tensor([[*sample.prompt, *sample.answer]])
+        logits = model(input_ids=ids).logits[0, inputs.PROMPT_LENGTH - 1 : -1]
+        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(sample.answer)[:, None])[:, 0])
+    return rows
+
+
+def test_settings_of_a_step_are_checked() -> None:
+    trajectory = [Trajectory.of_answer([1], [2, 3])]
+    with pytest.raises(ConfigError, match=r"adam_beta1=1\.5"):
+        Trainer(_tiny()).train_on(trajectory, objectives.cross_entropy(), betas=(1.5, 0.9))
+    with pytest.raises(ConfigError, match="are those of Adam, and the run has optimizer=sgd"):
+        Trainer(_tiny(optimizer="sgd")).train_on(trajectory, objectives.cross_entropy(), eps=1e-6)

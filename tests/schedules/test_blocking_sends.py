@@ -8,8 +8,9 @@ from collections import defaultdict
 import pytest
 
 from megatron_core.schedules import SCHEDULES, gpipe, make_plan, one_f_one_b, zb_h1, zb_v
-from megatron_core.schedules.actions import Action, Plan, parse_plan
+from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.checks import check_plan, order_problems
+from tests.schedules.plans import parse_plan
 
 
 class Ranks:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, interleaved, make_plan
-from megatron_core.schedules.actions import Action, parse_plan
+from megatron_core.schedules.actions import Action
 from megatron_core.schedules.checks import check_plan, plan_problems
+from tests.schedules.plans import parse_plan
 
 # Faults: (the ranks' actions of two stages and one or two micro-batches, micro-batches, the whole report).
 FAULTS = {

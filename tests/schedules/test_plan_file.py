@@ -12,7 +12,8 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
 from megatron_core.schedules.actions import v_shaped_stages
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.plan_file import format_plan, plan_from_text, read_plan
+from megatron_core.schedules.plan_file import plan_from_text, read_plan
+from tests.schedules.plans import format_plan
 
 
 def test_file_with_comments(tmp_path: Path) -> None:

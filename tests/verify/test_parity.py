@@ -13,7 +13,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory.backend import expected
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.verify import GPTExperiment, RankTrace, check_parity, shrunk
-from megatron_core.verify.table import TerminalTable, for_terminal, layout_page, summary_line
+from megatron_core.verify.table import TerminalTable, layout_page, print_wrapped, summary_line
 
 LAYOUTS = ["tp2 sp", "pp2 v2", "dp2 zero1 overlap"]
 
@@ -118,14 +118,15 @@ def test_a_slip_in_the_last_layout_is_told_before_the_first_runs() -> None:
     assert heard == []
 
 
-def test_tables_have_a_line_for_each_row_and_name_what_is_wrong() -> None:
+def test_tables_have_a_line_for_each_row_and_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_parity(Sum(wrong=0.5), ["tp2", "dp2"])
     table = TerminalTable(["tp2", "dp2"], "float64")
     lines = [line for row in report.rows for line in table.lines(row)]
     verdicts = [line.split()[-2] for line in lines if not line.startswith(" ")]
     assert verdicts == ["FAILS", "holds"]
     assert sum("weight.a is off by 2.1e-01" in line for line in lines) == 1
-    wrapped = for_terminal("word " * 50).splitlines()
+    print_wrapped("word " * 50)
+    wrapped = capsys.readouterr().out.splitlines()
     assert len(wrapped) == 3 and max(map(len, wrapped)) <= 100
     table_rows = [line for line in layout_page(report, "a sum") if line.startswith("|")]
     assert len(table_rows) == 4

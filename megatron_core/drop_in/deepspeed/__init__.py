@@ -1,12 +1,13 @@
 """DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
+# Not ``from deepspeed import comm``: readers of the source know this folder by another name, and would find no module.
+import deepspeed.comm
+import deepspeed.moe
+import deepspeed.ops
+import deepspeed.runtime
+import deepspeed.utils
 import megatron_core.drop_in  # finds the modules of named_modules.yaml
-from deepspeed import comm as comm
-from deepspeed import moe as moe
-from deepspeed import ops as ops
-from deepspeed import pipe as pipe  # type: ignore[attr-defined]
-from deepspeed import runtime as runtime
-from deepspeed import utils as utils
+from deepspeed import pipe as pipe  # type: ignore[attr-defined,unused-ignore]
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist
 from deepspeed.comm.comm import init_distributed as init_distributed

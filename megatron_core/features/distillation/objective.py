@@ -70,23 +70,26 @@ def teacher_hidden_states(run: Run, teacher: Teacher, batches: Sequence[MicroBat
     return by_micro_batch
 
 
+@torch.no_grad()
+def teacher_logits(run: Run, teacher: Teacher, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """This rank's columns of the teacher's logits, from the input of its output layer."""
+    last_stage = teacher.model.stages[len(run.layers) - 1]
+    logits: Tensor = last_stage(batch.tokens, hidden_states=hidden, head=HeadOptions(only_output_layer=True))
+    return logits
+
+
 def logit_losses(
     run: Run, teacher: Teacher, hidden: dict[int, Tensor], batches: Sequence[MicroBatch], report: LossReport | None
 ) -> dict[int, LogitLoss]:
     """The loss of the student's logits of each micro-batch in ``hidden``, which it releases."""
     settings = run.config.section(DistillationConfig)
-    final = len(run.layers) - 1
 
     def of(micro: int) -> LogitLoss:
         def loss(logits: Tensor, target: Tensor) -> Tensor:
             batch = batches[micro]
-            with torch.no_grad():
-                last_stage = teacher.model.stages[final]
-                only_output_layer = HeadOptions(only_output_layer=True)
-                teacher_logits = last_stage(batch.tokens, hidden_states=hidden.pop(micro), head=only_output_layer)
             losses, divergence = vocab_parallel_distillation_loss(
                 logits,
-                teacher_logits,
+                teacher_logits(run, teacher, batch, hidden.pop(micro)),
                 target,
                 weight=settings.kd_weight,
                 temperature=settings.kd_temperature,

@@ -15,7 +15,10 @@ from megatron_core.errors import CheckpointError, quoted
 from megatron_core.feature import extended
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON, HeterogeneousConfig
 from megatron_core.features.recurrent.kinds import Mamba2
+from megatron_core.features.value_head.settings import ValueHeadConfig
 from megatron_core.hub.hugging_face import families
+from megatron_core.hub.hugging_face.classifier import TENSORS as CLASSIFIER_TENSORS
+from megatron_core.hub.hugging_face.classifier import classifier_keys, is_value_model
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, LENGTH, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, WIDTH, KeyType
@@ -131,6 +134,7 @@ class Architecture:
         if heads is not None and settings.get("kv_channels") == settings["hidden_size"] // heads:
             settings["kv_channels"] = None
         settings["untie_embeddings_and_output_weights"] = not stated.get("tie_word_embeddings", False)
+        settings["value_head"] = is_value_model(hf_config)
         try:
             for rule in self.rules:
                 settings |= rule.read(stated)
@@ -205,12 +209,14 @@ class Architecture:
         keys = {
             "architectures": [self.class_name],
             "model_type": self.model_type,
-            "tie_word_embeddings": config.share_embeddings_and_output_weights,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             **self.required,
             **{key: settings[name] for key, name in self.keys.items()},
         }
         for rule in self.rules:
             keys |= rule.write(config)
+        if config.section(ValueHeadConfig).value_head:
+            keys |= classifier_keys(self.class_name)
         return keys
 
     @property
@@ -220,6 +226,8 @@ class Architecture:
 
     def source(self, name: str) -> TensorSource:
         """The stored tensors that hold our tensor ``name``."""
+        if name in CLASSIFIER_TENSORS:
+            return TensorSource((CLASSIFIER_TENSORS[name],))
         layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         table, local_name = (self.layer_tensors, layer[2]) if layer else (self.tensors, name)
         number = int(layer[1]) if layer else 0

@@ -123,7 +123,8 @@ def stored_tensors(
     if source.of_heads:
         return ours.view(-1, model.head_size)
     if source.rows is None:
-        return [source.turned(ours)]
+        stored_whole = source.turned(ours)
+        return [stored_whole] if len(source.stored_shapes(model, shape)) == 1 else stored_whole.unbind()
     # Zeros: some rows of a table of positions belong to no position.
     stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
     for key, index, piece in source.parts(model, shape, Box((0,) * len(shape), shape)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -150,13 +150,16 @@ class MegatronReader(StateReader):
         files = self._files
         return MegatronProgress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
 
-    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+    def check_names(
+        self, needed: Mapping[str, tuple[int, ...]], is_unused: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Compare the stored tensors with the global shapes that a run needs, as ``CheckpointReader`` does."""
         by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in needed.items():
             state_kind, weight = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
             by_kind.setdefault(state_kind, {})[weight] = shape
-        self._check(by_kind.pop("model", {}), self._parts)
+        used_parts = {name: tensor for name, tensor in self._parts.items() if not is_unused(f"model.{name}")}
+        self._check(by_kind.pop("model", {}), used_parts)
         if (
             by_kind
             and self.kinds

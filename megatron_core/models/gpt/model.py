@@ -31,6 +31,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 LogitLoss = Callable[[Tensor, Tensor], Tensor]
 """Losses ``[s, b]`` of this rank's columns of the logits ``[s, b, v/tp]`` and of labels ``[s, b]``."""
+AddZLoss = Callable[[Tensor, Tensor], Tensor]
+"""Function of losses and log Z that returns the losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,88 @@ class HeadOptions:
     """Return the input of the output layer."""
     only_output_layer: bool = False
     """``hidden_states`` is such an input: compute only this rank's logits ``[s, b, v/tp]``."""
+
+
+def make_head(context: LayerContext, vocab_size: int, *, tied: bool) -> Any:
+    """Construct the head that ``ModelConfig.head_name`` names; features have others than ``VocabularyHead``.
+
+    ``tied``: the embedding on this rank has the weight of a head that shares it.
+    """
+    name = context.config.head_name
+    constructor = VocabularyHead if name == VocabularyHead.name else load_hook(layer_hooks()[name])
+    return constructor(context, vocab_size, tied=tied)
+
+
+class VocabularyHead(ColumnParallelLinear):
+    """The output layer of a language model; its rows, the vocabulary, are split over tensor-parallel ranks.
+
+    ``weight``, an argument of the methods, is that of the embedding if the head has none of its own.
+    """
+
+    name = "vocabulary"
+
+    def __init__(self, context: LayerContext, vocab_size: int, *, tied: bool) -> None:
+        config = context.config
+        size = context.tp_group.size()
+        shares = config.share_embeddings_and_output_weights
+        super().__init__(
+            config.hidden_size,
+            context.vocabulary_per_rank(vocab_size) * size,
+            config=context.parallel,
+            init_method=context.embedding_init_method if shares or config.use_mup else context.init_method,
+            bias=config.add_output_layer_bias,
+            skip_weight_param_allocation=tied,
+            tp_group=context.tp_group,
+            spec=lambda shape, index, size: split((vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
+        )
+        self.model_config = config
+        self.vocab_size = vocab_size
+        self.is_tied = tied
+        """Whether the weight is that of an embedding on this rank."""
+
+    def logits(self, hidden: Tensor, weight: nn.Parameter | None) -> Tensor:
+        """Input of the head ``[s, b, h]`` -> this rank's columns of the logits, ``[s, b, v/tp]``."""
+        return self._capped(self(self._scaled(hidden), weight=weight)[0])
+
+    def losses(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        weight: nn.Parameter | None,
+        add_z_loss: AddZLoss | None = None,
+        logit_loss: LogitLoss | None = None,
+    ) -> Tensor:
+        """Input of the head ``[s, b, h]``, targets ``[s, b]`` -> losses ``[s, b]``; ``logit_loss`` replaces cross
+        entropy."""
+        config = self.model_config
+        backend = config.kernel_backend
+        # Complete logits are the largest tensor of many models; chunks of them are enough for cross entropy and its
+        # gradient.
+        if config.fuses_output_layer_with_loss and logit_loss is None:
+            weight = self.weight if weight is None else weight
+            assert weight is not None, "an output layer without a weight of its own is tied"
+            return tensor_parallel.linear_cross_entropy(
+                self._scaled(hidden), weight, target, self.comm, vocab_size=self.vocab_size, backend=backend
+            )
+        logits = self.logits(hidden, weight)
+        if logit_loss is not None:
+            return logit_loss(logits, target)
+        canonical = self.config.arithmetic.parts_on(self.tp_group)
+        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": self.vocab_size}
+        of |= {"backend": backend, "num_parts": canonical}
+        if add_z_loss is not None:
+            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
+        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
+        factor = self.model_config.logit_factor
+        return hidden if factor == 1.0 else hidden * factor
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """c tanh(logits / c) for ``final_logit_softcapping`` c (Gemma 2, arXiv 2408.00118, section 2)."""
+        cap = self.model_config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class GPTModel(nn.Module):
@@ -100,7 +184,12 @@ class GPTModel(nn.Module):
         self._weights_of_others = () if tied_weight is None else (tied_weight,)
         layers = range(config.num_layers) if layers is None else layers
         self.decoder = TransformerBlock(context, layers, final_norm=post_process, layer_specs=layer_specs)
-        self.output_layer = self._make_output_layer(context) if post_process else None
+        self.output_layer: Any = None
+        if post_process:
+            # Tied to an embedding on the same rank, the output layer has no weight of its own.
+            has_embedding = self.embedding is not None or self._weights_of_others != ()
+            tied = config.share_embeddings_and_output_weights and has_embedding
+            self.output_layer = make_head(context, vocab_size, tied=tied)
         self.mtp: Any = None
         if config.added_layers and post_process:
             # Without a weight on this rank, multi-token prediction has a copy of the embedding, whose gradients are
@@ -120,23 +209,6 @@ class GPTModel(nn.Module):
             amend_spec(shared, tied=groups.ends, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
-
-    def _make_output_layer(self, context: LayerContext) -> ColumnParallelLinear:
-        """Build the output layer; tied to an embedding on the same rank, it has no weight of its own."""
-        tied = self.model_config.share_embeddings_and_output_weights
-        tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
-        size = self.tp_group.size()
-        per_rank = context.vocabulary_per_rank(self.vocab_size)
-        return ColumnParallelLinear(
-            self.model_config.hidden_size,
-            per_rank * size,
-            config=self.parallel,
-            init_method=context.embedding_init_method if tied or context.config.use_mup else context.init_method,
-            bias=self.model_config.add_output_layer_bias,
-            skip_weight_param_allocation=tied_here,
-            tp_group=self.tp_group,
-            spec=lambda shape, index, size: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
-        )
 
     def _mark_embedding_and_output(self) -> None:
         """Set the attribute that ``--decoupled-lr`` and optimizers of hidden matrices read; its name is Megatron's."""
@@ -170,7 +242,7 @@ class GPTModel(nn.Module):
         A head that uses the embedding's weight lists it, too: the weight belongs to the first unit.
         """
         head: list[nn.Module | None] = [self.decoder.final_layernorm, self.mtp, self.output_layer]
-        embeds = self.output_layer is not None and (self.output_layer.weight is None or self.mtp is not None)
+        embeds = self.output_layer is not None and (self.output_layer.is_tied or self.mtp is not None)
         if embeds and (self.embedding is not None or self._weights_of_others):
             # ZeRO-3 must gather the weight for the head, too, although it belongs to the first unit.
             head.append(nn.ParameterList([self._shared_weight()]))
@@ -206,7 +278,8 @@ class GPTModel(nn.Module):
         head = head or HeadOptions()
         if head.only_output_layer:
             assert hidden_states is not None, "the input of the output layer"
-            return self._vocab_parallel_logits(hidden_states, self._output_weight())
+            logits: Tensor = self.output_layer.logits(hidden_states, self._output_weight())
+            return logits
         # Positions, and the context that all layers share.
         positions = sequences.positions
         loss_mask = sequences.loss_mask
@@ -247,7 +320,7 @@ class GPTModel(nn.Module):
         if head.logit_positions is not None:
             rows = torch.arange(len(head.logit_positions), device=input_ids.device)
             hidden_states = hidden_states[head.logit_positions.t(), rows]
-        return self._logits(self._vocab_parallel_logits(hidden_states, tied)).transpose(0, 1)
+        return self._logits(self.output_layer.logits(hidden_states, tied)).transpose(0, 1)
 
     def _all_losses(
         self,
@@ -264,69 +337,20 @@ class GPTModel(nn.Module):
         later = sequences.later
         if config.output_z_loss_coeff and context.auxiliary_losses is not None:
             add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
-        losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
+        losses: Tensor = self.output_layer.losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
         if self.mtp is not None and self.training and later is not None:
-            losses_of = partial(self._losses, tied=tied)
+            losses_of = partial(self.output_layer.losses, weight=tied)
             losses = self.mtp.add_losses(losses, hidden, labels, later, self._shared_weight(), context, losses_of)
         return losses
-
-    def _losses(
-        self,
-        hidden_states: Tensor,
-        target: Tensor,
-        tied: nn.Parameter | None,
-        add_z_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        logit_loss: LogitLoss | None = None,
-    ) -> Tensor:
-        """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``.
-
-        ``add_z_loss``: function of losses and log Z that returns the losses; ``logit_loss`` replaces cross entropy.
-        """
-        size = self.vocab_size
-        backend = self.model_config.kernel_backend
-        assert self.output_layer is not None
-        # Complete logits are the largest tensor of many models; chunks of them are enough for the loss and its
-        # gradient.
-        if self.model_config.fuses_output_layer_with_loss:
-            hidden_states = self._scaled(hidden_states)
-            weight = self.output_layer.weight if tied is None else tied
-            assert weight is not None, "an output layer without a weight of its own is tied"
-            comm = self.output_layer.comm
-            return tensor_parallel.linear_cross_entropy(
-                hidden_states, weight, target, comm, vocab_size=size, backend=backend
-            )
-        logits = self._vocab_parallel_logits(hidden_states, tied)
-        if logit_loss is not None:
-            return logit_loss(logits, target)
-        canonical = self.parallel.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "num_parts": canonical}
-        if add_z_loss is not None:
-            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
-        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
 
     def _output_weight(self) -> nn.Parameter | None:
         """The weight of an output layer without a weight of its own; else None."""
         assert self.output_layer is not None, "only the last stage has an output layer"
-        return self._shared_weight() if self.output_layer.weight is None else None
-
-    def _vocab_parallel_logits(self, hidden: Tensor, tied: nn.Parameter | None) -> Tensor:
-        """Input of the output layer -> this rank's columns of the logits, ``[s, b, v/tp]``."""
-        assert self.output_layer is not None, "only the last stage has an output layer"
-        return self._capped(self.output_layer(self._scaled(hidden), weight=tied)[0])
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
-        factor = self.model_config.logit_factor
-        return hidden if factor == 1.0 else hidden * factor
+        return self._shared_weight() if self.output_layer.is_tied else None
 
     def _logits(self, logits: Tensor) -> Tensor:
         """This rank's columns of the logits -> logits of the whole vocabulary, without padding."""
         return gather_channels(logits, self.tp_group)[..., : self.vocab_size]
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        """c tanh(logits / c) for ``final_logit_softcapping`` c (Gemma 2, arXiv 2408.00118, section 2)."""
-        cap = self.model_config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         if not self.rotary_channels:

@@ -22,12 +22,8 @@ class _Body(BaseModel):
     """The name of the request, which the path gives already."""
 
 
-class Anything(BaseModel):
-    """A request of which nothing is read."""
-
-
 class CreateSession(_Body):
-    """A new session; its descriptions are not kept."""
+    """A new session; its tags and project are not kept."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ Only requests of ``forward_backward`` and the answers with tensors travel as pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ key and a value, an enumeration an int32, and an alternative an ordinary field: 
 FLOAT32 = 1
 DTYPES = {FLOAT32: np.float32, 2: np.int64, 3: np.int32}
 STOP_REASONS = {"stop": 0, "length": 1}
+MOST_CELLS = 2**26
+"""Limit for the cells of a sparse matrix, which a few bytes can describe."""
 ABSENT_LOGPROB = -99999.0
 """The log-probability in cells without a token, as the client documents it."""
 
@@ -122,15 +125,39 @@ def _datum(datum: Any, title: str) -> dict[str, Any]:
 
 
 def _tensor(tensor: Any, title: str) -> list[Any]:
-    """The numbers of a tensor with one dimension."""
-    if tensor.HasField("sparse_csr"):
-        raise DataError(f"{title} is sparse; give a dense tensor with a number for each token")
+    """The numbers of a tensor: one for each token, or a row of K for each token."""
     if tensor.dtype not in DTYPES:
         raise DataError(f"{title} has dtype {tensor.dtype}; give float32, int64 or int32")
-    numbers = _numbers(tensor.dense, DTYPES[tensor.dtype], title)
-    if len(tensor.shape) > 1 or (len(tensor.shape) == 1 and tensor.shape[0] != len(numbers)):
-        raise DataError(f"{title} has the shape {list(tensor.shape)}; give one number for each token")
-    return numbers.tolist()
+    dtype = DTYPES[tensor.dtype]
+    shape = list(tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        return _dense(tensor.sparse_csr, dtype, shape, title).tolist()
+    numbers = _numbers(tensor.dense, dtype, title)
+    shape = shape or [len(numbers)]
+    if len(shape) > 2 or math.prod(shape) != len(numbers):
+        raise DataError(f"{title} has the shape {shape}; give a number or a row of numbers for each token")
+    return numbers.reshape(shape).tolist()
+
+
+def _dense(sparse: Any, dtype: Any, shape: list[int], title: str) -> np.ndarray:
+    """A matrix in compressed rows, with zeros in the other cells."""
+    values = _numbers(sparse.values, dtype, title)
+    starts = _numbers(sparse.crow_indices, np.int64, title)
+    columns = _numbers(sparse.col_indices, np.int64, title)
+    counts = np.diff(starts)
+    if not (
+        len(shape) == 2
+        and 0 < math.prod(shape) <= MOST_CELLS
+        and len(starts) == shape[0] + 1
+        and starts[0] == 0
+        and starts[-1] == len(values) == len(columns)
+        and (counts >= 0).all()
+        and ((columns >= 0) & (columns < shape[1])).all()
+    ):
+        raise DataError(f"{title} of the shape {shape} is not a matrix in compressed rows (CSR)")
+    dense = np.zeros(shape, dtype=dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
 
 
 def _numbers(data: bytes, dtype: Any, title: str) -> np.ndarray:
@@ -145,8 +172,8 @@ def _refuse_unknown(message: Message, title: str) -> None:
         raise DataError(f"{title} has fields that this server does not know, with the numbers {numbers}")
 
 
-def forward_output(outputs: Mapping[str, Sequence[Sequence[float]]], metrics: Mapping[str, float]) -> bytes:
-    """Write the answer to ``forward_backward``; ``outputs``: numbers of each datum's tokens, by name."""
+def forward_output(outputs: Mapping[str, Sequence[Sequence[Any]]], metrics: Mapping[str, float]) -> bytes:
+    """Write the answer to ``forward_backward``; ``outputs``: numbers or rows of each datum's tokens, by name."""
     answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     answer.metrics.extend(MESSAGES["Number"](key=name, value=value) for name, value in metrics.items())
     record = answer.loss_fn_outputs.add(type_tag="ArrayRecord")
@@ -158,6 +185,7 @@ def forward_output(outputs: Mapping[str, Sequence[Sequence[float]]], metrics: Ma
         entry.value.data = b"".join(array.tobytes() for array in arrays)
         entry.value.offsets = offsets.tobytes()
         entry.value.dtype = FLOAT32
+        entry.value.trailing_shape.extend(arrays[0].shape[1:])
     return answer.SerializeToString()
 
 

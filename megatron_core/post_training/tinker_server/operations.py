@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
+from megatron_core.checkpoint.removal import remove
 from megatron_core.errors import DataError
+from megatron_core.post_training.tinker_server.catalog import folder_of
 from megatron_core.post_training.tinker_server.losses import LossCall, joint_objective
 from megatron_core.post_training.tinker_server.sampling import Json, RequestSampler
-from megatron_core.post_training.tinker_server.trainings import Adaptation, Trainings, folder_of
+from megatron_core.post_training.tinker_server.trainings import Adaptation, Trainings
 from megatron_core.post_training.trainer import Trainer
 
 BASE = "base"
@@ -31,11 +34,10 @@ class Operations:
         self._most_copies = most_copies
         self._copies: list[str] = []
         self._kept: dict[str, list[LossCall]] = {}
-        optimizer = trainer.run.optimizer
         parameters = [p for bucket in trainer.run.data_parallel.buckets for p in bucket.parameters]
-        self._rates: dict[str, Any] = {"params": parameters, "lr": 0.0, "weight_decay": 0.0, "eps": 1e-8}
-        # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it.
-        optimizer.use_groups([self._rates])
+        # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it. Each step sets
+        # its rates.
+        trainer.run.optimizer.use_groups([{"params": parameters}])
         self._methods: dict[str, Callable[[Json], Json]] = {
             "create": self._create,
             "forward": self._forward,
@@ -44,6 +46,7 @@ class Operations:
             "load": self._load,
             "copy": self._copy,
             "remove": self._remove,
+            "delete": self._delete,
         }
 
     def run(self, operation: Json) -> Json:
@@ -74,8 +77,7 @@ class Operations:
         self.trainings.activate(name)
         longest = trainer.run.config.data.seq_length
         call = LossCall.of(operation, vocab_size=trainer.run.vocab_size, longest=longest)
-        log_probs = trainer.log_probs(call.trajectories(0)).log_probs
-        losses = call.losses(log_probs)
+        log_probs, losses = call.losses(trainer.log_probs(call.trajectories(0)).log_probs)
         if operation["keeps"]:
             self._kept[name].append(call)
         return {
@@ -91,17 +93,17 @@ class Operations:
         if not calls:
             raise DataError("optim_step without gradients; call forward_backward before it")
         params = operation["params"]
-        optimizer = self.trainer.run.optimizer
-        self._rates.update(
+        self._kept[name] = []
+        trajectories = [entry for number, call in enumerate(calls) for entry in call.trained(number)]
+        result = self.trainer.train_on(
+            trajectories,
+            joint_objective(calls),
             lr=params["learning_rate"],
             weight_decay=params["weight_decay"],
-            eps=params["eps"],
             betas=(params["beta1"], params["beta2"]),
+            eps=params["eps"],
+            clip_grad=params["grad_clip_norm"],
         )
-        optimizer.config = replace(optimizer.config, clip_grad=params["grad_clip_norm"])
-        self._kept[name] = []
-        trajectories = [entry for number, call in enumerate(calls) for entry in call.trajectories(number)]
-        result = self.trainer.train_on(trajectories, joint_objective(calls), lr=params["learning_rate"])
         if result.skipped:
             raise DataError(f"the gradient norm is {result.grad_norm}: the weights were not changed")
         return {"grad_norm": result.grad_norm}
@@ -109,18 +111,30 @@ class Operations:
     def _save(self, operation: Json) -> Json:
         folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
         self.trainings.save(
-            operation["model_id"], folder, optimizer=operation["optimizer"], replaces=operation["overwrite"]
+            operation["model_id"],
+            folder,
+            optimizer=operation["optimizer"],
+            replaces=operation["overwrite"],
+            note=operation["note"],
         )
+        self._forget(operation["path"])
+        return {}
+
+    def _delete(self, operation: Json) -> Json:
+        folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
+        if self.trainer.is_first_rank:
+            for iteration in complete_iterations(folder):
+                remove(iteration_folder(folder, iteration))
         self._forget(operation["path"])
         return {}
 
     def _load(self, operation: Json) -> Json:
         folder = folder_of(self.trainer.run.config.checkpoint.save, operation["path"])
         name = operation["model_id"]
-        self.trainings.load(name, folder, optimizer=operation["optimizer"])
+        self.trainings.load(name, folder, optimizer=operation["optimizer"], user_metadata=operation["user_metadata"])
         # Gradients of the weights that were replaced are of no use.
         self._kept[name] = []
-        return {"rank": self.trainings.adaptation(name).rank}
+        return asdict(self.trainings.adaptation(name))
 
     def _copy(self, operation: Json) -> Json:
         self.trainings.copy_weights(operation["model_id"], operation["copy"])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from typing import Any
 
 import orjson
 
 from megatron_core.errors import DataError
 from megatron_core.post_training.tinker_server import bodies
+from megatron_core.post_training.tinker_server.catalog import Catalog, NotFoundError, entries_of_page, present_time
 from megatron_core.post_training.tinker_server.losses import LossCall
 from megatron_core.post_training.tinker_server.messages import (
     forward_output,
@@ -20,21 +22,17 @@ from megatron_core.post_training.tinker_server.messages import (
     sample_output,
 )
 from megatron_core.post_training.tinker_server.operations import BASE
-from megatron_core.post_training.tinker_server.sampling import Json, end_tokens, stop_strings
-from megatron_core.post_training.tinker_server.service import Answer, OperationService
+from megatron_core.post_training.tinker_server.sampling import Json, sample_operation
+from megatron_core.post_training.tinker_server.service import Answer, BusyError, OperationService
 from megatron_core.post_training.trainer import Trainer
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-SESSION_SECONDS = 600.0
-"""A session without a sign of life for this time makes room for new trainings; clients send one every 10 seconds."""
-
+SESSION_SECONDS = 60.0
+"""A session without a sign of life for this time makes room for new trainings; clients send one every 10 seconds.
+Programs that end without closing their session, as many do, would else fill the server."""
 
 Handler = Callable[["TinkerProtocol", bytes], Json]
-
-
-class NotFoundError(DataError):
-    """A session, training or sampler that this server does not know."""
 
 
 @dataclass
@@ -44,6 +42,8 @@ class _Session:
     alive: float = field(default_factory=time.monotonic)
     models: list[str] = field(default_factory=list)
     samplers: dict[str, str] = field(default_factory=dict)
+    user_metadata: Mapping[str, Any] | None = None
+    display_name: str | None = None
 
 
 def _in_order(handler: Handler) -> Handler:
@@ -83,10 +83,9 @@ class TinkerProtocol:
         self._most_trainings = most_trainings
         self._largest_rank = trainer.run.config.optional("lora_rank") or 0
         self._sessions: dict[str, _Session] = {}
-        self._ranks: dict[str, int] = {}
-        """The rank of the adapters of each training; 0 for the whole model."""
+        self.catalog = Catalog(trainer.run.config.checkpoint.save, name)
 
-    def capabilities(self) -> Json:
+    def capabilities(self, query: Mapping[str, str]) -> Json:
         """The base model."""
         length = self._run.config.data.seq_length
         model = {"model_name": self._name, "max_context_length": length, "trainable": True, "sampleable": True}
@@ -105,9 +104,9 @@ class TinkerProtocol:
 
     def create_session(self, body: bytes) -> Json:
         """A new session; its warning tells what differs from Tinker."""
-        bodies.read_body(bodies.CreateSession, body)
+        request = bodies.read_body(bodies.CreateSession, body)
         name = uuid.uuid4().hex
-        self._sessions[name] = _Session()
+        self._sessions[name] = _Session(user_metadata=request.user_metadata, display_name=request.display_name)
         answer: Json = {"type": "create_session", "session_id": name}
         if self._largest_rank:
             answer["warning_message"] = (
@@ -130,6 +129,23 @@ class TinkerProtocol:
         session.alive = time.monotonic()
         return session
 
+    def sessions(self, query: Mapping[str, str]) -> Json:
+        """The names of the open sessions, newest first."""
+        listed = entries_of_page("sessions", list(reversed(self._sessions)), query)
+        return {"sessions": listed["sessions"]}
+
+    def session(self, query: Mapping[str, str]) -> Json:
+        """An open session with its trainings and samplers."""
+        session = self._sessions.get(query["session"])
+        if session is None:
+            raise NotFoundError(f"session {query['session']!r} is not open")
+        return {
+            "training_run_ids": session.models,
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
     def end(self, name: str) -> None:
         """End a session, and forget its trainings and samplers."""
         session = self._sessions.pop(name, None)
@@ -138,7 +154,7 @@ class TinkerProtocol:
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
-            self._ranks.pop(name, None)
+            self.catalog.open_runs.pop(name, None)
             self._service.forget(name)
         self._service.submit({"kind": "remove", "names": list(names)}, _json_answer)
 
@@ -157,14 +173,15 @@ class TinkerProtocol:
                 self.end(name)
         model = f"{session}:train:{number}"
         if count >= self._most_trainings and model not in owner.models:
-            raise DataError(f"{count} trainings are open; end one, or start the server with a larger --most-trainings")
+            # The client tries again, until a session has ended or shows no sign of life.
+            raise BusyError(f"{count} trainings are open; end one, or start the server with a larger --most-trainings")
         return model
 
-    def _own(self, session: str, model: str, rank: int) -> None:
+    def _own(self, session: str, model: str, adaptation: Json) -> None:
         """Note a new training."""
         if session in self._sessions and model not in self._sessions[session].models:
             self._sessions[session].models.append(model)
-        self._ranks[model] = rank
+        self.catalog.open_runs[model] = {**adaptation, "time": present_time()}
 
     def create_model(self, body: bytes) -> Json:
         """A new training."""
@@ -173,18 +190,17 @@ class TinkerProtocol:
         if (sent := self._service.known(f"create {model}", 1)) is not None:
             return {"request_id": sent, "model_id": model}
         lora = request.lora_config
-        adaptation: Json = {}
+        adaptation: Json = {"rank": 0, "user_metadata": request.user_metadata or {}}
         if lora is not None:
-            seed = secrets.randbits(31) if lora.seed is None else lora.seed
-            adaptation = {
+            adaptation |= {
                 "rank": lora.rank,
-                "seed": seed,
+                "seed": secrets.randbits(31) if lora.seed is None else lora.seed,
                 "train_mlp": lora.train_mlp,
                 "train_attn": lora.train_attn,
             }
 
         def created(result: Json) -> Answer:
-            self._own(request.session_id, model, adaptation.get("rank", 0))
+            self._own(request.session_id, model, adaptation)
             return _json_answer({"model_id": model, "type": "create_model"})
 
         operation = {"kind": "create", "model_id": model, "adaptation": adaptation}
@@ -192,15 +208,16 @@ class TinkerProtocol:
         return {"request_id": number, "model_id": model}
 
     def _model(self, name: str) -> str:
-        if name not in self._ranks:
+        if name not in self.catalog.open_runs:
             raise NotFoundError(f"model_id={name!r} is not known to this server, or its session has ended")
         self._session(name.split(":")[0])
+        self.catalog.open_runs[name]["time"] = present_time()
         return name
 
     def info(self, body: bytes) -> Json:
         """The description of a training."""
         model = self._model(bodies.read_body(bodies.OfModel, body).model_id)
-        rank = self._ranks[model]
+        rank = self.catalog.open_runs[model]["rank"]
         data = {"arch": "megatron_core", "model_name": self._name, "tokenizer_id": self._tokenizer}
         return {
             "type": "get_info",
@@ -221,7 +238,7 @@ class TinkerProtocol:
 
     def skip(self, model: str, seq_id: int) -> None:
         """Go on after a refused request of a training."""
-        if model in self._ranks:
+        if model in self.catalog.open_runs:
             self._service.skip(model, seq_id)
 
     def _submit(self, model: str, seq_id: int | None, operation: Json, finish: Callable[[Json], Answer]) -> Json:
@@ -263,7 +280,13 @@ class TinkerProtocol:
         request = bodies.read_body(bodies.SaveWeights, body)
         model = self._model(request.model_id)
         path = f"tinker://{model}/weights/{bodies.checked_name(request.path)}"
-        operation = {"kind": "save", "path": path, "optimizer": True, "overwrite": request.overwrite}
+        operation = {
+            "kind": "save",
+            "path": path,
+            "optimizer": True,
+            "overwrite": request.overwrite,
+            "note": _note(request),
+        }
         answer = _json_answer({"path": path, "type": "save_weights"})
         return self._submit(model, request.seq_id, operation, lambda result: answer)
 
@@ -276,7 +299,7 @@ class TinkerProtocol:
         if request.path is not None:
             path = f"tinker://{model}/sampler_weights/{bodies.checked_name(request.path)}"
             answer["path"] = path
-            operation = {"kind": "save", "path": path, "optimizer": False, "overwrite": True}
+            operation = {"kind": "save", "path": path, "optimizer": False, "overwrite": True, "note": _note(request)}
         else:
             session = model.split(":")[0]
             sampler = f"{session}:sample:{request.sampling_session_seq_id or uuid.uuid4().int}"
@@ -303,12 +326,19 @@ class TinkerProtocol:
             raise DataError("load_weights: give model_id, or session_id with model_seq_id")
 
         def loaded(result: Json) -> Answer:
-            self._own(session, model, result["rank"])
+            self._own(session, model, result)
             return _json_answer({"path": path, "model_id": model, "type": "load_weights"})
 
         operation = {"kind": "load", "model_id": model, "path": path, "optimizer": request.optimizer}
+        operation["user_metadata"] = request.user_metadata
         sent = self._service.submit(operation, loaded, sequence=sequence, number=seq_id)
         return {"request_id": sent, "model_id": model}
+
+    def delete(self, query: Mapping[str, str]) -> None:
+        """Delete stored weights."""
+        path = self.catalog.find(bodies.checked_path(f"tinker://{query['run']}/{query['kind']}/{query['name']}")).path
+        number = self._service.submit({"kind": "delete", "path": path}, _json_answer)
+        self._service.future(number).result()
 
     # Samplers.
 
@@ -335,8 +365,9 @@ class TinkerProtocol:
             raise NotFoundError(f"sampling_session_id={name!r} is not known to this server")
         return weights
 
-    def sampler(self, name: str) -> Json:
+    def sampler(self, query: Mapping[str, str]) -> Json:
         """The description of a sampler."""
+        name = query["sampler"]
         weights = self._sampler(name)
         path = weights if weights.startswith("tinker://") else None
         return {"sampler_id": name, "base_model": self._name, "model_path": path}
@@ -346,36 +377,7 @@ class TinkerProtocol:
         request = bodies.read_body(bodies.SampleBody, body)
         sampler = request.sampling_session_id
         weights = self._weights(request.base_model, request.model_path) if sampler is None else self._sampler(sampler)
-        prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
-        if not prompt or min(prompt) < 0 or max(prompt) >= self._run.vocab_size:
-            raise DataError(f"the prompt must have at least one token, each from 0 to {self._run.vocab_size - 1}")
-        num_scored = request.prompt_logprobs_last_n
-        if num_scored is not None and (not request.prompt_logprobs or num_scored >= len(prompt)):
-            raise DataError(
-                f"prompt_logprobs_last_n={num_scored} needs prompt_logprobs, and must be below {len(prompt)}"
-            )
-        stop = request.sampling_params.stop
-        if stop_strings(stop) and (self._run.tokenizer is None or "" in stop_strings(stop)):
-            raise DataError("stop: strings need a tokenizer on the server (--tokenizer-type), and must not be empty")
-        if any(not 0 <= token < self._run.vocab_size for token in end_tokens(stop, None)):
-            raise DataError(f"stop: tokens must be from 0 to {self._run.vocab_size - 1}")
-        params = request.sampling_params.model_dump(exclude={"type"})
-        params["seed"] = secrets.randbits(62) if params["seed"] is None else params["seed"]
-        operation = {
-            "kind": "sample",
-            "weights": weights,
-            "prompt": prompt,
-            "sampling_params": params,
-            **request.model_dump(
-                include={
-                    "num_samples",
-                    "prompt_logprobs",
-                    "topk_prompt_logprobs",
-                    "topk_sample_logprobs",
-                    "prompt_logprobs_last_n",
-                }
-            ),
-        }
+        operation = sample_operation(request, weights, self._run)
         # Samplers of several processes number their requests on their own, and do not depend on the order.
         number = self._service.submit_once(
             f"{sampler}/{request.seq_id}" if sampler is not None and request.seq_id is not None else "",
@@ -386,6 +388,10 @@ class TinkerProtocol:
             "request_id": number,
             "sample_sequence_ids": [f"{number}:{copy}" for copy in range(request.num_samples)],
         }
+
+
+def _note(request: bodies.SaveWeights | bodies.SaveForSampler) -> Json:
+    return {"time": present_time(), "user_metadata": request.user_metadata}
 
 
 def _json_answer(content: Json) -> Answer:

@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_core.datasets.keyed_dataset import mix64
-from megatron_core.errors import ConfigError
-from megatron_core.inference.engine import Engine
-from megatron_core.inference.requests import Progress, Request, TokenScore
+from megatron_core.errors import DataError
+from megatron_core.inference.requests import TokenScore
 from megatron_core.inference.sampling import Sampling
-from megatron_core.inference.text import TextStream
-from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.post_training.answers import Answer, RolloutRequest
 from megatron_core.post_training.sampler import RolloutSampler
+from megatron_core.post_training.tinker_server.bodies import SampleBody
 from megatron_core.post_training.tinker_server.trainings import Trainings
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.tokenizers.base import Tokenizer, end_ids
+from megatron_core.training.setup import Run
 
 Json = dict[str, Any]
-
-
-@dataclass
-class _Sample:
-    """A sample under way, or the error that ended it."""
-
-    text: TextStream | None
-    tokens: list[int] = field(default_factory=list)
-    scores: list[TokenScore] = field(default_factory=list)
-    prompt_scores: Sequence[TokenScore] = ()
-    finished: str | None = None
-    error: str | None = None
-
-    def add(self, progress: Progress) -> bool:
-        """Add a token; return whether a stop string ends the sample before the engine does."""
-        self.error = progress.error
-        self.finished = progress.finished
-        self.prompt_scores = progress.prompt_scores or self.prompt_scores
-        if progress.token is None or progress.score is None:
-            return False
-        self.tokens.append(progress.token)
-        self.scores.append(progress.score)
-        if self.text is None:
-            return False
-        self.text.add(progress.token)
-        if not self.text.stopped:
-            return False
-        ended = self.finished is None
-        self.finished = "stop"
-        return ended
 
 
 class RequestSampler(RolloutSampler):
@@ -58,7 +27,6 @@ class RequestSampler(RolloutSampler):
     def __init__(self, trainer: Trainer, trainings: Trainings, **layout: Any) -> None:
         super().__init__(trainer, **layout)
         self._trainings = trainings
-        self._tokenizer = trainer.run.tokenizer
         self._weights = ""
 
     def use_weights(self, name: str) -> None:
@@ -76,47 +44,32 @@ class RequestSampler(RolloutSampler):
 
     def answer(self, requests: Sequence[Json]) -> list[Json]:
         """Sample all requests together: the answer to each, or its ``error``; equal on all ranks."""
-        engine = Engine(self._generator, max_batch_size=self._max_batch_size, config=self._settings)
-        replicas = self._groups.size("dp")
-        samples: dict[tuple[int, int], _Sample] = {}
-        numbers: dict[int, tuple[int, int]] = {}
-        for position in range(self._groups.index("dp"), len(requests), replicas):
-            for copy in range(requests[position]["num_samples"]):
-                key = (position, copy)
-                samples[key] = _Sample(self._text_of(requests[position]))
-                try:
-                    numbers[engine.submit(self._request(engine, requests[position], copy))] = key
-                except ConfigError as error:
-                    samples[key].error = str(error)
-        while engine.busy:
-            for progress in engine.step():
-                if progress.number in numbers and samples[numbers[progress.number]].add(progress):
-                    engine.cancel(progress.number)
-                    del numbers[progress.number]
-        answers = []
-        for position in range(self._groups.index("dp"), len(requests), replicas):
-            of_request = [samples[position, copy] for copy in range(requests[position]["num_samples"])]
-            answers.append([position, _answer(requests[position], of_request)])
-        # Ranks that sample together have the same answers: one of them reports.
-        reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
-        texts = gather_from_all_ranks(json.dumps(answers if reports else []), self._device)
-        by_request = {position: answer for text in texts for position, answer in json.loads(text)}
-        return [by_request[position] for position in range(len(requests))]
+        errors: dict[int, str] = {}
+        positions: list[int] = []
+        legal: list[RolloutRequest] = []
+        for position, request in enumerate(requests):
+            for copy in range(request["num_samples"]):
+                rollout = self._request(request, position, copy)
+                error = self.problem(rollout)
+                if error:
+                    errors[position] = error
+                else:
+                    positions.append(position)
+                    legal.append(rollout)
+        samples: list[list[Answer]] = [[] for _ in requests]
+        for position, answer in zip(positions, self.sample_each(legal), strict=True):
+            samples[position].append(answer)
+        return [
+            {"error": errors[position]} if position in errors else _answer(request, samples[position])
+            for position, request in enumerate(requests)
+        ]
 
-    def _text_of(self, request: Json) -> TextStream | None:
-        """The text in which stop strings are looked for."""
-        strings = stop_strings(request["sampling_params"]["stop"])
-        if not strings:
-            return None
-        assert self._tokenizer is not None, "requests with stop strings are refused without a tokenizer"
-        return TextStream(self._tokenizer, strings, request["prompt"])
-
-    def _request(self, engine: Engine, request: Json, copy: int) -> Request:
+    def _request(self, request: Json, group: int, copy: int) -> RolloutRequest:
         params = request["sampling_params"]
-        limit = engine.max_length or self._generator.config.data.seq_length
+        limit = self.engine.max_length or self._generator.config.data.seq_length
         room = max(limit - len(request["prompt"]), 0)
         top = max(request["topk_prompt_logprobs"], request["topk_sample_logprobs"])
-        return Request(
+        return RolloutRequest(
             prompt=tuple(request["prompt"]),
             max_new_tokens=room if params["max_tokens"] is None else params["max_tokens"],
             sampling=Sampling(
@@ -128,7 +81,34 @@ class RequestSampler(RolloutSampler):
             ends=end_tokens(params["stop"], self._tokenizer),
             logprobs=top,
             score_prompt=copy == 0 and bool(request["prompt_logprobs"] or request["topk_prompt_logprobs"]),
+            stop_strings=tuple(stop_strings(params["stop"])),
+            group=group,
         )
+
+
+def sample_operation(request: SampleBody, weights: str, run: Run) -> Json:
+    """The operation of a request, whose seed is drawn if it has none; ``DataError`` for what is not legal."""
+    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    if not prompt or min(prompt) < 0 or max(prompt) >= run.vocab_size:
+        raise DataError(f"the prompt must have at least one token, each from 0 to {run.vocab_size - 1}")
+    num_scored = request.prompt_logprobs_last_n
+    if num_scored is not None and (not request.prompt_logprobs or num_scored >= len(prompt)):
+        raise DataError(f"prompt_logprobs_last_n={num_scored} needs prompt_logprobs, and must be below {len(prompt)}")
+    stop = request.sampling_params.stop
+    if stop_strings(stop) and (run.tokenizer is None or "" in stop_strings(stop)):
+        raise DataError("stop: strings need a tokenizer on the server (--tokenizer-type), and must not be empty")
+    if any(not 0 <= token < run.vocab_size for token in end_tokens(stop, None)):
+        raise DataError(f"stop: tokens must be from 0 to {run.vocab_size - 1}")
+    params = request.sampling_params.model_dump(exclude={"type"})
+    params["seed"] = secrets.randbits(62) if params["seed"] is None else params["seed"]
+    names = {"num_samples", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_logprobs_last_n"}
+    return {
+        "kind": "sample",
+        "weights": weights,
+        "prompt": prompt,
+        "sampling_params": params,
+        **request.model_dump(include=names),
+    }
 
 
 def stop_strings(stop: str | Sequence[str] | Sequence[int] | None) -> list[str]:
@@ -145,18 +125,18 @@ def end_tokens(stop: str | Sequence[str] | Sequence[int] | None, tokenizer: Toke
     return frozenset(entry for entry in stop if isinstance(entry, int))
 
 
-def _answer(request: Json, samples: Sequence[_Sample]) -> Json:
+def _answer(request: Json, samples: Sequence[Answer]) -> Json:
     """The answer to a request, from its samples."""
-    error = next((sample.error for sample in samples if sample.error is not None), None)
+    error = next((sample.error for sample in samples if sample.error), None)
     if error is not None:
         return {"error": error}
     count = request["topk_sample_logprobs"]
     sequences = [
         {
-            "tokens": sample.tokens,
-            "logprobs": [score.logprob for score in sample.scores],
+            "tokens": list(sample.tokens),
+            "logprobs": list(sample.log_probs),
             "stop_reason": sample.finished,
-            "top": [score.alternatives[:count] for score in sample.scores] if count else None,
+            "top": [likely[:count] for likely in sample.alternatives] if count else None,
         }
         for sample in samples
     ]

@@ -7,35 +7,26 @@ the matching columns of B, stay zero, because their gradients are zero. Without 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.checkpoint import Save, save_checkpoint
-from megatron_core.checkpoint.folder import complete_iterations, iteration_folder
-from megatron_core.checkpoint.reader import open_newest
 from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.features.lora.adapters import MARK, adapters_of, is_adapter
 from megatron_core.features.lora.settings import TuningConfig
-from megatron_core.locations import location
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import allocate, spec_of
-from megatron_core.parallel.texts import all_agree
+from megatron_core.post_training.run_state import load_run, open_run, save_run
+from megatron_core.post_training.tinker_server.catalog import NOTE, STATE
 from megatron_core.post_training.trainer import Trainer
-from megatron_core.training.compatibility import check_same_model, check_state
 from megatron_core.training.driver import gather_weights
-from megatron_core.training.loading import load_state
-from megatron_core.training.state import other_pieces, updated_pieces
 
 MLP = ".mlp."
 """Occurs in the names of the MLP's layers, dense or of experts; the other layers with adapters are attention."""
-STATE = "tinker"
-"""Name of the description of a training in the state of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,8 @@ class Adaptation:
     seed: int = 0
     train_mlp: bool = True
     train_attn: bool = True
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Remarks of the user, which are stored and listed."""
 
 
 @dataclass
@@ -134,39 +127,21 @@ class Trainings:
 
     # Checkpoints.
 
-    def save(self, name: str, folder: Path, *, optimizer: bool, replaces: bool) -> None:
-        """Write a checkpoint of a training into its own ``folder``."""
+    def save(self, name: str, folder: Path, *, optimizer: bool, replaces: bool, note: Mapping[str, Any]) -> None:
+        """Write a checkpoint of a training into its own ``folder``, with its time and remarks in ``note``."""
         self.activate(name)
-        run = self._run
-        former = tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
-        if former and not replaces:
-            raise DataError(f"{folder.name!r} exists already; give another name, or overwrite=True")
-        run.optimizer.synchronize()
-        run.data_parallel.finish_param_sync()
-        save = Save(
-            folder,
-            run.state.iteration,
-            {**run.saver.manifest_state(run.state), STATE: asdict(self._state(name).adaptation)},
-            rank=run.world.rank,
-            ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            replaced=former,
-        )
-        saved_optimizer = run.optimizer if optimizer else None
-        pieces = chain(
-            updated_pieces(run.data_parallel, saved_optimizer), other_pieces(run.data_parallel, saved_optimizer)
-        )
-        save_checkpoint(save, pieces, lambda ok: all_agree(ok, run.world.device))
+        description = {STATE: asdict(self._state(name).adaptation), NOTE: dict(note)}
+        save_run(self._run, folder, description, optimizer=optimizer, replaces=replaces)
 
-    def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint of ``save`` into a training, which is created if it does not exist."""
-        run = self._run
-        reader = open_newest(str(folder), None, device=run.world.device) if folder.is_dir() else None
-        if reader is None or STATE not in reader.state:
-            raise DataError(f"no weights are stored at {folder.parent.parent.name}/{folder.parent.name}/{folder.name}")
-        if optimizer and not reader.kinds:
-            raise DataError("these weights have no optimizer state; load them without it")
-        check_same_model(check_state(reader.state, reader.folder), run.config, only_weights=not optimizer)
+    def load(self, name: str, folder: Path, *, optimizer: bool, user_metadata: Mapping[str, Any] | None = None) -> None:
+        """Load a checkpoint of ``save`` into a training, which is created if it does not exist.
+
+        ``user_metadata``: remarks of the training instead of the stored ones.
+        """
+        reader = open_run(self._run, folder, STATE, optimizer=optimizer)
         adaptation = Adaptation(**reader.state[STATE])
+        if user_metadata is not None:
+            adaptation = replace(adaptation, user_metadata=user_metadata)
         if name in self._states and self._state(name).adaptation.rank != adaptation.rank:
             raise DataError(f"the stored adapters have rank {adaptation.rank}, those of this training another one")
         self._store_active()
@@ -174,19 +149,13 @@ class Trainings:
         # From the initial state, because moments that are not loaded begin at zero.
         self._states[name] = _State(adaptation, [tensor.clone() for tensor in self._initial.tensors])
         self._load(name)
-        config = run.config
-        config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=not optimizer))
         try:
-            state = load_state(config, reader, run.data_parallel, run.optimizer)
+            load_run(self._run, reader, optimizer=optimizer)
         except CheckpointError:
             self.remove(name)
             if former is not None:
                 self._states[name] = former
             raise
-        run.state.iteration = state.iteration
-        run.state.consumed_samples = state.consumed_samples
-        run.state.consumed_tokens = state.consumed_tokens
-        gather_weights([run.data_parallel])
 
     # Exchange.
 
@@ -296,11 +265,3 @@ def _check_settings(trainer: Trainer) -> None:
                 f"{name}={values[name]}: forward_backward returns the log-probabilities of the step, which dropout "
                 "would change; give 0"
             )
-
-
-def folder_of(save: str | None, path: str) -> Path:
-    """The folder of ``tinker://RUN/KIND/NAME`` below ``save``; the parts have been checked."""
-    if save is None:
-        raise DataError("this server has no folder for weights; start it with --save FOLDER")
-    run, kind, name = path.removeprefix("tinker://").split("/")
-    return location(save) / run.replace(":", "-") / kind / name

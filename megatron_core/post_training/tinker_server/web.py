@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,9 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from megatron_core.errors import DataError
+from megatron_core.errors import DataError, MegatronError
 from megatron_core.post_training.tinker_server import bodies
-from megatron_core.post_training.tinker_server.protocol import JSON, PROTOBUF, NotFoundError, TinkerProtocol
+from megatron_core.post_training.tinker_server.catalog import NotFoundError
+from megatron_core.post_training.tinker_server.protocol import JSON, PROTOBUF, TinkerProtocol
 from megatron_core.post_training.tinker_server.sampling import Json
 from megatron_core.post_training.tinker_server.service import BusyError, GoneError, OperationService
 
@@ -25,6 +27,10 @@ POLL_SECONDS = 20.0
 BODY_SECONDS = 60.0
 """Time limit for receiving a request."""
 CLIENT_CLOSED_REQUEST = 499
+RETRY_SECONDS = "10"
+"""Time after which a refused client tries again; it does so ten times, which outlasts ``SESSION_SECONDS``."""
+HandlerInput = TypeVar("HandlerInput")
+HandlerResult = TypeVar("HandlerResult")
 
 
 class TinkerServer:
@@ -55,6 +61,17 @@ class TinkerServer:
             "create_sampling_session": protocol.create_sampler,
             "asample": protocol.sample,
             "cancel_future": protocol.cancel,
+            "weights_info": protocol.catalog.weights_info,
+        }
+        gets: dict[str, Callable[[Mapping[str, str]], Json]] = {
+            "get_server_capabilities": protocol.capabilities,
+            "samplers/{sampler}": protocol.sampler,
+            "sessions": protocol.sessions,
+            "sessions/{session}": protocol.session,
+            "training_runs": protocol.catalog.runs,
+            "training_runs/{run}": protocol.catalog.run,
+            "training_runs/{run}/checkpoints": protocol.catalog.checkpoints,
+            "checkpoints": protocol.catalog.checkpoints,
         }
         routes = [
             Route(f"/api/v1/{path}", partial(self._answer, handler), methods=["POST"])
@@ -62,11 +79,11 @@ class TinkerServer:
         ]
         routes += [
             Route("/api/v1/healthz", self.status),
-            Route("/api/v1/get_server_capabilities", self.capabilities),
             Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"]),
             Route("/api/v1/sessions/{session}/finish", self.finish, methods=["POST"]),
-            Route("/api/v1/samplers/{sampler}", self.sampler),
+            Route("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", self.delete, methods=["DELETE"]),
         ]
+        routes += [Route(f"/api/v1/{path}", partial(self._describe, handler)) for path, handler in gets.items()]
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
         return Starlette(
             routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal, Exception: _failure}
@@ -75,16 +92,13 @@ class TinkerServer:
     async def _answer(self, handler: Callable[[bytes], Json], request: Request) -> Response:
         """Answer a request by ``handler``, in a thread: data of a step take long to read."""
         try:
-            body = await self._body(request)
-            return JSONResponse(await asyncio.to_thread(handler, body))
+            return JSONResponse(await _in_thread(handler, await self._body(request)))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except NotFoundError as error:
-            raise HTTPException(404, str(error)) from None
-        except DataError as error:
-            raise HTTPException(400, str(error)) from None
-        except BusyError as error:
-            raise HTTPException(429, str(error)) from None
+
+    async def _describe(self, handler: Callable[[Mapping[str, str]], Json], request: Request) -> Response:
+        """Answer a question, in a thread: lists are read from the disk."""
+        return JSONResponse(await _in_thread(handler, {**request.query_params, **request.path_params}))
 
     async def _body(self, request: Request) -> bytes:
         """Receive the body, of a type that browsers do not let pages of other sites send."""
@@ -111,10 +125,6 @@ class TinkerServer:
         """Whether the ranks run."""
         failed = self._service.failure is not None
         return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
-
-    async def capabilities(self, request: Request) -> Response:
-        """The base model."""
-        return JSONResponse(self._protocol.capabilities())
 
     async def retrieve(self, request: Request) -> Response:
         """The result of an earlier request, as soon as it is there."""
@@ -147,12 +157,22 @@ class TinkerServer:
         self._protocol.end(request.path_params["session"])
         return Response(status_code=204)
 
-    async def sampler(self, request: Request) -> Response:
-        """The description of a sampler."""
-        try:
-            return JSONResponse(self._protocol.sampler(request.path_params["sampler"]))
-        except NotFoundError as error:
-            raise HTTPException(404, str(error)) from None
+    async def delete(self, request: Request) -> Response:
+        """Delete stored weights."""
+        await _in_thread(self._protocol.delete, request.path_params)
+        return Response(status_code=204)
+
+
+async def _in_thread(handler: Callable[[HandlerInput], HandlerResult], question: HandlerInput) -> HandlerResult:
+    """The result of a handler; its errors become those of HTTP."""
+    try:
+        return await asyncio.to_thread(handler, question)
+    except NotFoundError as error:
+        raise HTTPException(404, str(error)) from None
+    except BusyError as error:
+        raise HTTPException(429, str(error), {"Retry-After": RETRY_SECONDS}) from None
+    except MegatronError as error:
+        raise HTTPException(400, str(error)) from None
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

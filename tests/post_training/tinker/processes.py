@@ -50,15 +50,25 @@ def words_of(settings: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def server_of(folder: Path, *, ranks: int = 1, **settings: Any) -> Iterator[str]:
-    """Start the server on a free port; yield its address, and end it."""
+def server_of(folder: Path, *, ranks: int = 1, processes: list[int] | None = None, **settings: Any) -> Iterator[str]:
+    """Start the server on a free port; yield its address, and end it.
+
+    ``processes`` receives the id of its process group, which the test then kills itself.
+    """
     flags = {**SETTINGS, "load_hf": folder, "model_name": NAME, "port": 0, **settings}
     words = [sys.executable, "-m", "megatron_core.commands.post_train"]
     words += ["--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [*words, *words_of(flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [*words, *words_of(flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=processes is not None,
     ) as process:
+        if processes is not None:
+            processes.append(process.pid)
         try:
             assert process.stdout is not None
             lines: list[str] = []
@@ -73,4 +83,5 @@ def server_of(folder: Path, *, ranks: int = 1, **settings: Any) -> Iterator[str]
             process.terminate()
             output, _ = process.communicate(timeout=60)
             print(output)
-    assert process.returncode in (0, -15, 143), output
+    ends = (0, -15, 143) if processes is None else (-9,)
+    assert process.returncode in ends, output

@@ -203,8 +203,8 @@ def test_a_custom_loss_trains_by_its_gradients(service: Any) -> None:
 def test_illegal_requests_are_refused_and_the_next_ones_work(service: Any) -> None:
     client = service.create_lora_training_client(NAME, rank=2).result(timeout=60)
     text = [*PROMPT, 9]
-    with pytest.raises(tinker.BadRequestError, match="loss_fn='dro' is not supported"):
-        client.forward_backward([datum(text)], "dro").result(timeout=60)
+    with pytest.raises(tinker.BadRequestError, match="loss_fn='stable_reinforce' is not supported"):
+        client.forward_backward([datum(text)], "stable_reinforce").result(timeout=60)
     with pytest.raises(tinker.BadRequestError, match="lack advantages, logprobs"):
         client.forward_backward([datum(text)], "ppo").result(timeout=60)
     with pytest.raises(tinker.BadRequestError, match="vocabulary"):

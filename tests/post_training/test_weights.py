@@ -1,0 +1,55 @@
+"""Copies of the trained weights: what is sent again, and memory that a program has exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.verify.ranks import run_ranks, this_world
+from tests.runs import TINY
+
+SMALL: dict[str, Any] = {"mock_data": False, "seq_length": 32, "position_embedding_type": "rope", "lr": 0.01}
+
+
+def _config(**settings: Any) -> RunConfig:
+    return RunConfig.from_flat(TINY | SMALL | settings)
+
+
+def _updates(config: RunConfig) -> tuple[list[int], list[float]]:
+    """Received bytes and differences from the trainer, of the first copy and after each of two steps."""
+    trainer = Trainer(config, this_world())
+    sampler = RolloutSampler(trainer)
+    received = [sampler._transfer.run()]
+    differences = []
+    for step in range(3):
+        answers = [group[0] for group in sampler.sample([[1, 2], [3]], max_new_tokens=6, seed=step)]
+        pairs = zip(([1, 2], [3]), answers, strict=True)
+        texts = [Trajectory.of_answer(prompt, answer.tokens) for prompt, answer in pairs]
+        differences.append(largest_difference(answers, trainer.log_probs(texts).log_probs))
+        trainer.train_on(texts, objectives.cross_entropy())
+        received.append(sampler.update_weights())
+    return received, differences
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}, {"zero_stage": 3}])
+def test_frozen_weights_are_sent_once(layout: dict[str, Any]) -> None:
+    """The first copy is that of the constructor: the bytes of later ones are those of the adapters."""
+    adapters = run_ranks(2, _updates, _config(lora_rank=2, fp64=True, **layout))
+    whole = run_ranks(2, _updates, _config(fp64=True, **layout))
+    for (received, differences), (of_all, _) in zip(adapters, whole, strict=True):
+        assert len(set(of_all)) == 1
+        assert 0 < max(received) < 0.25 * of_all[0]
+        assert max(differences) < 1e-12
+
+
+def test_exchanged_memory_is_copied() -> None:
+    trainer = Trainer(_config())
+    sampler = RolloutSampler(trainer)
+    parameter = trainer.run.stages[0].decoder.final_layernorm.weight
+    parameter.data = torch.full_like(parameter.data, 3.0)
+    sampler.update_weights()
+    assert any(torch.equal(copied, parameter) for copied in sampler.parameters())
