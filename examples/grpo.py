@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -107,7 +108,13 @@ def learn(trainer: Trainer, sampler: RolloutSampler, step: int) -> dict[str, flo
     return {"reward": sum(rewards) / len(rewards), "loss": result.loss, "largest difference": difference}
 
 
-def run(args: list[str], world: World | None = None, warm_up_steps: int = WARM_UP) -> list[dict[str, float]]:
+def run(
+    args: list[str],
+    world: World | None = None,
+    warm_up_steps: int = WARM_UP,
+    warm_up: Callable[[Trainer, int], None] = warm_up,
+    learn: Callable[[Trainer, RolloutSampler, int], dict[str, float]] = learn,
+) -> list[dict[str, float]]:
     """Take the remaining steps; returns the values of each step after the warm-up."""
     defaults = RunConfig.from_flat(RunConfig().flat() | MODEL)
     config = parse_run_config(args, prog="grpo.py", defaults=defaults)

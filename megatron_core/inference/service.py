@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from megatron_core.errors import MegatronError
 from megatron_core.inference.engine import Engine
 from megatron_core.inference.requests import Progress, Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.texts import StringBroadcast
 
 HEARTBEAT = 1.0
@@ -32,7 +35,53 @@ class _Command:
     request: Request | None = None
 
 
-class GenerationService:
+class RankService:
+    """A loop that all ranks run, and that other threads of rank 0 give work and stop.
+
+    Subclasses implement ``run``, and ``_fail_waiting`` for those who still wait when it has ended.
+    """
+
+    def __init__(self, thread_name: str, group: Group, device: torch.device, *, ahead: int) -> None:
+        self._thread_name = thread_name
+        self._texts = StringBroadcast(group, device, ahead=ahead)
+        self._changed = threading.Condition()
+        self._stopped = False
+        self.failure: BaseException | None = None
+        """The exception that ended ``run``."""
+
+    def stop(self) -> None:
+        """End ``run`` on all ranks after the present work."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
+        """Call ``run`` in a thread, then ``when_ended``; an exception is stored in ``failure``."""
+        thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name=self._thread_name, daemon=True)
+        thread.start()
+        return thread
+
+    def run(self) -> None:
+        """Work until ``stop``; every rank calls this."""
+        raise NotImplementedError
+
+    def _fail_waiting(self) -> None:
+        """Tell the threads that wait for results that there will be none."""
+        raise NotImplementedError
+
+    def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # the starting thread raises it again
+            self.failure = error
+        finally:
+            with self._changed:
+                self._stopped = True
+            self._fail_waiting()
+            when_ended()
+
+
+class GenerationService(RankService):
     """Submits and cancels requests of other threads between the engine's steps.
 
     On rank 0, ``submit`` and ``cancel`` may be called from any thread; a listener is called with every ``Progress`` in
@@ -43,19 +92,15 @@ class GenerationService:
     def __init__(self, engine: Engine, *, max_waiting: int = 64) -> None:
         self.engine = engine
         self.max_waiting = max_waiting
-        self.failure: BaseException | None = None
-        """The exception that ended ``run``."""
         # Rank 0 does not wait for the other ranks, so that the pipeline's stages work at the same time.
         group = engine.generator.groups.group(WORLD)
         device = engine.generator.device
-        self._texts = StringBroadcast(group, device, ahead=2 * engine.generator.groups.size("pp"))
-        self._changed = threading.Condition()
+        super().__init__("generation", group, device, ahead=2 * engine.generator.groups.size("pp"))
         self._commands: list[_Command] = []
         self._listeners: dict[int, Listener] = {}
         self._numbers: dict[int, int] = {}
         """Ticket -> the engine's number."""
         self._next_ticket = 0
-        self._stopped = False
 
     def submit(self, requests: Sequence[Request], listeners: Sequence[Listener]) -> list[int]:
         """Queue all of ``requests`` or none; return tickets for ``cancel``.
@@ -86,15 +131,8 @@ class GenerationService:
     def stop(self) -> None:
         """End ``run`` on all ranks after its step."""
         with self._changed:
-            self._stopped = True
             self._commands.append(_Command(None))
-            self._changed.notify()
-
-    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
-        """Call ``run`` in a thread, then ``when_ended``; an exception is stored in ``failure``."""
-        thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name="generation", daemon=True)
-        thread.start()
-        return thread
+            super().stop()
 
     def run(self) -> None:
         """Generate until ``stop``; every rank calls this."""
@@ -117,19 +155,12 @@ class GenerationService:
                 if listener is not None:
                     listener(progress)
 
-    def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
-        try:
-            self.run()
-        except BaseException as error:  # the starting thread raises it again
-            self.failure = error
-        finally:
-            with self._changed:
-                self._stopped = True
-                listeners = list(self._listeners.values())
-                self._listeners.clear()
-            for listener in listeners:
-                listener(None)
-            when_ended()
+    def _fail_waiting(self) -> None:
+        with self._changed:
+            listeners = list(self._listeners.values())
+            self._listeners.clear()
+        for listener in listeners:
+            listener(None)
 
     def _next_commands(self) -> list[_Command]:
         """Return rank 0's commands on all ranks; an idle rank 0 waits for commands."""

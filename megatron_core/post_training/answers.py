@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -109,11 +109,23 @@ def _pairs(alternatives: Sequence[Any]) -> tuple[tuple[int, float], ...]:
     return tuple((token, log_prob) for token, log_prob in alternatives)
 
 
+class SampledTokens(Protocol):
+    """An ``Answer`` or an ``Episode``."""
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """See ``Answer``."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See ``Answer``."""
+
+
 def largest_difference(
-    answers: Sequence[Answer], log_probs: Sequence[torch.Tensor], *, version: int | None = None
+    answers: Sequence[SampledTokens], log_probs: Sequence[torch.Tensor], *, version: int | None = None
 ) -> float:
     """The largest difference between log-probabilities of the sampler and of the trainer, over the tokens of all
-    answers, or over those of ``version``; 0.0 if they have the same bits."""
+    answers or episodes, or over those of ``version``; 0.0 if they have the same bits."""
     largest = 0.0
     for answer, trained in zip(answers, log_probs, strict=True):
         counted = torch.tensor([version in (None, of_token) for of_token in answer.versions], dtype=torch.bool)

@@ -97,8 +97,7 @@ class RolloutSampler:
             # Positions that another text has computed would have no record.
             self._settings = replace(self._settings, inference_dynamic_batching_prefix_caching=False)
         self._max_batch_size = max_batch_size
-        self._device = world.device
-        self._tokenizer = run.tokenizer
+        self.run = run
         self._engine: Engine | None = None
         self._unfinished: dict[int, UnfinishedAnswer | None] = {}
         """By number, equal on all ranks; None: another replica samples it."""
@@ -201,7 +200,7 @@ class RolloutSampler:
         if isinstance(request, RolloutRequest) and request.stop_strings:
             if "" in request.stop_strings:
                 return "stop_strings contain an empty string; remove it"
-            if self._tokenizer is None:
+            if self.run.tokenizer is None:
                 return f"stop_strings={request.stop_strings} need a tokenizer; give --tokenizer-type, or use ends"
         try:
             self.engine.checked(request)
@@ -236,13 +235,14 @@ class RolloutSampler:
         """Add a request to the engine of this replica."""
         text = None
         if isinstance(request, RolloutRequest) and request.stop_strings:
-            assert self._tokenizer is not None, "checked by problem"
-            text = TextStream(self._tokenizer, request.stop_strings, request.prompt)
+            assert self.run.tokenizer is not None, "checked by problem"
+            text = TextStream(self.run.tokenizer, request.stop_strings, request.prompt)
         # Only ``advance`` computes, and only the requests of its call.
         return UnfinishedAnswer(text, self.engine.submit(replace(request, logprobs=request.logprobs or 0), paused=True))
 
-    def advance(self, max_new_tokens: int | None = None) -> dict[int, Answer]:
-        """Continue all unfinished answers, by at most ``max_new_tokens`` tokens each; without it to their ends.
+    def advance(self, max_new_tokens: int | None = None, numbers: Sequence[int] | None = None) -> dict[int, Answer]:
+        """Continue all unfinished answers, or ``numbers`` of them, by at most ``max_new_tokens`` tokens each; without
+        this limit to their ends.
 
         Returns the answers that have finished, by number; equal on all ranks, and in all layouts: the limit counts the
         tokens of an answer and not steps, whose texts depend on the layout. Errors: ``ConfigError`` if no token can be
@@ -250,7 +250,7 @@ class RolloutSampler:
         """
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: give 1 or more")
-        answers = self._advance(self.unfinished, max_new_tokens)
+        answers = self._advance(self.unfinished if numbers is None else numbers, max_new_tokens)
         _raise_errors(answers.values())
         return answers
 
@@ -298,7 +298,7 @@ class RolloutSampler:
         reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
         rows = [answer.row(number) for number, answer in numbers.items() if reports and answer.finished is not None]
         report = {"rows": rows, "calls": self._calls.hexdigest()}
-        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(report), self._device)]
+        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(report), self.run.world.device)]
         if any(other["calls"] != report["calls"] for other in by_rank):
             raise ConfigError("the prompts or the seed differ between ranks; all ranks must pass the same ones")
         rows = sorted(row for other in by_rank for row in other["rows"])

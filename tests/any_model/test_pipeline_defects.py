@@ -40,7 +40,13 @@ DEFECTS: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
         *(ENGINE + "_forward_step", "self._loss_in(output, batch,", "self._loss_in(output, micros[micro - 1],"),
         *(2, PP2),
     ),
-    "losses are not divided by the micro-batches": (ENGINE + "train_batch", "torch.full((), count", "1.0", 2, PP2),
+    "losses are not divided by the micro-batches": (
+        ENGINE + "train_batch",
+        "torch.full((), count",
+        "torch.full((), 1",
+        2,
+        PP2,
+    ),
     "only the first gradient of a message is sent back": (
         *(MESSAGES + "trained", "if grad]", "if grad][:1]"),
         *(2, PP2),

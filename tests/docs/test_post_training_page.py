@@ -15,8 +15,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "post_training.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+def program_with(text: str) -> str:
+    (program,) = [program for program in PROGRAMS if text in program]
+    return program
+
+
 def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text("\n".join(PROGRAMS[:3]))
+    (tmp_path / "loop.py").write_text(
+        "\n".join([*PROGRAMS[:4], "print('masks', [episode.mask.count(0) for episode in episodes])"])
+    )
     result = run_ranks_of("python loop.py", tmp_path)
     assert result.returncode == 0, result.stderr
     lines = re.findall(r"step \d: gradient norm (\S+), largest difference (\S+)", result.stdout)
@@ -24,12 +31,14 @@ def test_the_loop_prints_no_difference(tmp_path: Path) -> None:
     assert any(float(norm) > 0 for norm, _ in lines)
     # The page's other programs continue the loop: tokens of two versions are unfinished at the end.
     assert "versions [3, 4]" in result.stdout
+    # Of each episode: the prompt after its first token, and the results of two turns.
+    assert "masks [4, 4, 4, 4]" in result.stdout
 
 
 @pytest.mark.parametrize("layout", ["", " --tensor-model-parallel-size 2 --sequence-parallel"])
 def test_ppo_raises_the_reward(layout: str, tmp_path: Path) -> None:
     flags = " --dataloader-type external"
-    (tmp_path / "ppo.py").write_text(PROGRAMS[2].replace(flags, flags + layout))
+    (tmp_path / "ppo.py").write_text(program_with("mean reward").replace(flags, flags + layout))
     start = "torchrun --nproc-per-node 2 ppo.py" if layout else "python ppo.py"
     result = run_ranks_of(start, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -39,7 +48,7 @@ def test_ppo_raises_the_reward(layout: str, tmp_path: Path) -> None:
 
 
 def test_a_reward_model_learns_its_pairs(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(PROGRAMS[3])
+    (tmp_path / "reward.py").write_text(program_with("chosen above rejected"))
     result = run_ranks_of("python reward.py", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "chosen above rejected: True, True" in result.stdout
@@ -47,7 +56,7 @@ def test_a_reward_model_learns_its_pairs(tmp_path: Path) -> None:
 
 def test_an_objective_of_ones_own() -> None:
     names: dict = {}
-    exec(next(program for program in PROGRAMS if "TokenObjective" in program), names)
+    exec(program_with("TokenObjective"), names)
     assert names["objective"].metric_names == ("distance",)
 
     class Batch(dict):

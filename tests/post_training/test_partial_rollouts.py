@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.settings import InferenceConfig
 from megatron_core.parallel.texts import gather_from_all_ranks
@@ -87,7 +87,7 @@ def in_parts(config: RunConfig, layout: dict[str, Any]) -> list[tuple[Any, ...]]
 def _looked_at(sampler: RolloutSampler, numbers: list[int]) -> dict[int, Answer]:
     """The unfinished answers as they are, on all ranks."""
     rows = [answer.row(n) for n, answer in sampler._unfinished.items() if answer is not None and n in numbers]
-    texts = gather_from_all_ranks(json.dumps(rows), sampler._device)
+    texts = gather_from_all_ranks(json.dumps(rows), sampler.run.world.device)
     return {row[0]: answer_of(row, None) for text in texts for row in json.loads(text)}
 
 
@@ -219,6 +219,33 @@ def test_a_prompt_is_computed_once_for_a_group_and_its_next_turn() -> None:
     # Both replicas have requests of other groups; this one is sampled by one of them alone.
     reused = run_ranks(2, _group, RunConfig.from_flat(SETTINGS))
     assert reused[0][0] == 3 * 16 and reused[1] == (0, 0, 0)
+
+
+def _cache(config: RunConfig) -> tuple[int, int, int]:
+    """Blocks in use while two requests run, after one of them has paused, and after both have."""
+    sampler = sampler_of(Trainer(config, this_world()))
+    engine = sampler.engine
+    numbers = [engine.submit(request) for request in (REQUESTS[0], REQUESTS[2])]
+    engine.step()
+    with pytest.raises(LayoutError, match="2 requests are under way; finish, pause or cancel them"):
+        engine.free_cache()
+    pool = engine.scheduler.pool
+    blocks = []
+    for number in numbers:
+        blocks.append(pool.capacity - pool.available)
+        engine.pause(number)
+    blocks.append(pool.capacity - pool.available)
+    engine.free_cache()
+    for number in numbers:
+        engine.resume(number)
+    while engine.busy:
+        engine.step()
+    return blocks[0], blocks[1], blocks[2]
+
+
+def test_paused_requests_take_no_memory_of_others() -> None:
+    """The first has one block and the other one three: 18 positions in blocks of 8."""
+    assert run_ranks(1, _cache, RunConfig.from_flat(SETTINGS)) == [(4, 3, 0)]
 
 
 def _refused(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +30,7 @@ class Operations:
     def __init__(self, trainer: Trainer, *, most_copies: int, **sampling: Any) -> None:
         self.trainer = trainer
         self.trainings = Trainings(trainer)
-        self._sampler = RequestSampler(trainer, self.trainings, **sampling)
+        self.sampler = RequestSampler(trainer, self.trainings, **sampling)
         self._most_copies = most_copies
         self._copies: list[str] = []
         self._kept: dict[str, list[LossCall]] = {}
@@ -47,6 +47,7 @@ class Operations:
             "copy": self._copy,
             "remove": self._remove,
             "delete": self._delete,
+            "cancel": self._cancel,
         }
 
     def run(self, operation: Json) -> Json:
@@ -64,10 +65,14 @@ class Operations:
             self._forget(name)
         return {}
 
+    def _cancel(self, operation: Json) -> Json:
+        self.sampler.drop(operation["number"])
+        return {}
+
     def _forget(self, name: str) -> None:
         """Forget a training or a copy of weights, also in the sampler."""
         self.trainings.remove(name)
-        self._sampler.forget(name)
+        self.sampler.forget(name)
         if name in self._copies:
             self._copies.remove(name)
 
@@ -147,10 +152,10 @@ class Operations:
         while len(self._copies) > self._most_copies:
             self._forget(self._copies[0])
 
-    def sample(self, weights: str, requests: Sequence[Mapping[str, Any]]) -> list[Json]:
-        """Sample requests with the same weights: ``BASE``, a copy, or the path of stored weights; a collective call.
+    def start_samples(self, weights: str, requests: Mapping[str, Json]) -> None:
+        """Add requests by number that sample with ``BASE``, a copy, or the path of stored weights; a collective call.
 
-        The answer to each request, or its ``error``.
+        The sampler must be idle, or have these weights.
         """
         if weights not in self.trainings:
             if weights == BASE:
@@ -166,5 +171,7 @@ class Operations:
                     f"the weights of this sampler are no longer kept: the server keeps {self._most_copies} copies "
                     "(--most-copies); make a new sampling client, or save the weights with a name"
                 )
-        self._sampler.use_weights(weights)
-        return self._sampler.answer([dict(request) for request in requests])
+        if not self.sampler.has_weights(weights):
+            self.sampler.use_weights(weights)
+        for number, request in requests.items():
+            self.sampler.add(number, request)

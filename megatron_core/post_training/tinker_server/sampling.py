@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from megatron_core.datasets.keyed_dataset import mix64
@@ -21,20 +23,48 @@ from megatron_core.training.setup import Run
 Json = dict[str, Any]
 
 
+TOKENS_TOGETHER = 32
+"""Tokens of each sample between two looks at the requests that have arrived."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """A request, the numbers of its samples, and those that have ended."""
+
+    request: Json
+    numbers: Sequence[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
 class RequestSampler(RolloutSampler):
-    """A ``RolloutSampler`` whose requests have settings of their own, and name the training to sample with."""
+    """A ``RolloutSampler`` whose requests have settings of their own, and name the training to sample with.
+
+    Requests may be added while others are sampled; an answer does not depend on that.
+    """
 
     def __init__(self, trainer: Trainer, trainings: Trainings, **layout: Any) -> None:
         super().__init__(trainer, **layout)
         self._trainings = trainings
         self._weights = ""
+        self._requests: dict[str, _Sampled] = {}
+        self._errors: dict[str, str] = {}
+        self._next_group = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests have no answer yet."""
+        return bool(self._requests or self._errors)
+
+    def has_weights(self, name: str) -> bool:
+        """Whether the present weights are those of a training, or of a copy of one."""
+        return self._weights == name
 
     def use_weights(self, name: str) -> None:
-        """Copy the weights of a training, or of a copy of one, unless they are here already."""
+        """Copy the weights of a training, or of a copy of one; no request may be under way with others."""
+        assert not self.busy, "samples under way would continue with other weights"
         self._trainings.activate(name)
-        if self._weights != name:
-            self.update_weights()
-            self._weights = name
+        self.update_weights()
+        self._weights = name
         self._trainings.scale_adapters(self._generator.stages, name)
 
     def forget(self, name: str) -> None:
@@ -42,27 +72,43 @@ class RequestSampler(RolloutSampler):
         if self._weights == name:
             self._weights = ""
 
-    def answer(self, requests: Sequence[Json]) -> list[Json]:
-        """Sample all requests together: the answer to each, or its ``error``; equal on all ranks."""
-        errors: dict[int, str] = {}
-        positions: list[int] = []
-        legal: list[RolloutRequest] = []
-        for position, request in enumerate(requests):
-            for copy in range(request["num_samples"]):
-                rollout = self._request(request, position, copy)
-                error = self.problem(rollout)
-                if error:
-                    errors[position] = error
-                else:
-                    positions.append(position)
-                    legal.append(rollout)
-        samples: list[list[Answer]] = [[] for _ in requests]
-        for position, answer in zip(positions, self.sample_each(legal), strict=True):
-            samples[position].append(answer)
-        return [
-            {"error": errors[position]} if position in errors else _answer(request, samples[position])
-            for position, request in enumerate(requests)
+    def add(self, number: str, request: Json) -> None:
+        """Add a request under a number of the caller, for ``advance_requests``."""
+        rollouts = [self._request(request, self._next_group, copy) for copy in range(request["num_samples"])]
+        self._next_group += 1
+        error = next(filter(None, map(self.problem, rollouts)), "")
+        if error:
+            self._errors[number] = error
+        else:
+            self._requests[number] = _Sampled(request, self.submit(rollouts))
+
+    def drop(self, number: str) -> None:
+        """Forget a request whose answer nobody reads."""
+        sampled = self._requests.pop(number, None)
+        if sampled is not None:
+            self.abort([other for other in sampled.numbers if other not in sampled.answers])
+
+    def advance_requests(self) -> dict[str, Json]:
+        """Continue samples of all requests; returns the answers, or the ``error``, of those that are complete.
+
+        Each request has its turn, so that one with many samples does not hold up the others.
+        """
+        complete: dict[str, Json] = {number: {"error": error} for number, error in self._errors.items()}
+        self._errors = {}
+        remaining = [
+            [number for number in sampled.numbers if number not in sampled.answers]
+            for sampled in self._requests.values()
         ]
+        turns = [number for turn in zip_longest(*remaining) for number in turn if number is not None]
+        # Twice as many as are sampled at a time, so that no place is empty before the next look.
+        chosen = turns[: 2 * self._max_batch_size * self._groups.size("dp")]
+        answers = self._advance(chosen, TOKENS_TOGETHER) if chosen else {}
+        for number, sampled in list(self._requests.items()):
+            sampled.answers.update((other, answers[other]) for other in sampled.numbers if other in answers)
+            if len(sampled.answers) == len(sampled.numbers):
+                complete[number] = _answer(sampled.request, [sampled.answers[other] for other in sampled.numbers])
+                del self._requests[number]
+        return complete
 
     def _request(self, request: Json, group: int, copy: int) -> RolloutRequest:
         params = request["sampling_params"]
@@ -78,7 +124,7 @@ class RequestSampler(RolloutSampler):
                 top_p=params["top_p"],
                 seed=mix64(params["seed"], 0, copy) % 2**63,
             ),
-            ends=end_tokens(params["stop"], self._tokenizer),
+            ends=end_tokens(params["stop"], self.run.tokenizer),
             logprobs=top,
             score_prompt=copy == 0 and bool(request["prompt_logprobs"] or request["topk_prompt_logprobs"]),
             stop_strings=tuple(stop_strings(params["stop"])),

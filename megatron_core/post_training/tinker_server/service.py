@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
 from collections import deque
@@ -12,21 +11,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megatron_core.errors import DataError, MegatronError
+from megatron_core.inference.service import HEARTBEAT, RankService
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import StringBroadcast, gather_from_all_ranks
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.post_training.tinker_server.operations import Operations
 from megatron_core.post_training.tinker_server.sampling import Json
 
-HEARTBEAT = 1.0
-"""Seconds between synchronizations of idle ranks, so that no collective waits long."""
 HELD_SECONDS = 120.0
 """Time limit for the arrival of the requests before a request of the same training."""
 KEPT_BYTES = 2**28
 KEPT_RESULTS = 20_000
 """Bytes and number of results that are kept; clients may retrieve a result again if the answer was lost."""
-MOST_TOGETHER = 1024
-"""Requests that are sampled together at most."""
-
 Answer = tuple[str, bytes]
 """Content type and body of a result."""
 Finish = Callable[[Json], Answer]
@@ -67,8 +62,11 @@ class _Sequence:
         self.early = {number: other for number, other in self.early.items() if other is not entry}
 
 
-class OperationService:
-    """Executes requests one after another, samples with the same weights together.
+class OperationService(RankService):
+    """Executes requests one after another, and samples with the same weights at the same time.
+
+    Samples advance between the other operations, and new ones join them. Those with other weights wait until the
+    present ones have ended, and no more join these in the meantime.
 
     On rank 0, ``submit`` and ``entry`` may be called from any thread. The other ranks only call ``run``.
     """
@@ -77,18 +75,16 @@ class OperationService:
         run = operations.trainer.run
         self._operations = operations
         self._device = run.world.device
-        self._texts = StringBroadcast(run.groups.group(WORLD), self._device, ahead=1)
+        super().__init__("training", run.groups.group(WORLD), self._device, ahead=1)
         self._most_waiting = most_waiting
-        self._changed = threading.Condition()
         self._queue: deque[_Entry] = deque()
         self._entries: dict[str, _Entry] = {}
         self._finished: deque[tuple[str, int]] = deque()
         self._kept_bytes = 0
         self._sequences: dict[str, _Sequence] = {}
         self._once: dict[str, str] = {}
-        self._stopped = False
-        self.failure: BaseException | None = None
-        """The exception that ended ``run``."""
+        self._sampled: dict[str, _Entry] = {}
+        """The requests for samples that are under way."""
 
     # Requests, on rank 0.
 
@@ -168,94 +164,102 @@ class OperationService:
             return entry.future
 
     def cancel(self, number: str) -> None:
-        """Drop a request that still waits."""
+        """Drop a request for samples."""
         with self._changed:
             entry = self._entries.get(number)
-            if entry is not None and entry in self._queue:
+            if entry is None or entry.future.done() or entry.operation.get("kind") != "sample":
+                return
+            entry.future.set_exception(DataError("the request was cancelled"))
+            if entry in self._queue:
                 self._queue.remove(entry)
-                entry.future.set_exception(DataError("the request was cancelled"))
+            else:
+                operation = {"kind": "cancel", "number": number}
+                self._queue.appendleft(_Entry(uuid.uuid4().hex, operation, lambda result: ("", b"")))
 
     # Execution, on all ranks.
 
-    def stop(self) -> None:
-        """End ``run`` on all ranks after the present operation."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def start(self, when_ended: Callable[[], None]) -> threading.Thread:
-        """Call ``run`` in a thread, then ``when_ended``; an exception is stored in ``failure``."""
-        thread = threading.Thread(target=self._run_and_tell, args=(when_ended,), name="training", daemon=True)
-        thread.start()
-        return thread
-
     def run(self) -> None:
         """Execute operations until ``stop``; every rank calls this."""
+        operations = self._operations
         while True:
             entries = self._take() if self._texts.is_source else []
             text = self._texts.exchange(self._text_of(entries))
-            if not text:
-                continue
-            operations = json.loads(text)
-            if not operations:
-                return
-            results = self._execute(operations)
-            for entry, result in zip(entries, results, strict=False):
-                self._complete(entry, result)
+            if text:
+                requests = json.loads(text)
+                if not requests:
+                    return
+                self._execute(requests, entries)
+            if operations.sampler.busy:
+                for number, result in operations.sampler.advance_requests().items():
+                    if number in self._sampled:
+                        self._complete(self._sampled.pop(number), result)
 
     def _text_of(self, entries: list[_Entry]) -> str:
-        """The operations for the other ranks; "" if there are none, and an empty list to stop."""
+        """The operations for the other ranks, by number; "" if there are none, and an empty object to stop."""
         if not entries and not self._stopped:
             return ""
-        return json.dumps([entry.operation for entry in entries])
+        return json.dumps({entry.number: entry.operation for entry in entries})
 
     def _take(self) -> list[_Entry]:
-        """Wait for the next operation; a sample brings all waiting samples with the same weights."""
+        """Wait for operations: requests for samples that can join those under way, or another operation."""
+        sampler = self._operations.sampler
         with self._changed:
-            if not self._queue and not self._stopped:
+            if not self._queue and not self._stopped and not sampler.busy:
                 self._changed.wait(HEARTBEAT)
             if self._stopped or not self._queue:
                 return []
-            first = self._queue.popleft()
-            if first.operation["kind"] != "sample":
-                return [first]
-            together = [
-                entry
-                for entry in self._queue
-                if entry.operation["kind"] == "sample" and entry.operation["weights"] == first.operation["weights"]
-            ][: MOST_TOGETHER - 1]
-            chosen = {entry.number for entry in together}
-            self._queue = deque(entry for entry in self._queue if entry.number not in chosen)
-            return [first, *together]
+            samples = [entry for entry in self._queue if entry.operation["kind"] == "sample"]
+            for entry in self._queue:
+                if entry.operation["kind"] != "sample":
+                    self._queue.remove(entry)
+                    return [entry]
+            weights = samples[0].operation["weights"]
+            if sampler.busy and not all(sampler.has_weights(entry.operation["weights"]) for entry in samples):
+                return []
+            joining = {entry: None for entry in samples if entry.operation["weights"] == weights}
+            self._queue = deque(entry for entry in self._queue if entry not in joining)
+            return list(joining)
 
-    def _execute(self, operations: list[Json]) -> list[Json]:
-        """The result of each operation, or its ``error``, on which all ranks agree."""
-        results: list[Json]
+    def _execute(self, operations: dict[str, Json], entries: list[_Entry]) -> None:
+        """Execute an operation, or start samples; all ranks agree on an error."""
+        result: Json = {}
+        first = next(iter(operations.values()))
+        samples = first["kind"] == "sample"
         error = ""
         try:
-            if operations[0]["kind"] == "sample":
-                results = self._operations.sample(operations[0]["weights"], operations)
+            if samples:
+                self._operations.start_samples(first["weights"], operations)
             else:
-                results = [self._operations.run(operations[0])]
+                result = self._operations.run(first)
         except MegatronError as fault:
             error = str(fault)
-            results = [{"error": error} for _ in operations]
+            result = {"error": error}
         # A fault of one rank alone leaves the others with another state: then the server must stop.
         errors = gather_from_all_ranks("fault" if error else "", self._device)
         if len(set(errors)) > 1:
             raise MegatronError(f"an operation failed on some ranks only: {error or 'see the other ranks'}")
-        return results
+        if samples and not error:
+            self._sampled.update({entry.number: entry for entry in entries})
+            return
+        if first["kind"] == "cancel" and first["number"] in self._sampled:
+            self._complete(self._sampled.pop(first["number"]), result)
+        for entry in entries:
+            self._complete(entry, result)
 
     def _complete(self, entry: _Entry, result: Json) -> None:
         """Store the answer to a request, and forget the oldest ones if they have too many bytes."""
         size = 0
-        if "error" in result:
+        if entry.future.done():
+            pass
+        elif "error" in result:
             entry.future.set_exception(DataError(result["error"]))
         else:
             answer = entry.finish(result)
             size = len(answer[1])
             entry.future.set_result(answer)
         entry.operation = {}
+        if entry.number not in self._entries:
+            return
         with self._changed:
             self._finished.append((entry.number, size))
             self._kept_bytes += size
@@ -264,15 +268,8 @@ class OperationService:
                 self._kept_bytes -= former
                 del self._entries[number]
 
-    def _run_and_tell(self, when_ended: Callable[[], None]) -> None:
-        try:
-            self.run()
-        except BaseException as error:  # the starting thread raises it again
-            self.failure = error
-        finally:
-            with self._changed:
-                self._stopped = True
-                for entry in self._entries.values():
-                    if not entry.future.done():
-                        entry.future.set_exception(RuntimeError("the server has stopped"))
-            when_ended()
+    def _fail_waiting(self) -> None:
+        with self._changed:
+            for entry in self._entries.values():
+                if not entry.future.done():
+                    entry.future.set_exception(RuntimeError("the server has stopped"))
