@@ -130,7 +130,7 @@ class Engine(EngineBackward, nn.Module):
         """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
         stage = self.config.parallel.dp_zero_stage
         groups = self.groups
-        axes = [axis for axis in ("tp", "cp", "pp") if groups.size(axis) > 1]
+        axes = [axis for axis in ("tp", "cp", "pp", "ep") if groups.size(axis) > 1]
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in axes)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
@@ -362,7 +362,7 @@ class Engine(EngineBackward, nn.Module):
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
         names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
         self._sharded.synchronize()
-        tensors = {p: whole_tensor(p, self.groups.group("tp")) for p in self.data_parallel.reading(names)}
+        tensors = {p: whole_tensor(p, self.groups) for p in self.data_parallel.reading(names)}
         state = self.module.state_dict(keep_vars=True)
         return {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
 

@@ -24,6 +24,7 @@ from megatron_core.any_model.arguments import (
 from megatron_core.any_model.data import EngineLoader
 from megatron_core.any_model.dtype import sets_dtype, with_dtype_of
 from megatron_core.any_model.engine import Engine
+from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.layers import PipelineModule
 from megatron_core.any_model.module import (
     Initialise,
@@ -143,18 +144,20 @@ def parallelize(
     model: nn.Module,
     tensor: int = 2,
     *,
+    expert: int = 1,
     sequence: bool = False,
     plan: Plan | None = None,
     heads: Heads | None = None,
 ) -> nn.Module:
-    """Split ``model`` over groups of ``tensor`` ranks in place; return it for ``initialize``.
+    """Split ``model`` over groups of ``tensor`` ranks in place, and its experts over ``expert`` ranks; return it for
+    ``initialize``.
 
     ``plan``: styles by names of modules, with ``*`` for the indices of layers, such as ``{"layers.*.q_proj":
     "colwise", "layers.*.o_proj": "rowwise"}`` (``tensor_plan.STYLES``); by default the plan of a transformers model,
     else rules on the names of linear layers. ``heads``: the number of attention heads, or the names of the attributes
     of attention modules that hold numbers of heads, if other names than ``tensor_heads.HEAD_COUNTS`` do. Ranks begin
-    with the weights of rank 0. ``initialize`` with ``tensor_model_parallel_size`` splits a model that was not split
-    before in the same way.
+    with the weights of rank 0. ``initialize`` with ``tensor_model_parallel_size`` and ``expert_model_parallel_size``
+    splits a model that was not split before in the same way.
 
     Each kind of split module is run whole and split, here or in its first forward, and the results are compared.
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the whole model.
@@ -162,13 +165,13 @@ def parallelize(
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
     check_model(model)
-    check_positive(tensor=tensor)
+    check_positive(tensor=tensor, expert=expert)
     check_heads(model, heads)
     check_plan_type("plan", plan)
-    settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
+    settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor, "expert_model_parallel_size": expert})
     world = _join(settings)
     groups = make_groups(settings.parallel, world, ends=(0, 0))
-    if getattr(model, "tensor_parallel_size", 1) > 1:
+    if getattr(model, "tensor_parallel_size", 1) > 1 or getattr(model, "expert_parallel_size", 1) > 1:
         raise ConfigError("parallelize: the model is split already; call it once")
     check_same_module(model, world.device)
     broadcast_from_first([*model.parameters(), *model.buffers()])
@@ -176,6 +179,8 @@ def parallelize(
         split_model(model, groups.group("tp"), plan=plan, heads=heads)
     elif plan is not None:
         check_plan(model, groups.group("tp"), plan)
+    if expert > 1:
+        split_experts(model, groups, world.device)
     return model
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import read_config
 from megatron_core.config.parallel import CPCommType
 from megatron_core.config.run import field_types, names_in_any_model
@@ -42,7 +42,7 @@ READ = frozenset(
         *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
         *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
         *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
-        *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
+        *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size", "expert_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
         *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"),
         *("overlap_p2p_communication", "compile", "compile_backend"),
@@ -140,8 +140,8 @@ def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
         config,
         optimizer=optimizer,
         training=_without_blocks(training),
-        # Its layers are cut into stages, its heads and tokens divided, elsewhere.
-        model=replace(RunConfig().model, num_layers=_layers_of(config.parallel)),
+        # Its heads and tokens are divided elsewhere.
+        model=_model_of(config.parallel),
         parallel=replace(config.parallel, cp_comm_type=_without_heads(config.parallel)),
         data=replace(config.data, mock_data=True, vocab_size=64, seq_length=config.parallel.sequence_unit[0]),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
@@ -190,6 +190,13 @@ def _layers_of(parallel: ParallelConfig) -> int:
     """Return a number of layers that the pipeline's settings accept: one for each stage, and the default without it."""
     stages = parallel.pipeline_model_parallel_size * parallel.num_chunks(0)
     return stages if parallel.pipeline_model_parallel_size > 1 else RunConfig().model.num_layers
+
+
+def _model_of(parallel: ParallelConfig) -> ModelConfig:
+    """Return a GPT that the settings of the layout accept: the caller's model is cut and split elsewhere."""
+    ranks = parallel.expert_model_parallel_size
+    experts = 2 * ranks if ranks > 1 else None
+    return replace(RunConfig().model, num_layers=_layers_of(parallel), num_experts=experts)
 
 
 def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> None:

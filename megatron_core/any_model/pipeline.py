@@ -22,9 +22,9 @@ from megatron_core.any_model.layers import PipelineModule
 from megatron_core.any_model.module import LocalInitialisation, cast_module, check_same_module, find_units
 from megatron_core.any_model.monitoring import StepReport
 from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
-from megatron_core.any_model.prepare import Choices, Prepared, compile_units
+from megatron_core.any_model.prepare import Choices, Prepared, compile_units, equalize_and_split
 from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_sets
-from megatron_core.any_model.tensor import check_plan, equalize_and_split, split_model
+from megatron_core.any_model.tensor import check_plan, split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
 from megatron_core.features.compilation.settings import CompilationConfig
@@ -107,6 +107,11 @@ class PipelineEngine(Engine):
         )
         self.staged: Staged
         if isinstance(module, PipelineModule):
+            if groups.size("ep") > 1:
+                raise ConfigError(
+                    f"expert_model_parallel_size={groups.size('ep')} with a PipelineModule is not supported: each "
+                    "stage constructs its layers itself; set it to 1, or give the whole model to initialize"
+                )
             self.staged = module
             param_groups, local = self._place_layers(module, groups, choices)
         else:
@@ -176,14 +181,15 @@ class PipelineEngine(Engine):
         with raising_on_all_ranks(device):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
-        if groups.size("tp") > 1:  # splits are chosen from the whole model
+        is_split = groups.size("tp") > 1 or groups.size("ep") > 1
+        if is_split:  # splits are chosen from the whole model
             cast_module(module, config, device)
-            equalize_and_split(module, groups, config.training.seed)
+            equalize_and_split(module, groups, config.training.seed, device)
         multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
         cut = ModelCut(module, stage_to_rank, self._partition_method, self._head_modules)
         groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, stage_to_rank))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
-        if groups.size("tp") == 1:
+        if not is_split:
             cast_module(module, config, device)
             equalize(cut.places, module.buffers(), stage_to_rank, groups)
         return cut, param_groups, local

@@ -4,23 +4,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.context import ContextParallel
+from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.module import (
     Initialise,
     LocalInitialisation,
     UnitClasses,
+    broadcast_from_first,
     cast_module,
     check_same_module,
     find_units,
 )
 from megatron_core.any_model.optimizer import Groups, groups_of
-from megatron_core.any_model.tensor import equalize_and_split
+from megatron_core.any_model.tensor import split_model
 from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.parallel.compiled import compile_forward
@@ -62,6 +66,37 @@ def compile_units(units: Iterable[Iterable[nn.Module]], settings: CompilationCon
         compile_forward(unit, fullgraph=False, backend=settings.compile_backend)
 
 
+def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, device: torch.device) -> None:
+    """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
+    size = groups.size("tp")
+    known = getattr(model, "tensor_parallel_size", 1)
+    if known not in (1, size):
+        raise ConfigError(
+            f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
+        )
+    experts = groups.size("ep")
+    known_experts = getattr(model, "expert_parallel_size", 1)
+    if known_experts not in (1, experts):
+        raise ConfigError(
+            f"expert_model_parallel_size={experts}, but the model was given to parallelize(expert={known_experts}); "
+            "use one value"
+        )
+    if known_experts > 1 and size > known:
+        raise ConfigError(
+            f"tensor_model_parallel_size={size}, but parallelize has split only the experts of the model; give it "
+            f"tensor={size}, too"
+        )
+    if known == 1 and known_experts == 1:
+        broadcast_from_first([*model.parameters(), *model.buffers()])
+    if size > known:
+        split_model(model, groups.group("tp"))
+    if experts > known_experts:
+        split_experts(model, groups, device)
+    if size > 1 or groups.size("cp") > 1:
+        # Dropout outside of split layers is equal on the ranks of a tensor-parallel group, and not on others.
+        torch.manual_seed(seed + groups.index("dp") * groups.size("cp") + groups.index("cp"))
+
+
 def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: Choices) -> Prepared:
     """Create the groups, and make the model equal on all ranks, in the dtype of the run."""
     groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
@@ -70,7 +105,7 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
     cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
-    equalize_and_split(module, groups, config.training.seed)
+    equalize_and_split(module, groups, config.training.seed, world.device)
     context = ContextParallel(module, config, groups) if groups.size("cp") > 1 else None
     multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)

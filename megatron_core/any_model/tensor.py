@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.module import broadcast_from_first
 from megatron_core.any_model.tensor_check import establish
 from megatron_core.any_model.tensor_embedding import ParallelEmbedding, is_table
 from megatron_core.any_model.tensor_heads import (
@@ -90,26 +89,8 @@ def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
     _Splitting(model, group, plan, None).choose()
 
 
-def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
-    """Make the weights equal on all ranks, and split them unless ``parallelize`` has done both."""
-    size = groups.size("tp")
-    known = getattr(model, "tensor_parallel_size", 1)
-    if known not in (1, size):
-        raise ConfigError(
-            f"tensor_model_parallel_size={size}, but the model was given to parallelize(tensor={known}); use one value"
-        )
-    if known == 1:
-        broadcast_from_first([*model.parameters(), *model.buffers()])
-    if size > known:
-        split_model(model, groups.group("tp"))
-    if (
-        size > 1 or groups.size("cp") > 1
-    ):  # dropout outside of split layers is equal on tensor-parallel ranks, not on others
-        torch.manual_seed(seed + groups.index("dp") * groups.size("cp") + groups.index("cp"))
-
-
-def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
-    """Return a copy of the whole parameter on the CPU, from the parts of all ranks of ``group``; a collective call."""
+def whole_tensor(parameter: nn.Parameter, groups: ParallelGroups) -> Tensor:
+    """Return a copy of the whole parameter on the CPU, from the parts of all ranks; a collective call."""
     spec = spec_of(parameter)
     if not spec.splits:
         return parameter.detach().to("cpu", copy=True)
@@ -117,7 +98,8 @@ def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
     for piece in spec.parts:
         if piece.owned:
             gathered[piece.whole.index] = parameter.detach()[piece.local.index]
-    return reduce_from_region(gathered, group).cpu()
+    axes = "etp-ep" if "ep" in spec.split_axes else "tp"
+    return reduce_from_region(gathered, groups.group(axes)).cpu()
 
 
 def conv1d() -> tuple[type, ...]:

@@ -12,6 +12,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.groups import process_group
+from megatron_core.parallel.sharding import DATA_AXES, spec_of
 
 
 class WholeTensors:
@@ -58,10 +59,13 @@ class WholeTensors:
     @torch.no_grad()
     def _keep(self, parameter: nn.Parameter, source: int) -> None:
         """Store the weights of ``source`` in the shards of all ranks."""
-        group = self._data.groups.group("dp")
+        # The experts of other expert-parallel ranks are other ones: theirs stay.
+        axes = "dp" if spec_of(parameter).replica_axes == DATA_AXES else "edp"
+        group = self._data.groups.group(axes)
         if group.size() > 1:
             contiguous = parameter.data.contiguous()
-            broadcast_(contiguous, dist.get_global_rank(process_group(group), source), group)
+            index = source if axes == "dp" else source // self._data.groups.size("ep")
+            broadcast_(contiguous, dist.get_global_rank(process_group(group), index), group)
             parameter.data.copy_(contiguous)
         bucket = self._data.bucket_of(parameter)
         if bucket is None:

@@ -10,6 +10,20 @@ from tests.programs import run_ranks_of
 PAGE = Path(__file__).parents[2] / "docs" / "any_model.md"
 
 
+def test_experts_on_one_and_four_ranks(tmp_path: Path) -> None:
+    """The program of the section about experts prints what the page says."""
+    section = PAGE.read_text(encoding="utf-8").split("## Experts on several ranks")[1].split("\n## ")[0]
+    (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (shown,) = re.findall(r"```\n(dp1: .*?)```", section, flags=re.DOTALL)
+    (tmp_path / "train_experts.py").write_text(program, encoding="utf-8")
+    alone, together, first, last = shown.splitlines()
+    for launcher, layout in (("python", alone), ("torchrun --nproc-per-node 4", together)):
+        result = run_ranks_of(f"{launcher} train_experts.py", tmp_path)
+        assert result.returncode == 0, result.stderr
+        lines = [line for line in result.stdout.splitlines() if line.startswith(("step ", layout.split(":")[0]))]
+        assert [lines[0], lines[1], lines[-1]] == [layout, first, last]
+
+
 def test_the_program_trains_on_one_and_two_ranks(tmp_path: Path) -> None:
     program, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(program.splitlines()) < 40

@@ -109,15 +109,15 @@ class Dispatcher:
 
     ``dispatch`` of a subclass sends ``x`` ``[T, h]`` to the chosen experts. ``padded``: messages and the rows of each
     expert are padded to ``routing.capacity``. ``meanwhile`` is called during the communication. ``once``: numbers that
-    the layers of one forward share.
+    the layers of one forward share. ``axes``: those of the group; ``ep`` if the ranks of etp have the same tokens.
     """
 
-    def __init__(self, groups: ParallelGroups, num_experts: int) -> None:
-        self.group = groups.group("etp-ep")
+    def __init__(self, groups: ParallelGroups, num_experts: int, axes: str = "etp-ep") -> None:
+        self.group = groups.group(axes)
         self.size = self.group.size()
         self.local_experts = num_experts // groups.size("ep")
         self.own_part = groups.index("ep")
-        members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
+        members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks(axes)]
         self.holders = [
             [i for i, part_of_rank in enumerate(members) if part_of_rank == number]
             for number in range(groups.size("ep"))
