@@ -116,18 +116,18 @@ def _refusal(module: nn.Module, owners: dict[nn.Parameter, int]) -> str:
     """Return why a module of experts cannot be split, or an empty text."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "its experts are separate modules, which the model calls itself"
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     count = _count_of(module)
-    others = [name for name, parameter in own.items() if parameter.shape[:1] != (count,)]
+    unstacked = [name for name, parameter in parameters.items() if parameter.shape[:1] != (count,)]
     if not count:
         return "none of its attributes with 'experts' in their names is the first extent of its parameters"
-    if others:
-        return f"{listed(others)} has no entry for each of its {count} experts"
-    if any(owners[parameter] > 1 for parameter in own.values()):
+    if unstacked:
+        return f"{listed(unstacked)} has no entry for each of its {count} experts"
+    if any(owners[parameter] > 1 for parameter in parameters.values()):
         return "it shares a parameter with another module"
     if next(module.buffers(), None) is not None:
         return "it has buffers, which may have an entry for each expert"
-    meta = next((name for name, parameter in own.items() if parameter.is_meta), None)
+    meta = next((name for name, parameter in parameters.items() if parameter.is_meta), None)
     if meta is not None:
         return f"{meta} is on the meta device (construct the model with memory)"
     arguments = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -164,8 +164,8 @@ def _check_separable(name: str, module: nn.Module) -> None:
     tokens = torch.randn(2 * count, hidden, generator=generator).to(weight)
     experts = torch.rand(2 * count, count, generator=generator).argsort(1)[:, :CHOICES].to(weight.device)
     weights = torch.rand(experts.shape, generator=generator).to(weight)
-    whole = _run(name, module, tokens, experts, weights)
-    total = torch.zeros_like(whole)
+    expected = _run(name, module, tokens, experts, weights)
+    total = torch.zeros_like(expected)
     parameters = dict(module.named_parameters(recurse=False))
     for expert in range(count):
         token, choice = torch.where(experts == expert)
@@ -173,7 +173,7 @@ def _check_separable(name: str, module: nn.Module) -> None:
         with _replaced(module, alone, 1):
             rows = _run(name, module, tokens[token], torch.zeros_like(token)[:, None], weights[token, choice, None])
         total.index_add_(0, token, rows)
-    error = float((total - whole).abs().max() / whole.abs().max().clamp_min(1e-30))
+    error = float((total - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not error <= BOUNDS.get(weight.dtype, 0.05):
         raise ConfigError(
             f"{SETTING}: {name} ({type(module).__name__}) cannot be split, because its output is not the sum of the "
@@ -241,8 +241,8 @@ def _keep_part(name: str, module: nn.Module, groups: ParallelGroups) -> None:
     # The ranks of a tensor-parallel group have the same tokens, so each sends its tokens to ranks with its own part
     # of the matrices.
     dispatcher = AllToAll(groups, count, axes="ep")
-    own: Callable[..., Any] = module.forward
-    module.forward = DerivedForward(own, partial(_dispatched_forward, name=name, dispatcher=dispatcher))
+    forward: Callable[..., Any] = module.forward
+    module.forward = DerivedForward(forward, partial(_dispatched_forward, name=name, dispatcher=dispatcher))
 
 
 def _spec_of_part(parameter: nn.Parameter, groups: ParallelGroups) -> ShardSpec:
@@ -250,12 +250,12 @@ def _spec_of_part(parameter: nn.Parameter, groups: ParallelGroups) -> ShardSpec:
     tensor = spec_of(parameter)
     of_experts = replace(
         tensor,
-        splits=tuple(replace(part, axis="etp") for part in tensor.splits),
+        splits=tuple(replace(tensor_split, axis="etp") for tensor_split in tensor.splits),
         indices=(("etp", groups.index("etp")),),
         partial_axes=tuple("etp" for _ in tensor.partial_axes),
     )
-    parts = split(tensor.global_shape, 0, groups.index("ep"), groups.size("ep"), axis="ep")
-    return split_over(parts, of_experts, replica_axes=("edp",))
+    of_ranks = split(tensor.global_shape, 0, groups.index("ep"), groups.size("ep"), axis="ep")
+    return split_over(of_ranks, of_experts, replica_axes=("edp",))
 
 
 def _dispatched_forward(forward: Callable[..., Any], name: str, dispatcher: AllToAll) -> Forward:

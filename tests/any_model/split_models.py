@@ -187,6 +187,7 @@ def train_with_engine(
             losses.append(report.loss)
             norms.append(report.grad_norm)
     result = {"losses": losses, "norms": norms, "weights": weights_of(engine.full_state_dict(), engine.module)}
-    if engine.groups.size("tp") == 1 and not by_tokens:  # with tp, parts of them; by tokens, sums
+    # With tp and ep they are parts of the model's gradients; by tokens, sums.
+    if engine.groups.size("tp") == engine.groups.size("ep") == 1 and not by_tokens:
         result["gradients"] = gradients
     return result

@@ -61,6 +61,18 @@ def test_equals_transformers(name: str, kind: str, row: int) -> None:
         assert difference(result, _reference(name, kind)) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("qwen3-moe", "packed", {**CP2, "expert_model_parallel_size": 2, "zero_stage": 1}),
+        ("gpt-oss", "plain", {**CP2, "expert_model_parallel_size": 4, "zero_stage": 3, "cp_comm_type": "all_gather"}),
+    ],
+)
+def test_experts_on_the_ranks_of_sequences(name: str, kind: str, settings: dict[str, Any]) -> None:
+    for result in run_ranks(4, train_with_engine, name, kind, settings):
+        assert difference(result, _reference(name, kind)) < 1e-9
+
+
 @pytest.mark.parametrize("row", [0, 3])
 def test_a_model_of_torch(row: int) -> None:
     ranks, settings = ROWS[row]
