@@ -19,10 +19,15 @@ TENSORS = {"output_layer.score": "score.weight"}
 def is_value_model(hf_config: Mapping[str, Any]) -> bool:
     """Whether a folder has a head of one output. Errors: ``CheckpointError`` for a classifier with several labels."""
     classes = hf_config.get("architectures") or []
+    if not isinstance(classes, list):
+        refuse("architectures", classes, "it must be a list of names of classes")
     if not any(str(name).endswith(CLASSIFIER) for name in classes):
         return False
     # Two is the default of transformers.
-    labels = hf_config.get("num_labels", len(hf_config.get("id2label") or (0, 1)))
+    names = hf_config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    if not isinstance(names, dict):
+        refuse("id2label", names, "it must be an object with the names of the labels")
+    labels = hf_config.get("num_labels", len(names))
     if labels != 1:
         refuse("num_labels", labels, f"{classes[0]} is supported with one label, as reward models have")
     return True
