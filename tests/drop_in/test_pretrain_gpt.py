@@ -54,7 +54,7 @@ COMMON = (
     "program.py --num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 0.01 --lr-decay-style constant --fp64 "
     "--tokenizer-type NullTokenizer --vocab-size 24 --make-vocab-size-divisible-by 8 --split 100,0,0 --eval-iters 0 "
-    "--distributed-backend gloo --log-interval 1 --hidden-dropout 0 --attention-dropout 0 "
+    "--distributed-backend gloo --log-interval 1 --log-format megatron --hidden-dropout 0 --attention-dropout 0 "
     "--position-embedding-type rope --disable-bias-linear --calculate-per-token-loss "
 )
 EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none "

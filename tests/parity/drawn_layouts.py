@@ -165,6 +165,7 @@ NOT_DRAWN: dict[str, str] = {
         disable_bf16_reduced_precision_matmul muon_fp32_matmul_prec""",
     "a course over more than two steps: tests/optimizer": """
         initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
+    "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
         log_interval log_format quiet metrics_file progress trace_pipeline peak_tflops timing_log_level
         timing_log_option log_straggler straggler_minmax_count fp8_statistics_interval tensorboard_dir prometheus_file

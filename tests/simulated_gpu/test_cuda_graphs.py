@@ -197,13 +197,14 @@ def test_finds_a_device_wide_wait_in_a_schedule(wait: str) -> None:
 
 
 def test_no_other_code_waits_for_the_whole_device() -> None:
-    """Measurements at the start do, captures between steps, and a recovery whose communicators are aborted."""
+    """Measurements at the start do, captures between steps, an offload of a trainer, and a recovery whose communicators
+    are aborted."""
     package = Path(cuda_graphs.__file__).parents[2]
     wait = re.compile(r"cuda\.(synchronize|empty_cache|ipc_collect)\(|cudaDeviceSynchronize|cudaFree\b")
     sources = (path for path in package.rglob("*.py") if "drop_in" not in path.parts)
     waiting = {str(path.relative_to(package)) for path in sources if wait.search(path.read_text())}
     allowed = {"features/cuda_graphs/graphs.py", "reports/reference_rate.py", "resilience/gpu_groups.py"}
-    assert waiting == allowed | {"verify/machine.py"}
+    assert waiting == allowed | {"verify/machine.py", "post_training/offload.py"}
     kernels = [path for path in (package.parent / "csrc" / "cuda").iterdir() if path.suffix in (".cu", ".cuh")]
     assert kernels and not [path for path in kernels if wait.search(path.read_text())]
 
