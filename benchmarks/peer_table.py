@@ -58,10 +58,10 @@ def table(measured: Iterable[Record]) -> Iterator[str]:
     yield f"|{'---|' * len(HEAD)}"
     for contender, (layout, name) in CONTENDERS.items():
         peer = avx512[contender]
-        own = avx512[contender.partition(",")[0]]
-        rates = [f"{float(record['value']):,.0f}" for record in (own, peer)]
+        engine = avx512[contender.partition(",")[0]]
+        rates = [f"{float(record['value']):,.0f}" for record in (engine, peer)]
         ratios = [f"{float(record['ratio']):.2f}" for record in (peer, avx2[contender])]
-        memory = [f"{int(record['memory_bytes']) / 1e6:.0f}" for record in (own, peer)]
+        memory = [f"{int(record['memory_bytes']) / 1e6:.0f}" for record in (engine, peer)]
         yield f"| {' | '.join([layout, name, *rates, *ratios, *memory])} |"
 
 

@@ -83,7 +83,7 @@ class RequestSampler(RolloutSampler):
             self._requests[number] = _Sampled(request, self.submit(rollouts))
 
     def drop(self, number: str) -> None:
-        """Forget a request whose answer nobody reads."""
+        """Drop a request whose answer is no longer needed."""
         sampled = self._requests.pop(number, None)
         if sampled is not None:
             self.abort([other for other in sampled.numbers if other not in sampled.answers])
