@@ -71,8 +71,8 @@ def status(module: str, name: str) -> str:
 
 
 def report(root: Path) -> str:
-    """Return counts of the imports below ``root``, and a line for each file that cannot be parsed, and for each name
-    that is missing or unsupported."""
+    """Return counts of the imported names below ``root``, each counted once; and a line for each
+    file that cannot be parsed, and for each name that is missing or unsupported, with the number of its imports."""
     places: dict[tuple[str, str], list[Use]] = {}
     lines: list[str] = []
     for use in uses(root, lines):
@@ -81,7 +81,7 @@ def report(root: Path) -> str:
     for (module, name), found in sorted(places.items(), key=lambda item: -len(item[1])):
         with contextlib.redirect_stderr(io.StringIO()):
             kind = status(module, name)
-        counts[kind] += len(found)
+        counts[kind] += 1
         if kind != "found":
             lines.append(f"{kind:11} {len(found):4}  {module}  {name}  {found[0].file}:{found[0].line}")
     total = sum(counts.values())

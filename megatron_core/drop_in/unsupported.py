@@ -16,6 +16,16 @@ def unsupported(message: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def constant_function(name: str, value: Any, reason: str) -> Callable[..., Any]:
+    """Return a function that takes any arguments and returns ``value``; ``reason`` is its docstring."""
+
+    def returned(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    returned.__name__, returned.__doc__ = name, reason
+    return returned
+
+
 class Unsupported:
     """Base of classes for annotations and ``isinstance``; building an instance raises ConfigError."""
 

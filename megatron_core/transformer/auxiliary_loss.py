@@ -45,7 +45,7 @@ class AuxiliaryLosses:
     """Global numbers of all layers with experts in the whole model."""
     num_experts: int = 0
     """Number of experts in each of these layers."""
-    _values: dict[tuple[str, int, int], tuple[Tensor, Tensor | int, bool]] = field(default_factory=dict)
+    values: dict[tuple[str, int, int], tuple[Tensor, Tensor | int, bool]] = field(default_factory=dict)
     """By name, layer and micro-batch: (value, denominator, whether it is partial).
 
     A layer recomputed in backward stores the same value again.
@@ -78,7 +78,7 @@ class AuxiliaryLosses:
         values that are equal on all tensor-parallel ranks.
         """
         total = torch.zeros(3, len(self.names), dtype=torch.float64, device=device)
-        for (name, _, _), (value, denominator, partial) in self._values.items():
+        for (name, _, _), (value, denominator, partial) in self.values.items():
             if partial or owns_loss:
                 index = self.names.index(name)
                 # Sums and denominators travel separately: a rank may have no value, and a mean of means would be wrong.
@@ -130,7 +130,7 @@ class AuxiliaryLosses:
             )
         # By key and not added up, because a recomputed layer stores its value twice. Detached, because the step
         # outlives the graph of a micro-batch.
-        self._values[name, layer_number, micro] = value.detach(), denominator, partial
+        self.values[name, layer_number, micro] = value.detach(), denominator, partial
 
 
 @dataclass(frozen=True)

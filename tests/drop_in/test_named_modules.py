@@ -27,8 +27,9 @@ def test_names_are_those_of_other_modules(module: str) -> None:
         for word in words:
             new, _, old = word.partition("=")
             home = import_module(source)
-            expected = getattr(home, old or new, None)
-            assert getattr(import_module(module), new) is expected is not None
+            name = old or new
+            expected = getattr(home, name) if hasattr(home, name) else import_module(f"{source}.{name}")
+            assert getattr(import_module(module), new) is expected
 
 
 def test_unsupported_names_say_what_to_use() -> None:
@@ -50,13 +51,25 @@ def test_absent_modules_cannot_be_imported() -> None:
         assert str(error.value).endswith(instead) and error.value.name == module
 
 
-def test_no_module_of_the_table_has_a_file() -> None:
-    modules = {*TABLES["elsewhere"], *TABLES["absent"], *(module for _, module, _ in REFUSED)}
-    for module in modules:
-        path = FOLDER.joinpath(*module.split("."))
-        assert not path.with_suffix(".py").exists() and not (path / "__init__.py").exists(), module
+def test_names_of_the_table_complete_those_of_a_file() -> None:
+    home = import_module("megatron.core.extensions.transformer_engine")
+    assert home.TENorm.__module__ == home.__name__ and is_unsupported(home.Fp8Padding)
+    assert home.te_general_gemm is None
+
+
+def test_constants_and_functions_without_effect() -> None:
+    for module, values in TABLES["values"].items():
+        assert {name: getattr(import_module(module), name) for name in values} == values
+    constants = {"": None, "False": False, "True": True}
+    for reason, modules in TABLES["constant_functions"].items():
+        for module, words in modules.items():
+            for word in words.split():
+                name, _, value = word.partition("=")
+                function = getattr(import_module(module), name)
+                assert function(1, option=2) is constants[value]
+                assert function.__doc__ == reason
 
 
 def test_other_modules_are_left_to_python() -> None:
-    for name in ("megatron.bridge", "megatron.core.utils", "megatron.core.missing", "deepspeed.missing", "torch"):
+    for name in ("megatron.bridge", "megatron.core.timers", "megatron.core.missing", "deepspeed.missing", "torch"):
         assert named_modules.find_named_module(name) is None

@@ -1,5 +1,6 @@
 """The number of micro-batches in a step, constant or by a schedule of the samples used."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_core.config.ramp import Steps, parse_steps
@@ -106,24 +107,20 @@ def _replace(calculator: NumMicroBatchesCalculator | None) -> None:
     globals()["_GLOBAL_NUM_MICROBATCHES_CALCULATOR"] = calculator
 
 
-def get_num_microbatches() -> int:
-    """Return the number of micro-batches of each rank in a step."""
-    return _current().get()
+def _getter(name: str) -> Callable[[], int]:
+    """Return a function that calls a method of the calculator of this process."""
+
+    def get() -> int:
+        return int(getattr(_current(), name)())
+
+    get.__doc__ = getattr(NumMicroBatchesCalculator, name).__doc__
+    return get
 
 
-def get_current_global_batch_size() -> int:
-    """Return the requested number of sequences in a step."""
-    return _current().get_current_global_batch_size()
-
-
-def get_micro_batch_size() -> int:
-    """Return the number of sequences in a micro-batch."""
-    return _current().get_micro_batch_size()
-
-
-def get_current_running_global_batch_size() -> int:
-    """Return the running number of sequences in a step."""
-    return _current().get_current_running_global_batch_size()
+get_num_microbatches = _getter("get")
+get_current_global_batch_size = _getter("get_current_global_batch_size")
+get_micro_batch_size = _getter("get_micro_batch_size")
+get_current_running_global_batch_size = _getter("get_current_running_global_batch_size")
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.optimizer.config_overrides import ParamGroupOverride, combine_param_group_overrides
+from megatron.core.optimizer.optimizer_config import ParamGroupOverride, combine_param_group_overrides
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule

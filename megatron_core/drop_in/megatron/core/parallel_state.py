@@ -179,3 +179,13 @@ def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """The ranks of a pipeline that have position embeddings: the first."""
     return [pp_ranks[0]]
+
+
+def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
+    """Set the timeout of a process group, or of all groups of the layout."""
+    groups = [pg]
+    if pg is None:
+        groups = [current().group(axes) for axes in ("tp", "cp", "pp", "ep", "etp", "edp", "dp-cp", "tp-pp")]
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)

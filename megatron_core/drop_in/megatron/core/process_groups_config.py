@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core import parallel_state
-from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 
 _GETTERS = {
@@ -93,9 +92,3 @@ def _ranks(group: Any) -> list[int]:
 
 ModelCommProcessGroups = ProcessGroupCollection
 """The name of the class before release 0.15."""
-
-
-class MultiModuleProcessGroupCollection(Unsupported):
-    """Stands for Megatron's class; building it raises ConfigError."""
-
-    message = "models of several modules are not supported; use one ProcessGroupCollection"

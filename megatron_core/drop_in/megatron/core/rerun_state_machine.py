@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -85,3 +86,28 @@ def get_rerun_state_machine() -> RerunStateMachine:
 def destroy_rerun_state_machine() -> None:
     """Replace the instance of this process by a new one."""
     _MACHINES[0] = RerunStateMachine()
+
+
+class RerunDiagnostic(str, Enum):
+    """Kinds of errors that Megatron injects."""
+
+    CORRECT_RESULT = "correct_result"
+    TRANSIENT_ERROR = "transient_error"
+    PERSISTENT_ERROR = "persistent_error"
+
+
+@dataclass
+class RerunErrorInjector:
+    """Errors in results, of which none are injected; raises ConfigError for ``error_injection_rate`` above 0."""
+
+    error_injection_rate: int = 0
+    error_injection_type: RerunDiagnostic = RerunDiagnostic.TRANSIENT_ERROR
+
+    def __post_init__(self) -> None:
+        if self.error_injection_rate:
+            raise ConfigError(f"error_injection_rate={self.error_injection_rate} is not supported; use --inject-fault")
+
+
+def initialize_rerun_state_machine(**settings: Any) -> None:
+    """Replace the instance of this process; ``settings`` have no effect, because a step is not repeated."""
+    destroy_rerun_state_machine()

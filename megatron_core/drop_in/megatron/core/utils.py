@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,16 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from megatron.core.dist_checkpointing.tensors import (
+from megatron.core.dist_checkpointing.core import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
 )
-from megatron.core.experimental import ExperimentalNotEnabledError, experimental_cls, experimental_fn
+from megatron.core.experimental import (
+    ExperimentalNotEnabledError,
+    check_param_hashes_across_dp_replicas,
+    experimental_cls,
+    experimental_fn,
+)
 from megatron.core.parallel_state import GlobalMemoryBuffer
 from megatron.core.ranks import log_single_rank
-from megatron.core.replica_hashes import check_param_hashes_across_dp_replicas
 from megatron.core.tensor_parallel.utils import divide
 from megatron_core import parallel_state
 from megatron_core.drop_in.unsupported import unsupported
@@ -127,11 +133,6 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     return own >= wanted if check_equality else own > wanted
 
 
-def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Return False: models do not use modules of Transformer Engine."""
-    return False
-
-
 HAVE_PACKAGING = True
 """Whether the package for versions is installed, which torch needs."""
 
@@ -146,11 +147,6 @@ def is_flashinfer_min_version(version: str, check_equality: bool = True) -> bool
     own = get_flashinfer_version()
     wanted = TorchVersion(version)
     return own is not None and bool(wanted < str(own) or (check_equality and wanted == str(own)))
-
-
-def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
-    """Return False: the flash-attn package is not used."""
-    return False
 
 
 def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
@@ -336,3 +332,39 @@ class StragglerDetector:
 
     def __exit__(self, *error: object) -> None:
         """Do nothing."""
+
+
+def log_on_each_pipeline_stage(
+    logger: logging.Logger, *args: Any, tp_group: Group | None = None, dp_cp_group: Group | None = None, **kwargs: Any
+) -> None:
+    """Call ``logger.log(...)`` on the first rank of each pipeline stage."""
+    tp = tp_group or parallel_state.get_tensor_model_parallel_group()
+    dp = dp_cp_group or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if get_pg_rank(tp) == get_pg_rank(dp) == 0:
+        logger.log(*args, **kwargs)
+
+
+def to_local_if_dtensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor of the caller; other tensors as they are."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def get_data_parallel_group_if_dtensor(tensor: Tensor, data_parallel_group: Group | None = None) -> Group | None:
+    """Return the group of a DTensor of the caller; None for other tensors."""
+    group = tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
+    assert group is None or data_parallel_group in (None, group), "the tensors have different groups"
+    return group
+
+
+def local_multi_tensor_applier(op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+    """Call ``op`` with the arguments of Apex's function of this name."""
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+
+
+def local_multi_tensor_l2_norm(
+    chunk_size: int, noop_flag: Any, tensor_lists: list[list[Tensor]], per_tensor: bool, *args: Any
+) -> tuple[Tensor, None]:
+    """Return (the norm ``[1]`` of all tensors in float32, None), as Apex's ``multi_tensor_l2norm``."""
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensors in tensor_lists for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None

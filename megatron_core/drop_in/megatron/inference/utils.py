@@ -4,16 +4,16 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.global_vars import get_args
-from megatron.training.models import GPTModelBuilder
+from megatron.training.models.gpt import GPTModelBuilder
 from megatron_core.errors import ConfigError
 
 NUMBERS: dict[str, tuple[type, Any, str]] = {

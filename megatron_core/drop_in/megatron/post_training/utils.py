@@ -1,7 +1,9 @@
-"""Rejects the use of ModelOpt."""
+"""Names of ModelOpt, which is not supported."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
 
+from megatron.training.models.gpt import GPTModelConfig
 from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
@@ -12,6 +14,22 @@ def maybe_enable_modelopt(args: Namespace) -> None:
         raise ConfigError("modelopt_enabled=True needs ModelOpt, which is not supported; train without it")
 
 
-report_current_memory_info = to_empty_if_meta = print_distributed_quant_summary = get_mtbench_chat_data = unsupported(
-    "this function of Megatron-LM's ModelOpt examples is not supported; train without ModelOpt"
-)
+_refuse = unsupported("a ModelOptModelConfig needs ModelOpt, which is not supported; train without it")
+
+
+@dataclass(kw_only=True)
+class ModelOptModelConfig(GPTModelConfig):
+    """Settings of a model of ModelOpt; building an instance raises ConfigError."""
+
+    def __post_init__(self) -> None:
+        _refuse()
+
+
+modelopt_gpt_hybrid_builder = modelopt_gpt_mamba_builder = _refuse
+ModelOptHybridModelConfig = ModelOptModelConfig
+"""The configuration of hybrid models of ModelOpt."""
+
+
+def add_modelopt_args(parser: ArgumentParser) -> ArgumentParser:
+    """Return ``parser`` unchanged: the command line reports unsupported flags of ModelOpt."""
+    return parser

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.layer_parts import TopKRouter
 from megatron.core.utils import unwrap_model
-from megatron_core.drop_in.unsupported import unsupported
 
 LINEAR_TYPES = (nn.Linear, nn.Embedding, ColumnParallelLinear, RowParallelLinear, TopKRouter)
 _EXPERTS = re.compile(r"(?:decoder|mtp\.layers\.(\d+)\.mtp_model_layer)\.layers\.(\d+)\.mlp\.experts\.linear_fc1")
@@ -88,11 +87,3 @@ class ActivationLogger:
             file.writelines(json.dumps({"iter": iteration} | line) + "\n" for line in lines)
         self._decoder_tpe_records.clear()
         self._mtp_tpe_records.clear()
-
-
-enable_activation_logging = disable_activation_logging = save_activations = unsupported(
-    "--save-activations-interval is not supported; use ActivationLogger or hooks of torch in your program"
-)
-enable_tokens_per_expert_logging = disable_tokens_per_expert_logging = save_tokens_per_expert = unsupported(
-    "--save-tokens-per-expert-interval is not supported; the records of a run have the load of experts"
-)

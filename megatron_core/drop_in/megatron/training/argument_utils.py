@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
-from megatron.training.config import PretrainConfigContainer
+from megatron.training.config.container import PretrainConfigContainer
 from megatron_core.errors import ConfigError
 from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON
+from megatron_core.ops.reference import quick_gelu
 
 Kind = TypeVar("Kind")
 

@@ -15,7 +15,7 @@ from megatron.training.argument_utils import (
     ArgumentGroupFactory,
     core_transformer_config_from_args,
 )
-from megatron.training.config import TokenizerConfig, ValidationConfig
+from megatron.training.config.training_config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import COMMON, load_from
+from megatron.core.dist_checkpointing.serialization import COMMON, load_from, save
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.transformer.module import sharded
@@ -95,7 +94,7 @@ def save_checkpoint(
         "consumed_valid_samples": args.consumed_valid_samples,
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
-    dist_checkpointing.save(state, args.save, iteration=iteration)
+    save(state, args.save, iteration=iteration)
     print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
 
 

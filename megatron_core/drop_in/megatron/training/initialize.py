@@ -42,18 +42,6 @@ def _initialize_distributed(get_embedding_ranks: Any = None, *others: Any, **mor
     args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
 
 
-def _init_autoresume() -> None:
-    """Return: there is no service that requests restarts."""
-
-
-def _compile_dependencies() -> None:
-    """Return: kernels and the index of data sets are compiled when the package is installed."""
-
-
-def set_jit_fusion_options(tp_size: int | None = None) -> None:
-    """Return: PyTorch's defaults are used."""
-
-
 def start_groups(args: Namespace) -> None:
     """Start torch.distributed unless it has started, create the process groups, and set the seed."""
     args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
@@ -88,7 +76,3 @@ def write_args_to_tensorboard(writer: Any = None) -> None:
         return
     for name, value in vars(args).items():
         writer.add_text(name, str(value), global_step=args.iteration)
-
-
-def _initialize_tp_communicators() -> None:
-    """Return: ``tp_comm_overlap`` needs no buffers of the program here."""

@@ -1,14 +1,16 @@
-"""Megatron-LM's ``pretrain``, with the arguments of all its releases."""
+"""Megatron-LM's ``pretrain``, with the arguments of all its releases, and the model of its programs."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.utils import get_model_config
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.config import PretrainConfigContainer
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.config.container import PretrainConfigContainer
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron, start_groups
 from megatron.training.program import (
@@ -94,3 +96,24 @@ def _run(
         if there and args.eval_iters:
             where = f"iteration {args.iteration} on {name} set"
             evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)
+
+
+def gpt_builder(
+    args: Namespace,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Build a stage of the GPT of ``args``; ``config`` is a ``TransformerConfig`` or None for that of ``args``."""
+    settings = gpt_config_from_args(args, config)
+    model: GPTModel = settings.get_builder_cls()(settings).build_model(
+        pg_collection, pre_process, post_process, vp_stage
+    )
+    return model
+
+
+def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
+    """Return ``pretrain`` unchanged and no store; the command line reports ``--inprocess-restart``."""
+    return pretrain, None

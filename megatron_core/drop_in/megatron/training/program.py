@@ -11,8 +11,12 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
-from megatron.core.optimizer.factory import get_megatron_optimizer
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.optimizer.distrib_optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward, get_forward_backward_func
@@ -298,6 +302,49 @@ def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provid
     return found[0] if chunks is None else [list(iterators) for iterators in zip(*found, strict=True)]
 
 
+def training_log(
+    loss_dict: Mapping[str, Any],
+    total_loss_dict: dict[str, Any],
+    learning_rate: float | None,
+    iteration: int,
+    loss_scale: Any,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: float | None,
+    params_norm: float | None,
+    num_zeros_in_grad: int | None,
+    *others: Any,
+    **more: Any,
+) -> bool:
+    """Print Megatron-LM's line of an iteration on the last rank, every ``log_interval``; return ``report_memory_flag``.
+
+    ``total_loss_dict`` has the sums of the losses since the last line, whose means are printed. Programs of the drop-in
+    have no writer of TensorBoard.
+    """
+    args = get_args()
+    for name, value in loss_dict.items():
+        total_loss_dict[name] = total_loss_dict.get(name, 0.0) + value
+    total_loss_dict["steps"] = total_loss_dict.get("steps", 0) + 1
+    if iteration % args.log_interval and iteration not in (1, args.train_iters):
+        return report_memory_flag
+    steps = total_loss_dict.pop("steps")
+    parts = {
+        "consumed samples": f"{args.consumed_train_samples:12d}",
+        "learning rate": None if learning_rate is None else f"{learning_rate:.6E}",
+        "global batch size": f"{get_current_global_batch_size():5d}",
+        **{name: f"{float(value) / steps:.6E}" for name, value in total_loss_dict.items()},
+        "loss scale": None if loss_scale is None else f"{float(loss_scale):.1f}",
+        "grad norm": None if grad_norm is None else f"{grad_norm:.3f}",
+        "num zeros": None if num_zeros_in_grad is None else f"{num_zeros_in_grad}",
+        "params norm": None if params_norm is None else f"{params_norm:.3f}",
+        "number of skipped iterations": f"{skipped_iter:3d}",
+    }
+    texts = "".join(f" {name}: {text} |" for name, text in parts.items() if text is not None)
+    print_rank_last(f" iteration {iteration:8d}/{args.train_iters:8d} |{texts}")
+    total_loss_dict.clear()
+    return report_memory_flag
+
+
 def train(
     forward_step_func: Callable[..., Any],
     model: Sequence[Any],
@@ -327,12 +374,8 @@ def train(
         args.iteration, args.consumed_train_samples = args.iteration + 1, args.consumed_train_samples + size
         # Log, evaluate, save or stop if due.
         if args.iteration % args.log_interval == 0 or args.iteration in (1, total):
-            losses = "".join(f" {name}: {value:.6E} |" for name, value in step[0].items())
-            print_rank_last(
-                f" iteration {args.iteration:8d}/{total:8d} | consumed samples: {args.consumed_train_samples:12d} | "
-                f"learning rate: {optimizer.param_groups[0]['lr']:.6E} | global batch size: {size:5d} |{losses} "
-                f"grad norm: {step[5]:.3f} | number of skipped iterations: {step[1]:3d} |"
-            )
+            rate = optimizer.param_groups[0]["lr"]
+            training_log(step[0], {}, rate, args.iteration, None, False, step[1], step[5], None, None)
         if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
             given = (valid_data_iterator, model, args.iteration, process_non_loss_data_func, config)
             evaluate_and_print_results(f"iteration {args.iteration}", forward_step_func, *given)

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import MegatronDataset, pad_token_id
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetConfig,
+    MegatronDataset,
+    Split,
+    pad_token_id,
+)
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.loader import restarted_positions
 from megatron_core.errors import ConfigError

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.core import StrictHandling
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -23,7 +24,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_core.checkpoint import (
     CheckpointReader,
     Save,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.exported import update_expert_biases_of
@@ -39,3 +40,26 @@ def finalize_model_grads(
             all_reduce_(total, groups.group(axes))
         for chunk in model:
             chunk.scale_gradients(1.0 / max(total.item(), 1.0))
+
+
+def _get_main_grad_attr(param: torch.nn.Parameter) -> str:
+    return "main_grad" if hasattr(param, "main_grad") else "grad"
+
+
+def _unshard_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor of the caller as a whole tensor with its attributes; other tensors as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    vars(whole).update(vars(tensor))
+    return whole
+
+
+def _reshard_if_dtensor(tensor_to_shard: torch.Tensor, reference_tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor distributed as ``reference_tensor``; ``reference_tensor`` if it is not a DTensor."""
+    if not isinstance(reference_tensor, DTensor):
+        return reference_tensor
+    reference: Any = reference_tensor
+    sharded = distribute_tensor(tensor_to_shard, reference.device_mesh, reference.placements)
+    vars(sharded).update(vars(reference_tensor))
+    return sharded

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron_core.drop_in.unsupported import Unsupported, unsupported
+from megatron.core.transformer.spec_utils import WrappedTorchNorm
 from megatron_core.errors import ConfigError
 from megatron_core.ops import layer_norm, rms_norm
 from megatron_core.parallel.current import current
@@ -105,36 +104,3 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
             norm = (self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
             normed = layer_norm(input_, *norm, backend=self.config.kernel_backend)
         return super().forward(normed, weight)
-
-
-te_general_gemm = fused_apply_rotary_pos_emb = fused_apply_rotary_pos_emb_thd = set_save_original_input = None
-"""Functions of Transformer Engine, which Megatron's modules also set to None if it is not installed."""
-get_cpu_offload_context = unsupported(
-    "get_cpu_offload_context is not supported; set cpu_offloading and cpu_offloading_num_layers in the configuration"
-)
-
-
-class TEColumnParallelGroupedLinear(Unsupported):
-    """Stands for Megatron's class; building it raises ConfigError."""
-
-    message = "projections of experts are not built alone; build a MoELayer, or TEGroupedMLP for experts"
-
-
-class TERowParallelGroupedLinear(TEColumnParallelGroupedLinear):
-    """Stands for Megatron's class; building it raises ConfigError."""
-
-
-class TEDelayedScaling(Unsupported):
-    """Stands for Megatron's class; building it raises ConfigError."""
-
-    message = "TEDelayedScaling is not built alone; set fp8 and fp8_recipe='delayed' in the configuration"
-
-
-class Fp8Padding(Unsupported):
-    """Stands for Megatron's class; building it raises ConfigError."""
-
-    message = "Fp8Padding is not needed: experts in FP8 take any number of rows"
-
-
-class Fp8Unpadding(Fp8Padding):
-    """Stands for Megatron's class; building it raises ConfigError."""

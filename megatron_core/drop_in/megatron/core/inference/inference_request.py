@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -133,6 +134,14 @@ class InferenceRequest:
                 setattr(self, name, deserialize_ndarray(value[1]))
 
 
+def _adder(kind: DynamicInferenceEventType) -> Callable[..., DynamicInferenceEvent]:
+    def add(self: "DynamicInferenceRequest", *error: Exception) -> DynamicInferenceEvent:
+        return self.add_event(kind, *error)
+
+    add.__doc__ = f"Record an event {kind.name}; events of errors take the error."
+    return add
+
+
 @dataclass(kw_only=True)
 class DynamicInferenceRequest(InferenceRequest):
     """A request to ``DynamicInferenceEngine``; ``generated_tokens`` and log probabilities are lists.
@@ -228,38 +237,18 @@ class DynamicInferenceRequest(InferenceRequest):
         self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
         return self.event_add_engine
 
-    def add_event_add_context(self) -> DynamicInferenceEvent:
-        """Record the start of the prompt's computation."""
-        return self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
-
     def add_event_generated_token(self, token: int, **counts: int | None) -> DynamicInferenceEvent:
         """Record a token, with counts of blocks and steps that are given."""
         given = {name: value for name, value in counts.items() if value is not None}
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, {"token_id": token} | given)
 
-    def add_event_pause(self) -> DynamicInferenceEvent:
-        """Record a pause."""
-        return self.add_event(DynamicInferenceEventType.PAUSE)
-
-    def add_event_evict(self) -> DynamicInferenceEvent:
-        """Record the removal from the batch."""
-        return self.add_event(DynamicInferenceEventType.EVICT)
-
-    def add_event_finish(self) -> DynamicInferenceEvent:
-        """Record the end."""
-        return self.add_event(DynamicInferenceEventType.FINISH)
-
-    def add_event_fail(self) -> DynamicInferenceEvent:
-        """Record the failure."""
-        return self.add_event(DynamicInferenceEventType.FAIL)
-
-    def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
-        """Record an error after which the request continues."""
-        return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
-
-    def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
-        """Record an error that ends the request."""
-        return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+    add_event_add_context = _adder(DynamicInferenceEventType.ADD_CONTEXT)
+    add_event_pause = _adder(DynamicInferenceEventType.PAUSE)
+    add_event_evict = _adder(DynamicInferenceEventType.EVICT)
+    add_event_finish = _adder(DynamicInferenceEventType.FINISH)
+    add_event_fail = _adder(DynamicInferenceEventType.FAIL)
+    add_event_error_transient = _adder(DynamicInferenceEventType.ERROR_TRANSIENT)
+    add_event_error_nontransient = _adder(DynamicInferenceEventType.ERROR_NONTRANSIENT)
 
     def succeeded(self) -> bool:
         """Return whether the request is complete."""

@@ -1,15 +1,119 @@
-"""The pools of active, waiting and completed requests of an engine."""
+"""The requests of an engine: their pools, numbers and streams."""
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron.core.inference.async_stream import AsyncStream
+import torch
+from torch import Tensor
+
 from megatron.core.inference.inference_request import InferenceRequest, Status
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.inference.utils import Counter
+
+
+class AsyncStream:
+    """States of the request ``request_id``; ``cancel()`` is called if the reader stops early.
+
+    ``put`` and ``finish`` may be called from another thread than that of ``loop``, by default the running loop.
+    """
+
+    def __init__(
+        self, request_id: Any, cancel: Callable[[], Any], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.request_id, self._cancel = request_id, cancel
+        self._loop = loop or asyncio.get_running_loop()
+        self._queue = asyncio.Queue[Any]()
+        self._finished = False
+
+    def put(self, item: Any) -> None:
+        """Add a state, or an exception that the reader raises."""
+        if not self._finished:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
+        """End the stream, with ``exception`` if given."""
+        if not self._finished:
+            self._finished = True
+            last = exception if self._is_raisable(exception) else StopAsyncIteration
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, last)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stream has ended."""
+        return self._finished
+
+    async def generator(self) -> AsyncGenerator[Any, None]:
+        """Yield the states until the stream ends."""
+        try:
+            while True:
+                item = await self._queue.get()
+                if item is StopAsyncIteration:
+                    return
+                if self._is_raisable(item):
+                    raise item
+                yield item
+        except GeneratorExit:
+            self._cancel()
+            raise asyncio.CancelledError from None
+
+    @staticmethod
+    def _is_raisable(value: Any) -> bool:
+        return isinstance(value, BaseException) or (isinstance(value, type) and issubclass(value, BaseException))
+
+
+class InferenceMode:
+    """Whether an engine generates in this process."""
+
+    _active: ClassVar[bool] = False
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Return whether an engine generates."""
+        return cls._active
+
+    @classmethod
+    def set_active(cls) -> None:
+        """Record that an engine generates."""
+        cls._active = True
+
+    @classmethod
+    def unset_active(cls) -> None:
+        """Record that no engine generates."""
+        cls._active = False
+
+    @classmethod
+    @contextmanager
+    def active(cls) -> Iterator[None]:
+        """A context in which an engine generates."""
+        before, cls._active = cls._active, True
+        try:
+            yield
+        finally:
+            cls._active = before
+
+
+class Counter:
+    """Iterator of the numbers of requests."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        """Continue with 0."""
+        self.counter = 0
+
+
+def get_attention_mask(seq_length: int) -> Tensor:
+    """Return a causal mask ``[1, 1, s, s]``, True where a query must not see a key."""
+    return torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool).triu(1)
 
 
 class Scheduler:

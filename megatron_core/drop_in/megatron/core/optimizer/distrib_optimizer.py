@@ -1,4 +1,4 @@
-"""The optimizer of models with a sharding wrapper, and the layout of its buffers."""
+"""The optimizers of models with a sharding wrapper, the layout of their buffers, and their selection."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,16 +6,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    MixedPrecisionOptimizer,
+)
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    is_managed_by_layer_wise_optimizer,
+)
 from megatron.core.optimizer.param_layout import (
     FullParamLayout,
     PerBufferParamLayout,
     group_params_for_buffers,
     in_order,
     lay_out,
+    shard_divisor,
+    whole_in_shards,
 )
+from megatron.core.process_groups_config import check_groups
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.bucket_layout import FillRule
+from megatron_core.errors import ConfigError
 
 
 class Range:
@@ -80,3 +95,60 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         moments = self._own.kind_of(hidden=False).moments(self._own)
         is_bf16 = any(moment.name == key and moment.is_bf16(self._own) for moment in moments)
         return torch.bfloat16 if is_bf16 else torch.float32
+
+
+def tag_params_for_buffer_routing(model_chunks: Sequence[nn.Module]) -> None:
+    """Mark each trained parameter: whether Muon updates it, so that a shard must contain all of it."""
+    for chunk in model_chunks:
+        trained: list[Any] = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.is_managed_by_layer_wise_optimizer = is_managed_by_layer_wise_optimizer(parameter)
+
+
+class LayerWiseDistributedOptimizer(DistributedOptimizer):
+    """The optimizer of models that Muon trains: no shard contains only a part of a matrix."""
+
+    _rule = staticmethod(whole_in_shards)
+
+    @staticmethod
+    def _shard_divisor(data_parallel_world_size: int, ddp_config: Any) -> int:
+        return shard_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> MegatronOptimizer:
+    """Return the optimizer of models in ``DistributedDataParallel``; ``use_gloo_process_groups`` has no effect.
+
+    ``config_overrides`` has settings of selected parameters, by default ``get_standard_config_overrides(config)``.
+    Raises ConfigError for a model without the wrapper, or for contradictory overrides.
+    """
+    check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
+    if dump_param_to_param_group_map:
+        raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; remove it")
+    row = config.translated().kind_of(hidden=True)
+    if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
+        raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
+    shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
+    narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
+    for_matrices = row.scalar_optimizer is not None
+    for chunk in model_chunks if for_matrices else ():
+        chunk.separate_matrices()
+    sharded = LayerWiseDistributedOptimizer if for_matrices else DistributedOptimizer
+    kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
+    return kind(config, model_chunks, config_overrides)
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig, *args: Any, layer_wise_distributed_optimizer: bool = False, **settings: Any
+) -> MegatronOptimizer:
+    """Return ``get_megatron_optimizer(config, ...)``; ``layer_wise_distributed_optimizer`` has no effect.
+
+    Whether matrices are sharded whole follows from the wrapper's ``use_distributed_optimizer``.
+    """
+    return get_megatron_optimizer(config, *args, **settings)

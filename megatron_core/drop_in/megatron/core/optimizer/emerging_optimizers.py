@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
+from megatron.core.optimizer.optimizer_config import is_managed_by_layer_wise_optimizer
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.matrix_optimizers.muon import COEFFICIENTS, AdaMuon, Muon

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.optimizer.config_overrides import (
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
     ParamGroupOverride,
+    ParamKey,
     combine_param_group_overrides,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron_core.data_parallel import Bucket, BucketMemory, DataParallelSettings
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.offload.pipeline import OffloadedMemory

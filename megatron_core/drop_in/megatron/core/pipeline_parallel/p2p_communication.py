@@ -4,6 +4,7 @@ All ranks call the same functions in the same order. Without ``variable_seq_leng
 with it the shape is sent first. Received tensors require gradients.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,65 +217,29 @@ def _listed(tensors: Any) -> list[Any]:
     return tensors if isinstance(tensors, list) else [tensors]
 
 
-def _pipeline(config: Any) -> P2PCommunicator:
-    return P2PCommunicator(current().group("pp"), config)
+def _function(name: str) -> Any:
+    """Return the function of releases before 0.14 over the current pipeline: a method with ``config`` before its
+    defaults.
+    """
+    method = getattr(P2PCommunicator, name)
+    _, *own = inspect.signature(method).parameters.values()
+    required = [each for each in own if each.default is each.empty]
+    config = inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([*required, config, *own[len(required) :]])
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return method(P2PCommunicator(current().group("pp"), given.pop("config")), **given)
+
+    function.__name__, function.__doc__ = name, method.__doc__
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
-# The functions of releases before 0.14, over the current pipeline. Each calls the method of its name.
-
-
-def recv_forward(tensor_shape: Any, config: Any, is_first_stage: bool | None = None) -> Any:
-    """Receive the output of the previous stage."""
-    return _pipeline(config).recv_forward(tensor_shape, is_first_stage)
-
-
-def recv_backward(tensor_shape: Any, config: Any, is_last_stage: bool | None = None) -> Any:
-    """Receive the gradient from the next stage."""
-    return _pipeline(config).recv_backward(tensor_shape, is_last_stage)
-
-
-def send_forward(output_tensor: Any, config: Any, is_last_stage: bool | None = None) -> None:
-    """Send outputs to the next stage."""
-    _pipeline(config).send_forward(output_tensor, is_last_stage)
-
-
-def send_backward(input_tensor_grad: Any, config: Any, is_first_stage: bool | None = None) -> None:
-    """Send gradients to the previous stage."""
-    _pipeline(config).send_backward(input_tensor_grad, is_first_stage)
-
-
-def send_forward_recv_backward(
-    output_tensor: Any, tensor_shape: Any, config: Any, is_last_stage: bool | None = None
-) -> Any:
-    """Send outputs to the next stage and receive their gradients."""
-    return _pipeline(config).send_forward_recv_backward(output_tensor, tensor_shape, is_last_stage)
-
-
-def send_backward_recv_forward(
-    input_tensor_grad: Any, tensor_shape: Any, config: Any, is_first_stage: bool | None = None
-) -> Any:
-    """Send gradients to the previous stage and receive its next output."""
-    return _pipeline(config).send_backward_recv_forward(input_tensor_grad, tensor_shape, is_first_stage)
-
-
-def send_forward_recv_forward(
-    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
-) -> Any:
-    """Send to the next stage and receive from the previous stage."""
-    return _pipeline(config).send_forward_recv_forward(output_tensor, recv_prev, tensor_shape, overlap_p2p_comm)
-
-
-def send_backward_recv_backward(
-    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, config: Any, overlap_p2p_comm: bool = False
-) -> Any:
-    """Send to the previous stage and receive from the next stage."""
-    return _pipeline(config).send_backward_recv_backward(input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm)
-
-
-def send_forward_backward_recv_forward_backward(
-    output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Shape, config: Any
-) -> tuple[Tensor | None, Tensor | None]:
-    """Send in both directions and receive from the previous and the next stage."""
-    return _pipeline(config).send_forward_backward_recv_forward_backward(
-        output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
-    )
+recv_forward, recv_backward = _function("recv_forward"), _function("recv_backward")
+send_forward, send_backward = _function("send_forward"), _function("send_backward")
+send_forward_recv_backward = _function("send_forward_recv_backward")
+send_backward_recv_forward = _function("send_backward_recv_forward")
+send_forward_recv_forward = _function("send_forward_recv_forward")
+send_backward_recv_backward = _function("send_backward_recv_backward")
+send_forward_backward_recv_forward_backward = _function("send_forward_backward_recv_forward_backward")

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule
 from megatron.core.transformer.layer_context import SampleNumbers
 from megatron_core.errors import ConfigError

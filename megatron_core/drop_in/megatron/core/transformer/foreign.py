@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module, get_module
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.sharding import replicated, split

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.spec_utils import IdentityOp, ModuleSpec, WrappedTorchNorm, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.enums import AttnMaskType
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.foreign import with_core_attention
 from megatron.core.transformer.layer_context import (

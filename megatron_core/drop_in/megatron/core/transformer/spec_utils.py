@@ -1,4 +1,4 @@
-"""Specifications of modules as data."""
+"""Specifications of modules as data, and modules for their places: without effect, and torch's norms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,6 +6,9 @@ from functools import partial
 from importlib import import_module as import_path
 from types import FunctionType
 from typing import Any
+
+import torch
+from torch import nn
 
 from megatron_core.errors import ConfigError
 
@@ -69,3 +72,46 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         return module(*args, **spec.params, **kwargs)
     except TypeError as error:
         raise TypeError(f"{error} when instantiating {getattr(module, '__name__', module)}") from error
+
+
+class IdentityOp(torch.nn.Module):
+    """x -> x; other arguments have no effect."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument."""
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """() -> IdentityOp's forward, for places that need a function that returns a function."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a function that returns its first argument."""
+        return super().forward
+
+
+class WrappedTorchNorm:
+    """LayerNorm or RMSNorm of torch, as selected by ``config.normalization``.
+
+    In a layer's specification it selects the engine's norm.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> nn.Module:  # type: ignore[misc]
+        """Return the module in ``config.params_dtype``; other arguments have no effect."""
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        return kind(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class L2Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), without weights."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **others: Any) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps=eps, elementwise_affine=False)
+
+    def forward(self, x: Any) -> Any:
+        """``[..., h]`` -> the same shape."""
+        return self.norm(x)

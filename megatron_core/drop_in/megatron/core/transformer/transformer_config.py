@@ -8,10 +8,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from megatron.core.enums import AttnBackend
 from megatron.core.mirror import mirror, refused_changes
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config_changes import ChangingConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.moe import LoadBalancing
@@ -66,6 +66,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             own.recompute_modules = list(dict.fromkeys([*own.recompute_modules, "moe"]))
         if own.num_moe_experts is not None:
             own.moe_ffn_hidden_size = own.moe_ffn_hidden_size or own.ffn_hidden_size
+        own.moe_use_grouped_tensor |= own.use_transformer_engine_op_fuser and own.moe_grouped_gemm
         if own.params_dtype == torch.float32 and (own.fp16 or own.bf16):
             own.params_dtype = torch.float16 if own.fp16 else torch.bfloat16
         # The number of chunks follows from an explicit layout.
@@ -138,7 +139,46 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
                 self.apply_query_key_layer_scaling and not self.attention_softmax_in_fp32
             ),
         }
-        return [text for text, broken in rules.items() if broken]
+        return [text for text, broken in (rules | self._rules_of_megatron()).items() if broken]
+
+    def _rules_of_megatron(self) -> dict[str, bool]:
+        """Return Megatron Core's rules of fields without effect here, which say that a program contradicts itself."""
+        grouped = (self.moe_single_grouped_weight, self.moe_single_grouped_bias)
+        wire = "moe_dispatch_fwd_dtype and moe_combine_bwd_dtype"
+        narrow = (self.moe_dispatch_fwd_dtype, self.moe_combine_bwd_dtype) != ("bf16", "bf16")
+        dispatcher = (self.moe_token_dispatcher_type, self.moe_flex_dispatcher_backend)
+        clamp, is_swiglu = self.activation_func_clamp_value, self.activation_func is nn.functional.silu
+        clamps = clamp is not None and is_swiglu and self.gated_linear_unit
+        backends = ("te_native", "deepgemm", "triton")
+        return {
+            f"gdp_num_householder must be positive, not {self.gdp_num_householder}": self.gdp_num_householder < 1,
+            f"Unknown batch_invariant_backend {self.batch_invariant_backend!r}; legal: {', '.join(backends)}": (
+                self.batch_invariant_mode and self.batch_invariant_backend not in backends
+            ),
+            "moe_use_grouped_tensor=True requires moe_grouped_gemm=True": (
+                self.moe_use_grouped_tensor and not self.moe_grouped_gemm
+            ),
+            "moe_single_grouped_weight and moe_single_grouped_bias require moe_grouped_gemm=True": (
+                any(grouped) and not self.moe_grouped_gemm
+            ),
+            "moe_single_grouped_weight and moe_single_grouped_bias require moe_use_grouped_tensor=True": (
+                any(grouped) and not self.moe_use_grouped_tensor
+            ),
+            "moe_single_grouped_bias requires add_bias_linear=True": grouped[1] and not self.add_bias_linear,
+            f"{wire} require the 'ncclep' flex dispatcher backend": narrow and dispatcher != ("flex", "ncclep"),
+            f"{wire} require BOTH use_transformer_engine_op_fuser and moe_grouped_gemm": (
+                narrow and not (self.use_transformer_engine_op_fuser and self.moe_grouped_gemm)
+            ),
+            f"activation_func_clamp_value for SwiGLU must be finite and greater than zero, not {clamp}": (
+                clamps and not 0.0 < clamp < float("inf")
+            ),
+            "activation_func_clamp_value for SwiGLU is only supported with MoE": (
+                clamps and self.num_moe_experts is None
+            ),
+            "glu_linear_offset must be zero when activation_func_clamp_value is set for SwiGLU": (
+                clamps and self.glu_linear_offset != 0.0
+            ),
+        }
 
     def model_config(self, *, without_pattern: bool = False, **given: Any) -> ModelConfig:
         """Return the engine's configuration of the model; ``given`` has fields of it that Megatron keeps elsewhere.

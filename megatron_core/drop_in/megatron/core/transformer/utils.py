@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.tensors import (
+from megatron.core.dist_checkpointing.core import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.transformer.module import sharded
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import Group
 
 
@@ -128,3 +129,13 @@ def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str
 
 def _device() -> torch.device:
     return torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any, key: str, sharded_offsets: tuple[Any, ...] = (), replica_id: Any = None, **groups: Any
+) -> ShardedObject:
+    """Return a JSON value that the first tensor- and data-parallel rank saves."""
+    if sharded_offsets:
+        raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer its own name")
+    tp, dp = current().group("tp"), current().group("dp-cp")
+    return ShardedObject(key, obj, (1,), (0,), (0, tp.rank(), dp.rank()) if replica_id is None else replica_id)

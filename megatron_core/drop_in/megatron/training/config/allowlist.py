@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -156,3 +156,15 @@ def dataclass_of_program(target: str) -> type | None:
     module, _, name = target.rpartition(".")
     found = getattr(sys.modules.get(module), name, None)
     return found if inspect.isclass(found) and is_dataclass(found) and found.__module__ == module else None
+
+
+@runtime_checkable
+class Serializable(Protocol):
+    """An object that can be written as a dictionary whose ``_target_`` names its class."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the dictionary."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Serializable":
+        """Return the object of a dictionary."""

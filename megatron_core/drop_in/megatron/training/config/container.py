@@ -9,6 +9,7 @@ import yaml
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.msc_utils import maybe_msc
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.training.config.allowlist import Serializable
 from megatron.training.config.common_config import DistributedInitConfig, ProfilingConfig, RNGConfig
 from megatron.training.config.inference_config import InferenceSetupConfig
 from megatron.training.config.instantiate_utils import HAVE_OMEGACONF, InstantiationMode, instantiate
@@ -23,7 +24,6 @@ from megatron.training.config.training_config import (
 )
 from megatron.training.config.utils import sanitize_dataclass_config
 from megatron.training.config.yaml_utils import safe_yaml_representers
-from megatron.training.models.serializable import Serializable
 from megatron_core.config import RunConfig
 from megatron_core.config.run import field_types
 from megatron_core.config.values import convert

@@ -9,9 +9,8 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.training.config.allowlist import dataclass_of_program
+from megatron.training.config.allowlist import Serializable, dataclass_of_program
 from megatron.training.config.instantiate_utils import resolve_target
-from megatron.training.models.serializable import Serializable
 from megatron_core.errors import ConfigError
 
 Hook = Callable[[Any], Any]

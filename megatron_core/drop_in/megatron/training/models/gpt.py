@@ -8,36 +8,36 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+from megatron.core.enums import AttnBackend, ModelType
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # type: ignore[attr-defined]
     get_transformer_block_with_experimental_attention_variant_spec,
 )
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
+    get_gpt_heterogeneous_layer_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_inference_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.post_training.modelopt.gpt.model_specs import get_gpt_modelopt_spec
+from megatron.core.post_training.modelopt.gpt.model_specs import get_gpt_modelopt_spec  # type: ignore[import-not-found]
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
-from megatron.training.vocab_utils import calculate_padded_vocab_size
+from megatron.training.utils.common_utils import calculate_padded_vocab_size
 from megatron_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
-"""The data of a run from its arguments, averages of losses, and printing."""
+"""The data of a run from its arguments, averages of losses, sizes, norms, and printing."""
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,20 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.ranks import of_environment, safe_get_rank
-from megatron.core.slurm import resolve_slurm_local_rank
-from megatron.core.utils import (
-    get_batch_on_this_cp_rank,
-    nvtx_range_pop,
-    nvtx_range_push,
-    unwrap_model,
-)
-from megatron.core.utils import (
-    get_batch_on_this_tp_rank as broadcast_batch,
-)
+from megatron.core.datasets.blended_megatron_dataset_builder import get_blend_from_list
+from megatron.core.ranks import of_environment, resolve_slurm_local_rank, safe_get_rank
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.utils import get_batch_on_this_cp_rank, nvtx_range_pop, nvtx_range_push, unwrap_model
+from megatron.core.utils import get_batch_on_this_tp_rank as broadcast_batch
 from megatron.training.global_vars import get_args, get_timers
 from megatron_core import parallel_state
 from megatron_core.config import DataConfig
@@ -166,16 +160,6 @@ def update_use_dist_ckpt(args: Any) -> None:
     args.use_dist_ckpt = args.ckpt_format != "torch"
 
 
-def has_nvrx_installed() -> bool:
-    """Return False: nvidia-resiliency-ext is not used."""
-    return False
-
-
-def has_nvrx_checkpointing_async_support() -> bool:
-    """Return False: checkpoints are written by this package."""
-    return False
-
-
 def get_nvtx_range() -> Callable[..., AbstractContextManager[None]]:
     """Return a context manager ``(msg, time=False, log_level=1)``: a range of the profiler and, if asked, a timer."""
 
@@ -213,3 +197,44 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
     """Whether this rank, or its chunk ``vp_stage``, reads tokens or labels."""
     stage = (False, vp_stage)
     return parallel_state.is_pipeline_first_stage(*stage) or parallel_state.is_pipeline_last_stage(*stage)
+
+
+def calc_params_l2_norm(model: nn.Module | list[Any], force_create_fp32_copy: bool = False) -> float:
+    """Return the square root of the sum of squares of all weights, each counted once over the model-parallel ranks.
+
+    Sums are in float64. Weights that tensor-parallel ranks or tied stages hold as copies are counted on the first.
+    ``force_create_fp32_copy`` has no effect.
+    """
+    tp, expert_tp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    groups = parallel_state.get_model_parallel_group(), parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    sums = torch.zeros(2, dtype=torch.float64, device=World.from_environment().device)
+    for parameter in (each for chunk in (model if isinstance(model, list) else [model]) for each in chunk.parameters()):
+        first = param_is_not_tensor_parallel_duplicate(parameter, tp, expert_tp)
+        if first and not getattr(parameter, "shared", False):
+            is_expert = int(not getattr(parameter, "allreduce", True))
+            sums[is_expert] += parameter.detach().to(sums).square().sum()
+    for index, group in enumerate(groups):
+        assert group is not None, "the getters above raise without groups"
+        all_reduce_(sums[index : index + 1], group)
+    return math.sqrt(sums.sum().item())
+
+
+def calculate_padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int, logging_enabled: bool = True
+) -> int:
+    """Return the size rounded up to a multiple of make_vocab_size_divisible_by x tensor_model_parallel_size."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ConfigError(f"{name} must be positive, but it is {size}")
+    unit = make_vocab_size_divisible_by * tensor_model_parallel_size
+    padded = -(-vocab_size // unit) * unit
+    if logging_enabled:
+        print_rank_0(
+            f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})"
+        )
+    return padded

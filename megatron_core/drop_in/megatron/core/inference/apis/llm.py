@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_core.errors import ConfigError

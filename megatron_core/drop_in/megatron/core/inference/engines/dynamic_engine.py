@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -10,21 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.contexts.dynamic_context import BlockOverflowError, MaxSequenceLengthOverflowError
-from megatron.core.inference.engines.abstract_engine import AbstractEngine
-from megatron.core.inference.inference_request import (
-    DynamicInferenceRequest,
-    DynamicInferenceRequestRecord,
-    Status,
+from megatron.core.inference.contexts.dynamic_context import (
+    BlockOverflowError,
+    DynamicInferenceContext,
+    MaxSequenceLengthOverflowError,
 )
+from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.scheduler import Counter
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron.core.inference.utils import Counter
 from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.inference.engine import Engine
 from megatron_core.inference.requests import Progress, Request, TokenScore
+
+
+class AbstractEngine(ABC):
+    """Generates for prompts."""
+
+    @abstractmethod
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the results of prompts."""
 
 
 class EngineState(Enum):

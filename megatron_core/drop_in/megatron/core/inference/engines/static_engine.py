@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.inference.contexts import DynamicInferenceContext, StaticInferenceContext
-from megatron.core.inference.engines.abstract_engine import AbstractEngine
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext, StaticInferenceContext
+from megatron.core.inference.engines.dynamic_engine import AbstractEngine, DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest, InferenceRequest, Status
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.scheduler import Scheduler

@@ -1,18 +1,8 @@
-"""Layers with experts and with linear attention, and specifications of experimental attention.
-
-The latter is not supported.
-"""
+"""The layers with experts and with linear attention."""
 
 from typing import Any
 
-from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
-
-_refuse = unsupported("experimental_attention_variant is not supported; remove it")
-get_transformer_layer_with_experimental_attention_variant_spec = _refuse
-get_transformer_block_with_experimental_attention_variant_spec = _refuse
-get_experimental_attention_variant_module_spec = get_gated_delta_net_module_spec = _refuse
-get_dsa_module_spec_for_backend = _refuse
 
 
 def is_linear_attention_variant(experimental_attention_variant: str | None) -> bool:

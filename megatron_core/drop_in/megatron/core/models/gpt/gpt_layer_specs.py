@@ -2,25 +2,29 @@
 
 from typing import Any
 
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.layer_context import (
     MLASelfAttentionSubmodules,
     MLPSubmodules,
+    MoESubmodules,
     SelfAttentionSubmodules,
     TransformerBlockSubmodules,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
+from megatron_core.transformer.linear_replacement import LinearReplacement
 
 _WITHOUT_EFFECT = ("kitchen_attention_backend", "use_te_op_fuser", "mla_down_proj_fusion")
 
@@ -140,3 +144,42 @@ def get_gpt_mtp_block_spec(
     if not config.mtp_num_layers:
         return None
     return ModuleSpec(MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules([spec]))
+
+
+def get_moe_module_spec(
+    use_te: bool | None = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+) -> ModuleSpec:
+    """Return the specification of a layer of experts; ``TransformerConfig`` has their number and sizes."""
+    return ModuleSpec(MoELayer, submodules=MoESubmodules())
+
+
+def get_moe_module_spec_for_backend(
+    backend: BackendSpecProvider, num_experts: int | None = None, moe_grouped_gemm: bool | None = False, **others: Any
+) -> ModuleSpec:
+    """Return ``get_moe_module_spec()``; ``backend`` has no effect."""
+    return get_moe_module_spec(num_experts=num_experts)
+
+
+def get_gpt_heterogeneous_layer_spec(
+    config: HeterogeneousTransformerConfig,
+    use_te: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the specifications of all layers of the model; ``GPTModel`` builds those of its stage."""
+    specs = []
+    for block in config.per_block_parameters:
+        parts = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        if block.attention.no_op:
+            parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+        elif block.attention.replace_with_linear:
+            parts.self_attention = LinearReplacement
+        if block.mlp.no_op:
+            parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+        elif block.mlp.replace_with_linear:
+            parts.mlp = LinearReplacement
+        specs.append(ModuleSpec(TransformerLayer, submodules=parts))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)

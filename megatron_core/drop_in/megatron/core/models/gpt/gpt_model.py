@@ -9,8 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.enums import ModelType
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.exported import LossCollector, adopt, refuse
@@ -22,6 +21,7 @@ from megatron.core.transformer.layer_context import (
     stage_layers,
 )
 from megatron.core.transformer.module import sharded
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -39,6 +39,7 @@ from megatron_core.transformer import context
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
+from megatron_core.transformer.moe import moe_loss_names
 
 _CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_PARTS, MultiTokenPredictionBlock)
 
@@ -123,7 +124,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         self.parallel_output, self.vp_stage = parallel_output, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
-        self.samples, self._context_group = SampleNumbers(groups), groups.group("cp")
+        self.samples, self._groups, self._context_group = SampleNumbers(groups), groups, groups.group("cp")
         self._loss_names = auxiliary_loss_names(own, specs)
         self.expert_layers = own.expert_layers
         adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), None, self.samples)
@@ -187,9 +188,20 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             ),
             state=ForwardState(router_replay=self._replay, auxiliary_losses=auxiliary),
         )
+        if auxiliary is not None:
+            self._log_expert_losses()
         if later is not None:
             self._log_later_losses()
         return output if labels is None or not self.post_process else output.contiguous()
+
+    def _log_expert_losses(self) -> None:
+        """Add the losses of the layers of experts of this micro-batch to the tracker of ``moe_logging``."""
+        losses, names, tracker = self.auxiliary_losses, moe_loss_names(self.model_config), get_moe_metrics_tracker()
+        layers = self.model_config.num_layers + self.model_config.added_layers
+        for (name, layer, _), (value, terms, is_partial) in losses.values.items() if losses is not None else ():
+            if name in names:
+                group = self._groups.group("tp-cp" if is_partial else "cp")
+                tracker.record(name, value / terms, layer + 1, layers, group)
 
     def _log_later_losses(self) -> None:
         """Add the losses of multi-token prediction of this micro-batch to ``MTPLossLoggingHelper``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_layer_allocation import HybridStack
 from megatron.core.transformer.layer_context import LayerPattern
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import get_module
@@ -20,6 +20,13 @@ from megatron_core.features.recurrent.rules import recurrent_problems
 from megatron_core.features.recurrent.settings import read_pattern
 from megatron_core.features.sparse_attention.rules import sparse_attention_problems
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
+
+_PASSED = (
+    *("pre_process", "post_process", "fp16_lm_cross_entropy", "parallel_output", "rotary_percent", "rotary_base"),
+    *("share_embeddings_and_output_weights", "position_embedding_type", "scatter_embedding_sequence_parallel"),
+    *("seq_len_interpolation_factor", "pg_collection", "vp_stage"),
+)
+"""Arguments of ``HybridModel`` that are those of ``GPTModel``."""
 
 
 class HybridModel(GPTModel):
@@ -55,6 +62,7 @@ class HybridModel(GPTModel):
         pg_collection: Any = None,
         vp_stage: int | None = None,
     ) -> None:
+        passed = {name: value for name, value in locals().items() if name in _PASSED}
         pattern = hybrid_layer_pattern or hybrid_override_pattern
         if get_module(hybrid_stack_spec) is not HybridStack or getattr(hybrid_stack_spec, "submodules", None):
             raise ConfigError("HybridModel: hybrid_stack_spec must be Megatron's; parts of its own are not supported")
@@ -70,24 +78,7 @@ class HybridModel(GPTModel):
         run = RunConfig(model=own, training=FP8Config(fp8_format=config.fp8))
         if problems := [*recurrent_problems(run, 1), *sparse_attention_problems(run, 1)]:
             raise ConfigError("; ".join(problems))
-        super().__init__(
-            config,
-            layers,
-            vocab_size,
-            max_sequence_length,
-            pre_process,
-            post_process,
-            fp16_lm_cross_entropy,
-            parallel_output=parallel_output,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-        )
+        super().__init__(config, layers, vocab_size, max_sequence_length, **passed)
         self.hybrid_layer_pattern = pattern
 
     def _whole_mask(self, mask: Tensor | None) -> Tensor | None:

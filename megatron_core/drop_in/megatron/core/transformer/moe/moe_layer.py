@@ -1,17 +1,119 @@
-"""A layer of experts with Megatron Core's arguments, and the parts of its specification."""
+"""Experts, shared experts and layers of experts with Megatron Core's arguments."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
-from megatron.core.transformer.layer_context import MoESubmodules, SampleNumbers, layer_context
+from megatron.core.transformer.layer_context import (
+    MLPSubmodules,
+    MoESubmodules,
+    SampleNumbers,
+    check_submodules,
+    layer_context,
+)
 from megatron.core.transformer.layer_parts import PARTS
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.moe import layer
+from megatron_core.transformer.moe import experts, layer
+
+
+class TEGroupedMLP(ExportedModule, experts.Experts):
+    """This rank's experts, computed together: ``linear_fc1.weight`` is ``[experts, features, h]``.
+
+    Its weights depend on ``name``, or on a number from torch's CPU generator, as those of ``MLP``.
+    """
+
+    stands_for = experts.Experts
+
+    num_local_experts: int
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        model = config.model_config()
+        check_submodules(model, submodules)
+        context = layer_context(config, model, pg_collection)
+        experts.Experts.__init__(self, context)
+        if num_local_experts != len(self.linear_fc1.weight):
+            raise LayoutError(
+                f"num_local_experts={num_local_experts}, but num_moe_experts={config.num_moe_experts} with "
+                f"expert_model_parallel_size={config.expert_model_parallel_size} are {len(self.linear_fc1.weight)} on "
+                "each rank"
+            )
+        adopt(self, (), config, context, f"{name or f'experts.{int(torch.randint(2**62, ()))}'}.")
+
+    def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
+        """Bind the experts and count them."""
+        super().bind(config, context, samples)
+        self.num_local_experts = len(self.linear_fc1.weight)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Any, *others: Any
+    ) -> Any:
+        """Rows ``[R, h]`` sorted by expert, the number of rows of each expert and probabilities ``[R]`` -> (``[R, h]``,
+        None). The probabilities are factors of the rows."""
+        if isinstance(permuted_probs, Sequence):  # a layer calls with rows, probabilities, counts
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, *others)
+        counts = torch.as_tensor(tokens_per_expert).tolist()
+        return super().forward(permuted_local_hidden_states, permuted_probs, counts), None
+
+
+GroupedMLP = TEGroupedMLP
+GroupedMLPSubmodules = MLPSubmodules
+
+
+class SequentialMLP(TEGroupedMLP):
+    """``TEGroupedMLP``: the experts are always computed together. A built model has instances of that class."""
+
+
+class SharedExpertMLP(ExportedModule, layer.SharedExperts):
+    """The shared experts of ``moe_shared_expert_intermediate_size`` features alone.
+
+    ``gate`` must be ``config.moe_shared_expert_gate``. ``name`` determines the weights.
+    """
+
+    stands_for = layer.SharedExperts
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        gate: bool = False,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        if gate != config.moe_shared_expert_gate or not config.moe_shared_expert_intermediate_size:
+            raise ConfigError(
+                f"SharedExpertMLP: gate={gate} with moe_shared_expert_gate={config.moe_shared_expert_gate} and "
+                f"moe_shared_expert_intermediate_size={config.moe_shared_expert_intermediate_size}; set both in the "
+                "configuration"
+            )
+        model = config.model_config()
+        check_submodules(model, submodules)
+        context = layer_context(config, model, pg_collection)
+        layer.SharedExperts.__init__(self, context, 0)
+        adopt(self, (), config, context, f"{name or 'shared_experts'}.")
+
+    def forward(self, hidden_states: Tensor, context: Any = None) -> Tensor:  # type: ignore[override]
+        """``[s, b, h]`` -> the same shape."""
+        if not isinstance(context, SequenceContext):
+            refuse("SharedExpertMLP.forward", locals())
+            context = SequenceContext()
+        return super().forward(hidden_states, context)
+
+
+class FusedSharedExpertMLP(SharedExpertMLP):
+    """``SharedExpertMLP``."""
+
 
 MOE_PARTS = (TEGroupedMLP, SharedExpertMLP)
 """The classes of the parts of a layer of experts."""

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron_core.transformer.moe import choice
 from megatron_core.transformer.moe.choice import sinkhorn
 
@@ -219,3 +221,110 @@ def get_default_pg_collection() -> ProcessGroupCollection:
     """Return the groups of the current layout for layers of experts."""
     names = ["ep", "tp", "cp", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp"]
     return ProcessGroupCollection.use_mpu_process_groups(names)
+
+
+def apply_router_token_dropping(
+    routing_probs: Tensor,
+    routing_map: Tensor,
+    router_topk: int,
+    capacity_factor: float,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return probabilities and choice ``[T, E]`` with at most ``get_capacity`` tokens for each expert.
+
+    Kept are the tokens with the largest probabilities, or with ``drop_policy="position"`` the first ones. With
+    ``pad_to_capacity`` every expert has as many tokens, of which some were not chosen.
+    """
+    if drop_policy not in ("probs", "position"):
+        raise ConfigError(f"drop_policy={drop_policy!r} is not supported; use probs or position")
+    capacity = get_capacity(len(routing_probs) * router_topk, routing_probs.shape[1], capacity_factor)
+    order = routing_probs if drop_policy == "probs" else routing_map.int()
+    kept = order.argsort(dim=0, descending=True, stable=True)[:capacity]
+    mask = torch.zeros_like(routing_map, dtype=torch.bool).scatter(0, kept, True)
+    final = mask if pad_to_capacity else mask & routing_map
+    return routing_probs * final, final
+
+
+class RouterGatingLinearFunction(torch.autograd.Function):
+    """``router_gating_linear``, whose gradients have the dtypes of input and weight; ``apply(input, weight, bias,
+    router_dtype)``."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        """Return the logits."""
+        ctx.save_for_backward(inp, weight)
+        ctx.router_dtype, ctx.bias_dtype = router_dtype, None if bias is None else bias.dtype
+        return router_gating_linear(inp, weight, bias, router_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        """Return the gradients of input, weight and bias."""
+        inp, weight = ctx.saved_tensors
+        grad, rows = grad_output.to(ctx.router_dtype), inp.reshape(-1, inp.shape[-1]).to(ctx.router_dtype)
+        flat = grad.reshape(-1, grad.shape[-1])
+        shift = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
+        return (grad @ weight.to(ctx.router_dtype)).to(inp.dtype), (flat.T @ rows).to(weight.dtype), shift, None
+
+
+class RandomSTE(torch.autograd.Function):
+    """Logits -> random numbers of the same shape, with the gradient of the logits, for benchmarks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        """Return numbers of this expert-parallel rank's generator."""
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            return logits.clone().normal_()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
+        return grad_output
+
+
+def apply_random_logits(logits: Tensor) -> Tensor:
+    """Return ``RandomSTE.apply(logits)``."""
+    random: Tensor = RandomSTE.apply(logits)
+    return random
+
+
+def save_to_aux_losses_tracker(
+    name: str,
+    loss: Tensor,
+    layer_number: int | None,
+    num_layers: int,
+    reduce_group: Any = None,
+    avg_group: Any = None,
+    reduce_group_has_dp: bool = False,
+) -> None:
+    """Call ``record`` of the tracker of losses."""
+    groups = reduce_group, avg_group, not reduce_group_has_dp
+    get_moe_metrics_tracker().record(name, loss, layer_number, num_layers, *groups)
+
+
+def clear_aux_losses_tracker() -> None:
+    """Set the sums of the tracker of losses to 0."""
+    get_moe_metrics_tracker().clear()
+
+
+def reduce_aux_losses_tracker_across_ranks(track_names: list[str] | None = None, pg_collection: Any = None) -> None:
+    """Sum and average the losses of the tracker over ranks; a collective call."""
+    get_moe_metrics_tracker().sync(track_names, pg_collection)
+
+
+def get_moe_layer_wise_logging_tracker() -> dict[str, dict[str, Any]]:
+    """Return the entries of the tracker of losses as dictionaries, by name."""
+    return {name: vars(entry) for name, entry in get_moe_metrics_tracker().metrics.items()}
+
+
+def track_moe_metrics(
+    loss_scale: float,
+    iteration: int,
+    writer: Any = None,
+    wandb_writer: Any = None,
+    total_loss_dict: dict[str, Tensor] | None = None,
+    **settings: Any,
+) -> str:
+    """Call ``report`` of the tracker of losses, with the same names of further arguments."""
+    given = loss_scale, iteration, writer, wandb_writer
+    return get_moe_metrics_tracker().report(*given, total_loss_dict=total_loss_dict, **settings)

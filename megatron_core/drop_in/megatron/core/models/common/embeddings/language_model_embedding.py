@@ -1,13 +1,16 @@
-"""The embedding of tokens and positions."""
+"""The embedding of tokens and positions, and the base class of language models."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import layer_context, sequence_context
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core import tensor_parallel
 from megatron_core.errors import ConfigError
 from megatron_core.models.gpt import embedding
 from megatron_core.transformer.context import SequenceContext
@@ -52,3 +55,18 @@ class LanguageModelEmbedding(ExportedModule, embedding.LanguageModelEmbedding):
         own = self.context.split.residual(position_ids, dim=1)
         passed = sequence_context(self.context, own.transpose(0, 1), None, None, samples)
         return super().forward(input_ids, own, passed)
+
+
+class LanguageModule(MegatronModule):
+    """A ``MegatronModule`` with the loss of its logits over the ranks of ``pg_collection.tp``."""
+
+    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        self.tp_group = self.pg_collection.tp
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Labels ``[b, s]`` and logits ``[s, b, v/tp]`` -> losses ``[b, s]``, float32 or wider."""
+        targets = labels.transpose(0, 1).contiguous()
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets, tp_group=self.tp_group)
+        return losses.transpose(0, 1).contiguous()

@@ -1,19 +1,89 @@
-"""The angles of rotary positions."""
+"""The angles of rotary positions, and the rotation of heads."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.models.common.embeddings.rope_utils import (
-    apply_rotary_pos_emb,
-    get_pos_emb_on_this_cp_rank,
-)
-from megatron_core.drop_in.unsupported import Unsupported
+from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.transformer.rotary import llama3_frequencies, plain_frequencies
+from megatron_core.transformer.rotary import (
+    llama3_frequencies,
+    plain_frequencies,
+    yarn_frequencies,
+    yarn_magnitude,
+    yarn_mscale,
+)
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Group | None = None,
+    mla_rotary_interleaved: bool = False,
+) -> Tensor:
+    """Rotate the first r channels of heads ``[s, b, heads, d]`` by angles ``[s, 1, 1, r]``, times ``mscale``.
+
+    ``RotaryEmbedding`` returns the angles. With the borders ``cu_seqlens`` of documents, heads are ``[s, heads, d]``,
+    and each document begins at the first angle, unless there is one for each token. ``mla_rotary_interleaved`` first
+    separates even and odd channels.
+    """
+    kinds = config.rotary_interleaved, mla_rotary_interleaved
+    if cu_seqlens is None:
+        return _apply_rotary_pos_emb_bshd(t, freqs, *kinds, mscale=mscale)
+    return _apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, *kinds, mscale=mscale, cp_group=cp_group)
+
+
+def _apply_rotary_pos_emb_thd(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: Group | None = None,
+) -> Tensor:
+    if cp_group is not None and cp_group.size() > 1:
+        raise ConfigError(
+            "apply_rotary_pos_emb: cu_seqlens with context parallelism is not supported; pass the angles of the tokens "
+            "of this rank without cu_seqlens"
+        )
+    if len(freqs) != len(t):
+        lengths = cu_seqlens.diff().tolist()
+        freqs = freqs[torch.cat([torch.arange(length, device=freqs.device) for length in lengths])]
+    kinds = rotary_interleaved, mla_rotary_interleaved
+    return _apply_rotary_pos_emb_bshd(t[:, None], freqs, *kinds, mscale=mscale).squeeze(1)
+
+
+def _apply_rotary_pos_emb_bshd(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    **others: Any,
+) -> Tensor:
+    turned, rest = t.split([freqs.shape[-1], t.shape[-1] - freqs.shape[-1]], dim=-1)
+    if mla_rotary_interleaved:
+        turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
+    cos, sin = ((mscale * function(freqs)).to(t.dtype) for function in (torch.cos, torch.sin))
+    if rotary_interleaved:
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        other = torch.cat([-second, first], dim=-1)
+    return torch.cat([turned * cos + other * sin, rest], dim=-1)
+
+
+def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group) -> Tensor:
+    """Return this context-parallel rank's part of the angles of whole sequences."""
+    split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
+    return split.local(pos_emb.movedim(seq_dim, 1)).movedim(1, seq_dim)
 
 
 class RotaryEmbedding(nn.Module):
@@ -93,7 +163,52 @@ class RotaryEmbedding(nn.Module):
         return twice[:, None, None, :]
 
 
-class MultimodalRotaryEmbedding(Unsupported, nn.Module):
-    """Stands for Megatron's class; building it raises ConfigError."""
+class YarnRotaryEmbedding(RotaryEmbedding):
+    """Angles of ``RotaryEmbedding`` with YaRN's frequencies (Peng et al. 2023), and the factor on cosine and sine."""
 
-    message = "multimodal models are not supported; use RotaryEmbedding for text"
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000.0,
+        use_cpu_initialization: bool = False,
+        scaling_factor: float = 1.0,
+        original_max_position_embeddings: int = 4096,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float = 1.0,
+        mscale_all_dim: float = 0.0,
+        correction_range_round_to_int: bool = True,
+        cp_group: Any = None,
+    ) -> None:
+        super().__init__(
+            kv_channels,
+            rotary_percent,
+            rotary_interleaved,
+            seq_len_interpolation_factor,
+            rotary_base,
+            cp_group=cp_group,
+        )
+        settings = ModelConfig(
+            use_rope_scaling=True,
+            rope_scaling_type="yarn",
+            rotary_base=rotary_base,
+            rope_scaling_factor=scaling_factor,
+            original_max_position_embeddings=original_max_position_embeddings,
+            yarn_beta_fast=beta_fast,
+            yarn_beta_slow=beta_slow,
+            yarn_correction_range_round_to_int=correction_range_round_to_int,
+            mscale=mscale,
+            mscale_all_dim=mscale_all_dim,
+        )
+        self.frequencies, self.magnitude = yarn_frequencies(self.frequencies, settings), yarn_magnitude(settings)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False) -> tuple[Tensor, float]:  # type: ignore[override]
+        """Return (angles ``[s, 1, 1, r]``, factor on cosine and sine); ``packed_seq`` has no effect."""
+        return super().forward(max_seq_len, offset), self.magnitude
+
+
+def _yarn_get_mscale(scale: float = 1, mscale: float = 1) -> float:
+    return yarn_mscale(scale, mscale)
