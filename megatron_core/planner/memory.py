@@ -155,7 +155,9 @@ def stage_activations(
         inputs -= -(-min(away, recomputed) * inputs // recomputed)
     saving = layers[max(recomputed, away if not recomputed else 0) :]
     size = sum(layer_activations(config, layer) if by_layer is None else by_layer[layer] for layer in saving)
-    size += inputs * of_stream * row * model.stream_size / model.hidden_size
+    streams = model.stream_size / model.hidden_size
+    # The model's first layer gets one stream.
+    size += (inputs * streams - (streams - 1) * (first and inputs > 0)) * of_stream * row
     if first:
         size += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
     if has_head:
