@@ -196,6 +196,9 @@ LATENT = LLAMA | {
 }
 
 
+STREAMS = {"enable_mhc_connections": True, "mhc_num_residual_streams": 4}
+
+
 COHERE = LLAMA | {
     "normalization": "LayerNorm",
     "disable_bias_layernorm": True,
@@ -212,8 +215,14 @@ COHERE = LLAMA | {
 )
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA, LLAMA | FULL, EXPERTS, EXPERTS | {"moe_latent_size": 48}, LATENT, COHERE],
-    ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent experts", "latent attention", "one norm"],
+    [
+        *({}, LLAMA, LLAMA | FULL, EXPERTS, EXPERTS | {"moe_latent_size": 48}, LATENT, COHERE),
+        *(LLAMA | STREAMS, LLAMA | STREAMS | FULL),
+    ],
+    ids=[
+        *("GPT", "Llama", "Llama, recomputed", "experts", "latent experts", "latent attention", "one norm"),
+        *("streams", "streams, recomputed"),
+    ],
 )
 def test_formula_is_what_backward_keeps(settings: dict[str, Any], dtype: dict[str, Any]) -> None:
     """Within 10 %: dropout stores no mask here, and the norm's statistics, omitted by the formula, are small."""
