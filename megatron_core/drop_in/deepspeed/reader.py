@@ -13,7 +13,15 @@ from megatron_core.schema import NUMBER, whole
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FLAGS = (
-    *("dataloader_drop_last", "managed_gradient_accumulation", "fp16.auto_cast", "zero_optimization.cpu_offload"),
+    *("wall_clock_breakdown", "torch_autocast.enabled", "flops_profiler.enabled", "tensorboard.enabled"),
+    *(
+        "csv_monitor.enabled",
+        "wandb.enabled",
+        "dataloader_drop_last",
+        "managed_gradient_accumulation",
+        "fp16.auto_cast",
+        "zero_optimization.cpu_offload",
+    ),
     *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.cpu_offload_param"),
     "zero_optimization.gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -162,6 +170,14 @@ class ConfigReader:
     def precision(self) -> dict[str, Any]:
         """Settings of fp16, bf16 and the dtype of communication."""
         fp16, bf16 = self.flag("fp16.enabled"), self.flag("bf16.enabled") or self.flag("bfloat16.enabled")
+        if self.flag("torch_autocast.enabled"):
+            if fp16 or bf16:
+                self.faults.append(
+                    "torch_autocast.enabled contradicts fp16.enabled and bf16.enabled; enable one of them"
+                )
+            dtype = str(self.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+            if dtype not in ("bfloat16", "bf16"):
+                self.faults.append(f"torch_autocast.dtype={dtype!r} is not supported: use 'bfloat16', or fp16.enabled")
         if fp16 and bf16:
             self.faults.append("fp16.enabled and bf16.enabled contradict; enable one of them")
         found: dict[str, Any] = {"fp16": fp16, "bf16": bf16}

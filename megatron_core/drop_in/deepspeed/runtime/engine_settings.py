@@ -94,8 +94,12 @@ class EngineSettings:
         return float(self._config.translation.settings.get("initial_loss_scale", 2.0**16))
 
     def torch_autocast_enabled(self) -> bool:
-        """Return False: the dtype of the weights decides."""
-        return False
+        """Whether forwards run in ``torch.autocast`` with bfloat16."""
+        return bool(self._config.torch_autocast_enabled)
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype of autocast."""
+        return torch.bfloat16
 
     # ZeRO.
 
@@ -146,10 +150,6 @@ class EngineSettings:
     def autotp_size(self) -> int:
         """Number of ranks that split each layer; 0 without tensor parallelism."""
         return self._config.autotp_size if self._config.autotp_size > 1 else 0
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return False: times are in ``metrics_file`` (docs/monitoring.md)."""
-        return False
 
     def load_universal_checkpoint(self) -> bool:
         """Return False: every checkpoint of this format loads with any number of ranks."""
