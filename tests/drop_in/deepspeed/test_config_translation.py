@@ -69,6 +69,15 @@ def test_disabled_sections_are_accepted() -> None:
     assert translate(config, 1).notes == []
 
 
+def test_weights_are_offloaded_at_stage_3_only() -> None:
+    """A plugin of accelerate may set both; DeepSpeed ignores the section at the other stages."""
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}}
+    found = translate({"train_batch_size": 1, "zero_optimization": zero}, 1)
+    assert "zero3_param_cpu_offload" not in found.settings
+    note = "no effect: zero_optimization.offload_param (weights are in shards at zero_optimization.stage 3 only)"
+    assert note in found.notes
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     (

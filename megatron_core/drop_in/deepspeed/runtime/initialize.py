@@ -9,6 +9,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import init_distributed
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.git_version_info import git_branch, git_hash, version
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -20,6 +21,7 @@ from megatron_core.any_model.arguments import check_functions, check_model
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
 
+INFO = f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch}"
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 
 
@@ -65,7 +67,7 @@ def initialize(
     with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
         values = _with_sizes(read_json(_chosen(args, config, config_params)), model, mesh_param)
         settings = DeepSpeedConfig(values, mpu)
-    for sentence in settings.translation.notes:
+    for sentence in (INFO, *settings.translation.notes):
         log_dist(sentence, ranks=[0])
     kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine: DeepSpeedEngine = kind(
