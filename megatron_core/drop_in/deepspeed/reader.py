@@ -17,6 +17,7 @@ FLAGS = (
     *(
         "csv_monitor.enabled",
         "wandb.enabled",
+        "curriculum_learning.enabled",
         "dataloader_drop_last",
         "managed_gradient_accumulation",
         "fp16.auto_cast",

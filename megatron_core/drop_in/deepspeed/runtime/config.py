@@ -65,8 +65,9 @@ class DeepSpeedConfig:
         self.tag_validation = found.tag_validation
         self.monitor_config = get_monitor_config(self._param_dict)
         self.wall_clock_breakdown = self._param_dict.get("wall_clock_breakdown", False)
-        profile = {key: value for key, value in (self._param_dict.get("flops_profiler") or {}).items()}
-        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(**profile)
+        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(**(self._param_dict.get("flops_profiler") or {}))
+        self.curriculum_params_legacy = self._param_dict.get("curriculum_learning") or {}
+        self.curriculum_enabled_legacy = bool(self.curriculum_params_legacy.get("enabled"))
         autocast = self._param_dict.get("torch_autocast") or {}
         self.torch_autocast_enabled = autocast.get("enabled", False)
         zero = with_new_names(self._param_dict).get("zero_optimization")

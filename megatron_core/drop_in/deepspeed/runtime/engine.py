@@ -112,6 +112,12 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._rates.scheduler = self.lr_scheduler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self._open_reports()
+        if self.curriculum_enabled_legacy():  # constructed now: a wrong section fails here
+            kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
+            if kind != "seqlen" or getattr(model, "num_stages", 1) > 1:
+                raise ConfigError(
+                    f"curriculum_learning.curriculum_type={kind!r} must be 'seqlen', and the model no PipelineModule"
+                )
 
     core: native.Engine
 
@@ -145,6 +151,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self.tput_timer.start()
+        if self.module.training:
+            kwargs = self._with_curriculum(kwargs, self.global_steps + 1)
         self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         with (
             self._timed("forward"),

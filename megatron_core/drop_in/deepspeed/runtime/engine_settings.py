@@ -1,10 +1,13 @@
 """Methods of ``DeepSpeedEngine`` that return settings."""
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
 
 class EngineSettings:
@@ -144,6 +147,27 @@ class EngineSettings:
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether ``save_16bit_model`` writes a model at stage 3."""
         return bool(self._config.zero_config.gather_16bit_weights_on_model_save)
+
+    # Curriculum.
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Whether the section ``curriculum_learning`` is enabled."""
+        return bool(self._config.curriculum_enabled_legacy)
+
+    def curriculum_params_legacy(self) -> Mapping[str, Any]:
+        """The section ``curriculum_learning``."""
+        return self._config.curriculum_params_legacy
+
+    @cached_property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler:
+        """The difficulty of each step."""
+        return CurriculumScheduler(self._config.curriculum_params_legacy)
+
+    def _with_curriculum(self, kwargs: dict[str, Any], step: int) -> dict[str, Any]:
+        """Add the length of sequences to the arguments of the model."""
+        if not self.curriculum_enabled_legacy():
+            return kwargs
+        return {**kwargs, "curriculum_seqlen": self.curriculum_scheduler_legacy.update_difficulty(step)}
 
     # Features that have other names here.
 
