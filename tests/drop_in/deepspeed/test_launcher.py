@@ -32,7 +32,7 @@ def test_ranks_get_their_local_rank(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "megatron_core.drop_in", "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    command = [sys.executable, "-m", "megatron_core.drop_in", "-m", "deepspeed.launcher.runner", "-i", "localhost:0,1"]
     arguments = ["--master_port", str(port), str(program), "--deepspeed", "--out", str(tmp_path / "rank")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=200)
@@ -40,6 +40,12 @@ def test_ranks_get_their_local_rank(tmp_path: Path) -> None:
     for rank in range(2):
         text = Path(f"{tmp_path}/rank.{rank}").read_text()
         assert text.startswith(f"{rank} of 2: ") and "drop_in" in text
+
+
+@pytest.mark.parametrize("flags", (["-i", "other:0"], ["-i", "localhost"], ["-i", "localhost:0", "--num_gpus", "1"]))
+def test_other_devices_are_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must be localhost:GPU,GPU without --num_gpus"):
+        main([*flags, "train.py"])
 
 
 def test_several_machines_need_no_ssh() -> None:

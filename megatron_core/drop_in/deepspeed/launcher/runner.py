@@ -22,6 +22,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         "-H", "--hostfile", default=HOSTFILE, help="refused if it exists: start each node with --no_ssh"
     )
     parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks of this machine")
+    parser.add_argument("-i", "--include", default="", help="GPUs of this machine, such as localhost:0,2")
     parser.add_argument("--num_nodes", type=int, default=1, help="with --no_ssh: number of machines")
     parser.add_argument("--node_rank", type=int, default=0, help="with --no_ssh: number of this machine")
     parser.add_argument("--no_ssh", action="store_true", help="this command is started on every machine")
@@ -42,12 +43,23 @@ def main(args: Sequence[str] | None = None) -> None:
             f"deepspeed: hostfile={flags.hostfile} and num_nodes={flags.num_nodes} need ssh, which is not supported; "
             "start this command on each machine with --no_ssh --num_nodes N --node_rank R --master_addr ADDRESS"
         )
+    if flags.include:
+        os.environ["CUDA_VISIBLE_DEVICES"] = _included(flags)
+        flags.num_gpus = len(_included(flags).split(","))
     ranks = flags.num_gpus if flags.num_gpus > 0 else get_accelerator().device_count()
     place = [f"--nnodes={flags.num_nodes}", f"--node-rank={flags.node_rank}", f"--nproc-per-node={ranks}"]
     place += [f"--master-addr={flags.master_addr}", f"--master-port={flags.master_port}"]
     rank_program = [] if flags.no_local_rank else ["-m", "deepspeed.launcher.launch"]
     program = ["-m", flags.user_script] if flags.module else [flags.user_script]
     torchrun([*place, "-m", "megatron_core.drop_in", *rank_program, *program, *flags.user_args])
+
+
+def _included(flags: argparse.Namespace) -> str:
+    """Return the GPUs of ``--include``, as in CUDA_VISIBLE_DEVICES."""
+    host, _, gpus = flags.include.partition(":")
+    if host != "localhost" or not all(gpu.isdigit() for gpu in gpus.split(",")) or flags.num_gpus > 0:
+        raise ConfigError(f"deepspeed: --include {flags.include} must be localhost:GPU,GPU without --num_gpus")
+    return gpus
 
 
 if __name__ == "__main__":
