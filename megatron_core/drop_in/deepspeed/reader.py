@@ -234,7 +234,18 @@ class ConfigReader:
             # DeepSpeed has the key on at stage 3 without it. Only the gathers follow here: they give equal bits, while
             # overlapped sums of gradients forbid a second backward in the last micro-batch.
             found["overlap_param_gather"] = prefetched > 0 and self.get(f"{name}.overlap_comm", True) is True
-        return found | self._offload_optimizer(stage) | self._offload_param(stage)
+        return found | self._hpz(stage, ranks) | self._offload_optimizer(stage) | self._offload_param(stage)
+
+    def _hpz(self, stage: int, ranks: int) -> dict[str, Any]:
+        name = "zero_optimization.zero_hpz_partition_size"
+        size = self.integer(name, 1, 1)
+        if size == 1:
+            return {}
+        if stage != 3 or ranks % size:
+            self.faults.append(f"{name}={size} needs stage 3, and must be a divisor of the {ranks} ranks")
+            return {}
+        # Hybrid sharding has the gathers of ZeRO++ within a node; it keeps no second copy of the shards of all ranks.
+        return {"num_distributed_optimizer_instances": ranks // size}
 
     def _offload_optimizer(self, stage: int) -> dict[str, Any]:
         device = self._device("offload_optimizer", "nvme", "cpu")
