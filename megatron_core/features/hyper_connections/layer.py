@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,9 +43,9 @@ class HyperConnection(nn.Module):
         spec_of = partial(replicated, index=context.tp_group.rank(), partial_grad=context.sequence_parallel)
 
         def parameter(shape: tuple[int, ...], init_method: object) -> nn.Parameter:
-            allocated = allocate(spec_of(shape), parallel.params_dtype, parallel.device)
+            allocated: Any = allocate(spec_of(shape), parallel.params_dtype, parallel.device)
             allocated.init_method = init_method
-            return allocated
+            return cast(nn.Parameter, allocated)
 
         weight = parameter((outputs, config.stream_size), nn.init.xavier_uniform_)
         self.mapping_proj = nn.ParameterDict({"weight": weight})

@@ -29,7 +29,7 @@ REFUSED = {
 class HyperConnectionsConfig(ModelConfig):
     """Manifold-constrained hyper-connections (mHC)."""
 
-    enable_mhc_connections: bool = setting(False, needs=None, when=ALWAYS)
+    enable_mhc_connections: bool = setting(False, when=ALWAYS)
     """Replace the residual stream by several ones: attention and MLP read a weighted sum of the streams, write to each
     of them with a weight, and a doubly stochastic matrix mixes the streams; all weights depend on the token (Xie et al.
     2025, arXiv 2512.24880)."""
