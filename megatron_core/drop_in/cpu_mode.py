@@ -150,7 +150,7 @@ def _let_fsdp_send_weights() -> None:
     """Accept ``sync_module_states`` for a module in CPU memory: gloo broadcasts from there."""
     from torch.distributed.fsdp import _init_utils
 
-    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None  # type: ignore[assignment]
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
 
 
 def _patch_threads() -> None:
