@@ -6,8 +6,10 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_core import parallel_state
+from tests.costs import Costs
 from tests.huge_pages import collapse
 from tests.sample import WHOLE_MATRIX, left_out
 
@@ -27,7 +30,8 @@ import_module("megatron_core.reports.memory_report")
 # and tests marked explicitly.
 LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "plain", "preprocess", "tools", "verify"}
 LONG_MODULES = {"test_bottlenecks", "test_mlflow", "test_plan_layout", "test_wandb"}
-PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
+PROCESS_STARTERS = {"ForkedPopen", "multiprocessing", "ranks_without_launcher", "run_ranks", "run_ranks_of"}
+PROCESS_STARTERS |= {"server_of", "subprocess"}
 # The same examples in every run, so that failures are reproducible, and no time limits, which a busy machine exceeds;
 # the whole matrix draws new examples.
 settings.register_profile(
@@ -61,8 +65,14 @@ MANY_TESTS = 500
 """Tests from which on forks from huge pages save more than the second that the move takes."""
 
 
-def pytest_configure() -> None:
-    """No collection of garbage while tests are collected."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--costs FILE``."""
+    parser.addoption("--costs", metavar="FILE", help="write processor seconds and waits of each test to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure tests; no collection of garbage while tests are collected."""
+    config.pluginmanager.register(Costs(), "costs")
     gc.disable()
 
 
@@ -78,11 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Mark the fast tests; without WHOLE_MATRIX=1 keep the sample."""
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        starts_none = not PROCESS_STARTERS & vars(item.module).keys()
-        is_long = folder in LONG_FOLDERS or item.path.stem in LONG_MODULES
-        short = starts_none and not is_long and "memory" not in item.name  # those make large files
-        if short:
+        if _is_short(item.module) and "memory" not in item.name:  # those make large files
             item.add_marker("fast")
     # Modules of tests that import the drop-in export it to all programs that tests start.
     os.environ.pop("PYTHONPATH", None)
@@ -92,6 +98,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         later = left_out(items)
         config.hook.pytest_deselected(items=[item for item in items if item in later])
         items[:] = [item for item in items if item not in later]
+
+
+@cache
+def _is_short(module: ModuleType) -> bool:
+    path = Path(module.__file__)
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    is_long = folder in LONG_FOLDERS or path.stem in LONG_MODULES
+    return not is_long and not PROCESS_STARTERS & vars(module).keys()
 
 
 @pytest.fixture(autouse=True)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import multiprocessing
 import os
 import runpy
 import shlex
-import shutil
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import CompletedProcess
-from tempfile import mkdtemp
+from subprocess import CompletedProcess, Popen
+from tempfile import TemporaryFile
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 ROOT = Path(__file__).parents[1]
 VARIABLES = {
@@ -56,6 +58,82 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+class ForkedPopen(Popen):
+    """``Popen`` of ``sys.executable`` and a program or ``-m MODULE``, which run in a fork of this process.
+
+    It has imported torch and this package, which takes a new process 2 s. Ranks that torchrun starts in it are forks,
+    too. It also has this process's ``sys.path`` and modules: a test of what a program imports needs ``Popen``.
+    """
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
+    ) -> None:
+        cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
+        new_session = rest[16]
+        words = [os.fsdecode(word) for word in args]
+        assert words[0] == sys.executable and preexec_fn is None and not pass_fds, words
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        torch.set_num_threads(1)  # otherwise a fork hangs if this process used threads of OpenMP
+        self.pid = os.fork()
+        if self.pid == 0:
+            gc.freeze()  # garbage of earlier tests may belong to threads that a fork does not have
+            ours = [number for number in (p2cwrite, c2pread, errread) if number != -1]
+            _end_as_program(_in_child, words[1:], cwd, env, [p2cread, c2pwrite, errwrite], ours, new_session)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _end_as_program(function: Callable[..., None], *args: Any) -> NoReturn:
+    """Call the function and end this process, with the exit status that Python gives a program."""
+    status = 1
+    try:
+        atexit._clear()  # handlers of the tests
+        status = multiprocessing.Process(target=function, args=args)._bootstrap()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(status)
+
+
+def _in_child(
+    words: list[str],
+    cwd: str | Path | None,
+    env: dict[str, str] | None,
+    streams: Sequence[int],
+    others: Sequence[int],
+    new_session: bool,
+) -> None:
+    for number in others:
+        os.close(number)
+    for number, stream in enumerate(streams):
+        if stream != -1:
+            os.dup2(stream, number)
+            os.set_inheritable(number, True)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    if new_session:
+        os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if env is not None:
+        os.environ.clear()
+        os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in env.items()})
+    if cwd is not None:
+        os.chdir(cwd)
+    while words[0] == "-u":
+        del words[0]
+    subprocess_handler.Popen = ForkedPopen  # type: ignore[attr-defined]  # ranks of torchrun
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
 def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> CompletedProcess[str]:
     """Run ``python PROGRAM ...``, ``torchrun --nproc-per-node N PROGRAM ...`` or the same with ``-m MODULE``.
 
@@ -68,58 +146,43 @@ def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> Comple
     while launcher != "python" and (word := words[0]) in {"--nproc-per-node", "--standalone"}:
         ranks = int(words[1]) if word == "--nproc-per-node" else ranks
         del words[: 2 if word == "--nproc-per-node" else 1]
-    torch.set_num_threads(1)
-    folder = Path(mkdtemp())  # not a TemporaryDirectory, which a rank that runs exit handlers would delete
-    files = [folder / "stdout", folder / "stderr"]
-    for file in files:
-        file.touch()
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if names else {}
     meetings = [meeting | dict(zip(names, (rank, ranks, rank, ranks), strict=bool(names))) for rank in range(ranks)]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_run_rank, args=(words, cwd, files, each)) for each in meetings]
-    gc.freeze()  # garbage of earlier tests may belong to threads that a fork does not have: no rank may collect it
-    try:
-        for process in processes:
-            process.start()
-        gc.unfreeze()
-        _wait(processes, seconds)
-    finally:
-        _end(processes)
-        texts = [file.read_text() for file in files]
-        shutil.rmtree(folder)
-    status = next((process.exitcode for process in processes if process.exitcode), 0)
-    return CompletedProcess(words, status, *texts)
+    processes: list[ForkedPopen] = []
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        try:
+            for variables in meetings:
+                environment = {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in variables.items()}
+                command_of_rank = [sys.executable, *words]
+                processes.append(
+                    ForkedPopen(command_of_rank, cwd=cwd, env=os.environ | environment, stdout=out, stderr=errors)
+                )
+            _wait(processes, seconds)
+        finally:
+            _end(processes)
+        for file in (out, errors):
+            file.seek(0)
+        status = next((process.returncode for process in processes if process.returncode), 0)
+        return CompletedProcess(words, status, out.read(), errors.read())
 
 
-def _run_rank(words: list[str], cwd: Path, files: list[Path], meeting: dict[str, object]) -> None:
-    for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    os.environ.update({"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in meeting.items()})
-    os.chdir(cwd)
-    if words[0] == "-m":
-        sys.argv, sys.path[0] = words[1:], str(cwd)
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
-
-
-def _wait(processes: list[BaseProcess], seconds: float) -> None:
+def _wait(processes: Sequence[Popen], seconds: float) -> None:
     """Wait until all processes have ended, one has failed, or the time is over."""
     deadline = time.monotonic() + seconds
-    while (running := [process.sentinel for process in processes if process.is_alive()]) and not any(
-        process.exitcode for process in processes
-    ):
-        if not wait(running, timeout=max(deadline - time.monotonic(), 0)):
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.returncode for process in processes):
             return
-        time.sleep(0.005)  # a program that closes the descriptors that it inherits looks as if it had ended
+        time.sleep(0.005)
 
 
-def _end(processes: list[BaseProcess]) -> None:
+def _end(processes: Sequence[Popen]) -> None:
     for process in processes:
-        if process.is_alive():
+        if process.poll() is None:
             process.terminate()
-            process.join(10)
+    deadline = time.monotonic() + 10
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for process in processes:
+        if process.poll() is None:
             process.kill()
-            process.join()
+        process.wait()

@@ -33,7 +33,16 @@ CASES = 3
 OPTIONAL_SHARE = 4
 OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
-STARTERS = {"Popen", "multiprocessing", "run_ranks", "run_ranks_of", "run_simulated", "subprocess", "trace_training"}
+STARTERS = {
+    "ForkedPopen",
+    "Popen",
+    "multiprocessing",
+    "run_ranks",
+    "run_ranks_of",
+    "run_simulated",
+    "subprocess",
+    "trace_training",
+}
 """Names in the code of such a test, or of a function of the tests that it calls."""
 
 
@@ -107,9 +116,13 @@ def starts_processes(function: Callable[..., Any]) -> bool:
         names = set(_names(function.__code__))
         if names & STARTERS:
             return True
-        found = [function.__globals__.get(name) for name in names]
-        found += [getattr(module, name, None) for module in found if isinstance(module, ModuleType) for name in names]
-        left += [each for each in found if str(getattr(each, "__module__", "")).startswith("tests.")]
+        values = [function.__globals__.get(name) for name in names]
+        for module in [value for value in values if isinstance(value, ModuleType)]:
+            if module.__name__.startswith("tests"):
+                values += [getattr(module, name, None) for name in names]
+        # A test module in a folder without __init__.py has no package in its name.
+        ours = ("tests.", function.__module__)
+        left += [value for value in values if str(getattr(value, "__module__", "")).startswith(ours)]
     return False
 
 

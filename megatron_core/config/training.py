@@ -36,6 +36,8 @@ class TrainingConfig(Extensible):
     """Evaluate on validation and test data without training, and exit."""
     eval_interval: int | None = setting(None, r.COUNT, when=(c.TRAINING, c.EVALUATION))
     """Steps between evaluations on the validation data; default: only at the end."""
+    start_eval_at_iter: int | None = setting(None, r.COUNT, needs=given("eval_interval", "N"), when=c.EVALUATION)
+    """No evaluation between steps before this iteration."""
     eval_iters: int = setting(10, r.COUNT_FROM_0, when=ALWAYS)
     """Number of global batches per evaluation; 0: no evaluation."""
     eval_global_batch_size: int | None = setting(None, r.COUNT, when=c.EVALUATION)

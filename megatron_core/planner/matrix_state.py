@@ -58,6 +58,9 @@ def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
             if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
                 pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
             yield Matrices(pieces, inputs, experts or 1, name == QKV)
+    weights = model.connection_elements[0] // model.stream_size
+    if weights and not is_warmup:
+        yield Matrices((weights,), model.stream_size, model.has_mixer(layer_number) + model.has_mlp(layer_number))
     if model.has_experts(layer_number) and not is_warmup:
         yield Matrices((model.num_experts or 0,), model.hidden_size)
         if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:

@@ -36,7 +36,8 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
             hooks.call("after_step", result)
             # Before the save, so that the checkpoint has the validation loss of its weights; another layout compares
             # its own.
-            if is_due(run.state.iteration, config.training.eval_interval):
+            may_evaluate = run.state.iteration >= (config.training.start_eval_at_iter or 0)
+            if may_evaluate and is_due(run.state.iteration, config.training.eval_interval):
                 evaluate_split(run, hooks, "validation")
                 evaluated_at = run.state.iteration
             # In each step, because recovery copies the state between saves.

@@ -9,7 +9,7 @@ import megatron_core
 from megatron_core.verify.ranks import run_ranks
 from tests.memory import needs_proc, resident, start_anew
 
-LENGTH = 8192
+LENGTH = 4096
 
 
 def _growth() -> float:

@@ -8,7 +8,7 @@ from benchmarks.bench_log_probs import CHUNKS, measure
 from megatron_core.verify.ranks import run_ranks
 from tests.memory import needs_proc
 
-TOKENS = 1024
+TOKENS = 512
 COMPLETE = 4 * TOKENS * 49152
 
 

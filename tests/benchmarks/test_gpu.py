@@ -265,7 +265,7 @@ def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "names no stage" in capsys.readouterr().err
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [stage.name for stage in all_stages("cpu") if stage.obstacle is None])
 def test_each_stage_as_it_is_started(name: str, tmp_path: Path) -> None:
     [stage] = [stage for stage in all_stages("cpu") if stage.name == name]

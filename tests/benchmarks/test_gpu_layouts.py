@@ -24,7 +24,7 @@ def one_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_gpu, "DEVICE", simulated_gpu)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "graphs" not in name])
 def test_layouts_on_one_simulated_gpu(name: str, one_simulated_gpu: None) -> None:
     figures = layouts.measure(name, "cpu", OVER_HOST)

@@ -22,10 +22,9 @@ from tests.defects.patch import (
     statement,
     without_call,
 )
-from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
 from tests.features.outer_steps import test_optimizer as test_outer
-from tests.resilience import test_host_copy
+from tests.resilience import test_groups_join, test_host_copy
 from tests.resilience.processes import test_rendezvous
 
 

@@ -25,7 +25,7 @@ from megatron_core.parallel.launch import run_job, start_world
 from megatron_core.parallel.world import World
 from megatron_core.training.pretrain import pretrain
 from tests.memory import needs_proc
-from tests.programs import free_port, run_program
+from tests.programs import ForkedPopen, free_port, run_program
 from tests.runs import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +45,9 @@ TINY = [
 TINY += ["--global-batch-size", "4", "--eval-iters", "0", "--log-interval", "1", "--train-iters", "100000"]
 
 
-def _start(*flags: str) -> subprocess.Popen[str]:
+def _start(*flags: str) -> ForkedPopen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
+    return ForkedPopen(
         [*launcher, "pretrain_gpt.py", *TINY, *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

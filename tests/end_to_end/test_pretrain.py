@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_core.preprocess.builder import IndexedDatasetBuilder
-from tests.programs import run_program, run_ranks_of
+from tests.programs import ForkedPopen, run_program, run_ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "pretrain_gpt.py"]
@@ -107,7 +107,7 @@ def test_wrong_input_under_torchrun() -> None:
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     """A job that gets SIGTERM finishes its step, saves, and exits with status 0; it can be resumed."""
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
-    process = subprocess.Popen([*PROGRAM, *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = ForkedPopen([*PROGRAM, *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGTERM)
@@ -124,7 +124,7 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
     command = [*PROGRAM, *map(str, flags)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = ForkedPopen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGINT)

@@ -22,7 +22,7 @@ from tests.checkpoint.runs import start, train
 from tests.hub import megatron_training as theirs
 
 pytestmark = pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is not installed (make install-test)")
-BEFORE, AFTER = 3, 10
+BEFORE, AFTER = 3, 4
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 DP2, ZERO1 = {"use_distributed_optimizer": False}, {"use_distributed_optimizer": True}
 

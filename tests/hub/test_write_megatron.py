@@ -27,7 +27,7 @@ from tests.hub import megatron_training as theirs
 from tests.hub.test_continue_megatron import BEFORE, BIASED, DP2, EP2, PP2, SHARDED, TP2, Tokens, continued
 
 installed = pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is not installed (make install-test)")
-AFTER = 10
+AFTER = 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ READ_AGAIN = "llama"
 
 
 @installed
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_continues_with_our_losses(name: str, folder: Path) -> None:
     ours, found = (json.loads((folder / name / f"{each}.json").read_text()) for each in ("losses", "theirs"))

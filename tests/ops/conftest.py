@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,8 +22,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if WHOLE_MATRIX:
         return
     tests: dict[str, list[pytest.Item]] = {}
+    folder = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and hasattr(item, "callspec"):
+        if str(item.path).startswith(folder) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped: set[pytest.Item] = set()
     for name, own in tests.items():

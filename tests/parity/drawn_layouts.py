@@ -158,8 +158,8 @@ NOT_DRAWN: dict[str, str] = {
         fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token
         fim_eod_token""",
     "the loop around steps, which a row does not run": """
-        skip_train eval_interval eval_iters exit_interval exit_duration_in_mins check_for_nan_in_loss_and_grad
-        iterations_to_skip max_bad_steps max_rollbacks spike_factor save_bad_steps""",
+        skip_train eval_interval start_eval_at_iter eval_iters exit_interval exit_duration_in_mins
+        check_for_nan_in_loss_and_grad iterations_to_skip max_bad_steps max_rollbacks spike_factor save_bad_steps""",
     "it needs a GPU, or compiles for many seconds: tests/features/compilation, make gpu": """
         cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps compile compile_backend
         disable_bf16_reduced_precision_matmul muon_fp32_matmul_prec""",
@@ -167,10 +167,10 @@ NOT_DRAWN: dict[str, str] = {
         initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
     "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
-        log_interval log_format quiet metrics_file progress trace_pipeline peak_tflops timing_log_level
-        timing_log_option log_straggler straggler_minmax_count fp8_statistics_interval tensorboard_dir prometheus_file
-        wandb_project wandb_exp_name wandb_entity wandb_save_dir mlflow_experiment mlflow_run_name mlflow_tracking_uri
-        profile profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler
+        log_interval log_format log_max_attention_logit quiet metrics_file progress trace_pipeline peak_tflops
+        timing_log_level timing_log_option log_straggler straggler_minmax_count fp8_statistics_interval tensorboard_dir
+        prometheus_file wandb_project wandb_exp_name wandb_entity wandb_save_dir mlflow_experiment mlflow_run_name
+        mlflow_tracking_uri profile profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler
         pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack record_hashes record_hashes_interval
         record_hashes_by_tensor replica_check_interval link_check_interval distributed_timeout_minutes""",
     "faults and their recovery: tests/resilience": """

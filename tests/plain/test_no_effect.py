@@ -25,6 +25,8 @@ RERUN = {"rerun_mode": "validate_results"}
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "evaluations": EVALUATED,
     "evaluations of another size": EVALUATED | {"eval_global_batch_size": 2},
+    "later evaluations": EVALUATED | {"start_eval_at_iter": 2},
+    "largest logits": {"log_max_attention_logit": True},
     "checkpoints": SAVED,
     "checkpoints, some kept": SAVED | {"keep_last": 2, "save_retain_interval": 2},
     "checkpoints in the background": SAVED | {"async_save": True},

@@ -26,6 +26,7 @@ from megatron_core.commands.serve import ServeFlags, serve_requests
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from tests.hub.hf_models import LLAMA, transformers
+from tests.programs import ForkedPopen
 from tests.tokenizers.corpus import write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +45,13 @@ class Client:
     """A server and the model that it should serve."""
 
     def __init__(self, folder: Path, *flags: str, ranks: int = 1) -> None:
-        launcher = ["--nproc-per-node", str(ranks)] if ranks > 1 else []
-        place = ["--load", str(folder), "--port", "0", "--max-length", "8000"]
-        command = [sys.executable, "tools/serve.py", *launcher, *place, *flags]
+        command = "megatron_core.commands.serve"
+        # --nproc-per-node would start another process of Python.
+        words = ["megatron_core.commands.start_ranks", str(ranks), command] if ranks > 1 else [command]
+        words += ["--load", str(folder), "--port", "0", "--max-length", "8000", *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+        self.process = ForkedPopen([sys.executable, "-m", *words], cwd=ROOT, env=environment, **pipes)
         line = self.process.stdout.readline()
         found = re.search(r"listening at http://127\.0\.0\.1:(\d+), longest text 8000 tokens", line)
         assert found, line + self.process.stderr.read()

@@ -94,6 +94,13 @@ def test_methods_are_called_in_the_documented_order(tmp_path: Path) -> None:
     assert positions[:5] == sorted(positions[:5]) and all(method in names for method in METHODS)
 
 
+def test_evaluation_starts_at_an_iteration() -> None:
+    calls: list[tuple[str, str, int]] = []
+    settings = SMALL | {"eval_iters": 1, "eval_interval": 1, "start_eval_at_iter": 3}
+    train(tiny_run(**settings, train_iters=4), [], [Recorder(calls)])
+    assert [iteration for _, method, iteration in calls if method == "after_evaluation"] == [3, 4, 4]
+
+
 def _check_priorities() -> None:
     """Higher priorities first, equal ones in the order of adding, also between users' and built-in callbacks."""
     calls: list[tuple[str, str, int]] = []

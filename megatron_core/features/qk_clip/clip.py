@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_core.errors import ConfigError
 from megatron_core.features.qk_clip.max_logits import MaxLogits
-from megatron_core.features.qk_clip.settings import QKClipConfig
+from megatron_core.features.qk_clip.settings import QKClipConfig, recording_setting
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.parts import RunPart
@@ -31,7 +31,7 @@ Blocks = tuple[tuple[Tensor, int], ...]
 
 
 class QKClip(RunPart):
-    """Records the logits of the attention layers of a run, and clips their weights after each update."""
+    """Records the logits of attention layers, and, with ``qk_clip``, clips their weights after each update."""
 
     def __init__(self, run: Run) -> None:
         config = run.config
@@ -52,7 +52,8 @@ class QKClip(RunPart):
             if not hasattr(layer, "core_attention"):
                 continue
             if not isinstance(layer, SelfAttention | LatentAttention):
-                raise ConfigError(f"qk_clip=True does not know the weights of {type(layer).__name__}; remove --qk-clip")
+                name = recording_setting(self.settings)
+                raise ConfigError(f"{name}=True does not know the weights of {type(layer).__name__}; remove it")
             window = config.model.window_of_layer(layer.layer_number)
             keys_seen = None if window is None or window[0] < 0 else window[0] + 1
             recorder = MaxLogits(heads, device, groups.group("cp"), keys_seen)
@@ -68,7 +69,8 @@ class QKClip(RunPart):
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Scale the weights of heads above the threshold; a collective call of all ranks of the pipeline stage."""
+        """Find the largest logit, and scale the weights of heads above the threshold; a collective call of all ranks of
+        the pipeline stage."""
         if not self.layers:
             return
         # The largest logit of each head of the model, over all ranks that compute parts of the batch.
@@ -81,6 +83,8 @@ class QKClip(RunPart):
             row[first : first + local_heads] = recorder.largest
         all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)
         self.largest = largest.max().item()
+        if not self.settings.qk_clip:
+            return
         # The factors of the rows of each layer with a large logit.
         rows: dict[nn.Parameter, Tensor] = {}
         for layer, row in zip(self.layers, largest, strict=True):

@@ -13,8 +13,11 @@ from megatron_core.config.setting import Resume, given, section, setting
 @dataclass(frozen=True, kw_only=True)
 @section(when=c.TRAINING, resume=Resume.REPORTED)
 class QKClipConfig:
-    """Limit attention logits by scaling the weights of queries and keys."""
+    """Record attention logits, and limit them by scaling the weights of queries and keys."""
 
+    log_max_attention_logit: bool = setting(False)
+    """Show and store the largest attention logit of each step (scaled, before the softmax). Scores are computed
+    a second time."""
     qk_clip: bool = setting(False)
     """QK-clip, which with --optimizer muon is MuonClip (Kimi K2): after each update, scale the query and key weights of
     heads whose largest attention logit in the batch exceeds --qk-clip-threshold. Scores are computed a second time."""
@@ -25,5 +28,11 @@ class QKClipConfig:
 
 
 def uses_qk_clip(config: RunConfig) -> bool:
-    """Whether a run clips weights of queries and keys."""
-    return config.section(QKClipConfig).qk_clip and not config.training.skip_train
+    """Whether a run records attention logits."""
+    settings = config.section(QKClipConfig)
+    return (settings.qk_clip or settings.log_max_attention_logit) and not config.training.skip_train
+
+
+def recording_setting(settings: QKClipConfig) -> str:
+    """The setting for which logits are recorded."""
+    return "qk_clip" if settings.qk_clip else "log_max_attention_logit"

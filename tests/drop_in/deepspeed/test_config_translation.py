@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from deepspeed.translation import key_names, read_json, translate
+from deepspeed.key_table import key_names
+from deepspeed.translation import read_json, translate
 from megatron_core.any_model.module import check_engine_settings, read_engine_settings
 from megatron_core.errors import ConfigError
 

@@ -107,6 +107,19 @@ def test_values_do_not_change() -> None:
     assert torch.equal(mine[:, 2], theirs[:, 2]) and not torch.equal(mine[:, 1], theirs[:, 1])
 
 
+def test_logits_are_recorded_without_clipping() -> None:
+    run, clipped = _run("heads", qk_clip=False, qk_clip_threshold=100.0, log_max_attention_logit=True), _run("heads")
+    assert train_step(run).breakdown["max attention logit"] == train_step(clipped).breakdown["max attention logit"]
+    weight = "decoder.layers.0.self_attention.linear_qkv.weight"
+    weights = (dict(each.stages[0].named_parameters())[weight] for each in (run, _run("heads", qk_clip=False)))
+    torch.testing.assert_close(*weights, rtol=0.0, atol=1e-20)  # the learning rate is 1e-30
+
+
+def test_no_record_of_compiled_layers() -> None:
+    with pytest.raises(ConfigError, match="compile=True cannot be used with log_max_attention_logit=True"):
+        check(tiny_config(log_max_attention_logit=True, compile=True), 1)
+
+
 @pytest.mark.parametrize(
     "settings", [{"qk_layernorm": True}, {"lora_rank": 2}, {"compile": True}, {"optimizer_cpu_offload": True}]
 )

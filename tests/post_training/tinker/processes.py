@@ -1,4 +1,4 @@
-"""The server in processes of its own, as its command starts it, and the client of PyPI."""
+"""The server in processes of its own, forks of the tests' process, and the client of PyPI."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.programs import ForkedPopen
 from tests.training.trl_1_16.inputs import load_model, save_inputs
 
 SETTINGS: dict[str, Any] = {
@@ -56,11 +57,12 @@ def server_of(folder: Path, *, ranks: int = 1, processes: list[int] | None = Non
     ``processes`` receives the id of its process group, which the test then kills itself.
     """
     flags = {**SETTINGS, "load_hf": folder, "model_name": NAME, "port": 0, **settings}
-    words = [sys.executable, "-m", "megatron_core.commands.post_train"]
-    words += ["--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = "megatron_core.commands.post_train"
+    # --nproc-per-node would start another process of Python.
+    words = ["megatron_core.commands.start_ranks", str(ranks), command] if ranks > 1 else [command]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [*words, *words_of(flags)],
+    with ForkedPopen(
+        [sys.executable, "-m", *words, *words_of(flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -255,7 +255,8 @@ def _half(url: str, paths: dict[str, str], first_step: int) -> dict[str, Run]:
         return dict(zip(RECIPES, threads.map(half, RECIPES), strict=True))
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+# make test runs all recipes in four ranks; test_layouts.py compares one process.
+@pytest.fixture(scope="module", params=[pytest.param("one process", marks=pytest.mark.whole_matrix), "tp2 dp2"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The folder of the model, and the steps of each recipe with their log-probabilities."""
     folder = tmp_path_factory.mktemp("recipes")

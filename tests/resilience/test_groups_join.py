@@ -22,9 +22,9 @@ from megatron_core.verify.groups import GroupsInOneProcess
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, stored
 from tests.end_to_end.test_failures import ranks_without_launcher
-from tests.end_to_end.test_recovery import GROUPS, JOB, SECONDS, STREAMS, await_text
 from tests.memory import needs_proc
 from tests.programs import free_port
+from tests.resilience.test_recovered_jobs import GROUPS, JOB, SECONDS, STREAMS, await_text
 from tests.runs import tiny_config
 
 pytestmark = needs_proc
