@@ -49,7 +49,7 @@ MOVED = {
     "config.multi_token": "features.multi_token.settings",
     "config.recurrent": "features.recurrent.settings",
     "config.hybrid": "features.recurrent.settings",
-    "ops.paged_attention": "inference.paged_kernel",
+    "ops.paged_attention": "inference.paged_attention",
     "parallel.interrupt": "cpu_ranks.interrupt",
     "parallel.filled_work": "cpu_ranks.filled_work",
     "schedules.draw": "reports.timelines",
