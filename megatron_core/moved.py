@@ -80,7 +80,7 @@ MOVED = {
     "config.presets": "features.presets.published",
     "parallel.recovery": "resilience.processes",
     "parallel.links": "resilience.links",
-    "checkpoint.host_copy": "resilience.host_copy",
+    "checkpoint.host_copy": "resilience.state_copies",
     "checkpoint.tensor_hashes": "reports.tensor_hashes",
     "training.state_hashes": "reports.state_hashes",
     "training.memory_report": "reports.memory_report",
