@@ -73,7 +73,8 @@ def parse_yaml(text: str) -> Any:
         _check_node(node, {})
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        described = str(error).replace(' in "<unicode string>", line', " at line")
+        raise ValueError(" ".join(described.split())) from None
     # Raised for a wrong tag, as in '!!int text'.
     except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"a value does not fit its tag ({error})") from None

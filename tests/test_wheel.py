@@ -30,7 +30,7 @@ PROGRAM = """
 import importlib.metadata
 import megatron_core.drop_in
 import deepspeed
-from deepspeed.translation import known_keys
+from deepspeed.key_table import known_keys
 from megatron.core.transformer import TransformerConfig
 print(importlib.metadata.version("deepspeed"), deepspeed.__version__, len(known_keys()) > 100, deepspeed.__file__)
 """

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import yaml
 
 import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
+from deepspeed.key_table import known_keys
 from deepspeed.reverse import of_run, to_deepspeed
-from deepspeed.translation import known_keys, translate
+from deepspeed.translation import translate
 from megatron_core.config import RunConfig
 from megatron_core.config.file import read_settings
 from megatron_core.config.run import field_types

@@ -130,7 +130,8 @@ def _load(path: Path, flag: str = "--config") -> dict[str, Any]:
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{flag} {path} cannot be read: {reason}; give a YAML or JSON file") from error
     try:
         loaded = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except ValueError as error:

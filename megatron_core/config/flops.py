@@ -31,6 +31,7 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     # - latents of widths q and c, heads of d + r channels for queries and keys and of v for values: scores and values
     #   have these widths, output is 2 a v h L, and qkv 2 (h (q + c + r) + a (q (d + r) + c (d + v))) L; without the
     #   queries' latent h a (d + r) for both terms of q
+    # - hyper-connections of n streams: connections 2 n h (n^2 + 2 n) for attention and for the MLP
     # - a recurrence: scores are its convolution, values its updates of the state
     # - multi-token prediction, each of its layers: mtp, a layer as the last one, 4 h^2 and logits.
     return dict(_forward_flops(model, seq_length, vocab_size))
@@ -65,6 +66,9 @@ def layer_flops(model: ModelConfig, layer_number: int, seq_length: int) -> dict[
         "output": 2 * sum(projection.elements for projection in projections[-1:]),
         "mlp": 2 * hidden * (hidden if model.block_of(layer_number).mlp.linear else mlp),
     }
+    if model.connection_elements[0]:
+        sublayers = model.has_mixer(layer_number) + model.has_mlp(layer_number)
+        terms["connections"] = 2 * model.connection_elements[0] * sublayers
     if model.has_experts(layer_number):
         shared = model.moe_shared_expert_intermediate_size or 0
         terms["router"] = 2 * hidden * (model.num_experts or 0)

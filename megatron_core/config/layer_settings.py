@@ -10,9 +10,30 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
 
+class ResidualStream:
+    """The hidden states that layers exchange. A feature overrides these methods."""
+
+    hidden_size: int
+
+    @property
+    def layer_class(self) -> str:
+        """Hook: the class of the layers, derived from the one named here."""
+        return "megatron_core.transformer.block:TransformerLayer"
+
+    @property
+    def stream_size(self) -> int:
+        """Channels of a token between layers, and in messages between pipeline stages."""
+        return self.hidden_size
+
+    @property
+    def connection_elements(self) -> tuple[int, int]:
+        """Elements of matrices, and of vectors, that connect attention or an MLP with the residual stream."""
+        return 0, 0
+
+
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class NormConfig:
+class NormConfig(ResidualStream):
     """Type and places of norms."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)

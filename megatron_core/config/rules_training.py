@@ -69,7 +69,8 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "lr=0.0 trains nothing; give --lr a number above 0, or add --skip-train"
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(optimizer, name)
-        if value > optimizer.lr:
+        # A negative learning rate is out of range by itself.
+        if value > optimizer.lr >= 0:
             yield f"{name}={value} is more than lr={optimizer.lr}; legal: 0 to {optimizer.lr}"
     if optimizer.counts_samples and optimizer.counts_iterations:
         named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))

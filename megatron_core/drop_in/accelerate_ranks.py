@@ -23,6 +23,7 @@ def adapt_accelerate() -> None:
     """Let accelerate find the ranks of the drop-in's packages, once it is imported."""
     run_after_import("accelerate.state", _patch_states)
     run_after_import("accelerate.commands.launch", _patch_launcher)
+    run_after_import("accelerate.utils.dataclasses", _patch_plugins)
     run_after_import("accelerate.utils.megatron_lm", _patch_megatron)
 
 
@@ -107,6 +108,14 @@ def _checked(initialize: Callable[..., None]) -> Callable[..., None]:
             )
 
     return __init__
+
+
+def _patch_plugins() -> None:
+    """Let the plugin for FSDP find a device with ``--cpu``: it needs one for ``sync_module_states``."""
+    from accelerate.utils import dataclasses
+
+    if DEVICES in os.environ:
+        dataclasses.is_cuda_available = lambda: True
 
 
 def _patch_megatron() -> None:

@@ -39,6 +39,7 @@ def emulate_cuda(devices: int) -> None:
     _patch_process_groups()
     _patch_threads()
     run_after_import("torch.distributed.fsdp._flat_param", _patch_fsdp)
+    run_after_import("torch.distributed.fsdp._init_utils", _let_fsdp_send_weights)
     CallsOnCPU().__enter__()
 
 
@@ -143,6 +144,13 @@ def _patch_fsdp() -> None:
             del self.flat_param._saved_grad_shard
 
     setattr(FlatParamHandle, "prepare_gradient_for_backward", prepare_gradient_for_backward)  # noqa: B010
+
+
+def _let_fsdp_send_weights() -> None:
+    """Accept ``sync_module_states`` for a module in CPU memory: gloo broadcasts from there."""
+    from torch.distributed.fsdp import _init_utils
+
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None  # type: ignore[assignment]
 
 
 def _patch_threads() -> None:

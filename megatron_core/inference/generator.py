@@ -181,7 +181,7 @@ class Generator:
         return [(result, self._p2p.send(result, rank)) for rank in range(self.groups.size("pp")) if rank != this_rank]
 
     def _receive(self, tokens: int, sender: int) -> Tensor:
-        shape = (tokens, 1, self.config.model.hidden_size)
+        shape = (tokens, 1, self.config.model.stream_size)
         dtype = getattr(torch, self.config.residual_dtype)
         hidden, handle = self._p2p.receive(shape, dtype, self.device, sender)
         handle.wait()

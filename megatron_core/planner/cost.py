@@ -112,7 +112,7 @@ class Pipeline:
         message = 0.0
         if len(self.plan.ranks) > 1:
             clock = self.clock
-            size = clock.stream_bytes * clock.tokens * self.config.model.hidden_size / clock.parts
+            size = clock.stream_bytes * clock.tokens * self.config.model.stream_size / clock.parts
             message = self.rings.ring("pp").send(size)
         waits = 0.0 if self.config.parallel.overlap_p2p_communication else message
         times: dict[tuple[int, str], float] = {}

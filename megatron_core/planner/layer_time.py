@@ -217,6 +217,9 @@ class LayerClock:
         backward = n * (rows * (3 * norms + (3 + dropped) * added) + 2 * rotated + 3 * normed)
         wider = (self.stream_bytes - n) * rows * added  # a norm reads the residual stream, a sum also writes it
         forward, backward = forward + 3 * wider, backward + 4 * wider
+        if model.stream_size > model.hidden_size:  # read for weights and sum; read and written by the mixture
+            mixed = self.stream_bytes * rows * added * model.stream_size / model.hidden_size
+            forward, backward = forward + 4 * mixed, backward + 8 * mixed
         kernels = norms + added + 2 * bool(rotated) + 2 * bool(normed)
         return (
             {"elements": self.elements(forward), "launches": self.launches(kernels)},

@@ -78,6 +78,11 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     split_by_sequence: float = model.hidden_size * (norms * n * saved_per_norm + sublayers * mask) + n * replicated
     if model.norm_placement != "post":
         split_by_sequence += model.hidden_size * norms * (number_size(config.residual_dtype) - n)
+    if model.stream_size > model.hidden_size:
+        # The streams, in float32 for the weights of their sum, the sum, and masks of all streams.
+        of_stream = number_size(config.residual_dtype)
+        saved_streams = model.stream_size * (of_stream + (4 if of_stream < 4 else 0) + mask)
+        split_by_sequence += sublayers * (saved_streams + model.hidden_size * (n - mask))
     experts = model.has_experts(layer_number)
     width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
     if experts:
@@ -155,7 +160,7 @@ def stage_activations(
         inputs -= -(-min(away, recomputed) * inputs // recomputed)
     saving = layers[max(recomputed, away if not recomputed else 0) :]
     size = sum(layer_activations(config, layer) if by_layer is None else by_layer[layer] for layer in saving)
-    size += inputs * of_stream * row
+    size += inputs * of_stream * row * model.stream_size / model.hidden_size
     if first:
         size += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
     if has_head:
@@ -288,6 +293,9 @@ def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
             if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
                 pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
             yield Matrices(pieces, inputs, experts or 1, name == QKV)
+    weights = model.connection_elements[0] // model.stream_size
+    if weights and not is_warmup:
+        yield Matrices((weights,), model.stream_size, model.has_mixer(layer_number) + model.has_mlp(layer_number))
     if model.has_experts(layer_number) and not is_warmup:
         yield Matrices((model.num_experts or 0,), model.hidden_size)
         if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:

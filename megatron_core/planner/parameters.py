@@ -75,6 +75,8 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
     blocks = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
     total = _vectors(norms + norm_parameters(model) * blocks * (2 if model.norm_placement == "sandwich" else 1))
+    matrices, vectors = model.connection_elements
+    total += Parameters(blocks * matrices) + _vectors(blocks * vectors)
     for projection in attention.projections(tp):
         of_projection = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
         total += of_projection.freeze() if projection.frozen else of_projection

@@ -286,11 +286,14 @@ class EpisodePlayer:
         results = []
         outcomes = outcomes_in_threads(list(calls.values()), self._workers, self._timeout)
         for number, outcome in zip(calls, outcomes, strict=True):
-            try:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                results.append(checked(outcome))
-            except BaseException as error:
+            # Whatever ended the environment's thread is its failure; Ctrl-C in this thread is not.
+            error = outcome if isinstance(outcome, BaseException) else None
+            if error is None:
+                try:
+                    results.append(checked(outcome))
+                except Exception as problem:
+                    error = problem
+            if error is not None:
                 environment = self._environments[number]
                 name = getattr(environment, "name", type(environment).__name__)
                 text = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"

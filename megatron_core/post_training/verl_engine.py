@@ -284,9 +284,11 @@ class VerlEngine:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         was_offloaded = self._is_offloaded
         self.to(self._world.device.type)
-        yield from self.trainer.weights()
-        if was_offloaded:
-            self.to("cpu")
+        try:
+            yield from self.trainer.weights()
+        finally:  # also if the caller gives up the iteration
+            if was_offloaded:
+                self.to("cpu")
 
     def save_checkpoint(
         self,

@@ -80,7 +80,7 @@ class TokenizerFiles:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not supported; supported: {known}")
         missing = [f"--{name.replace('_', '-')}" for name in row.needs if getattr(self, name) is None]
         if missing:
-            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}; add it")
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}")
         make = resolve_name(f"megatron_core.tokenizers.{row.make}")
         tokenizer: Tokenizer = make(*(getattr(self, name) for name in row.needs + row.takes))
         if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:

@@ -189,9 +189,9 @@ class Run(Trainable):
 
 
 def message_format(config: RunConfig, split: SequenceSplit, device: torch.device) -> MessageFormat:
-    """Format of messages between stages: ``[s/cp, b, h]``; ``[s/cp/tp, b, h]`` with sequence parallelism."""
+    """Format of messages between stages: ``[s/cp, b, stream_size]``; ``s/cp/tp`` with sequence parallelism."""
     length = split.message_length(config.data.seq_length)
-    shape = (length, config.training.micro_batch_size, config.model.hidden_size)
+    shape = (length, config.training.micro_batch_size, config.model.stream_size)
     return MessageFormat(shape, getattr(torch, config.residual_dtype), device)
 
 

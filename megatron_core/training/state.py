@@ -227,10 +227,10 @@ def _refuse_nothing(settings: CheckpointConfig) -> None:
             "without --exit-on-missing-checkpoint, --finetune, --ckpt-step and --use-checkpoint-args"
         )
     if settings.needs_checkpoint:
-        absent = "" if location(settings.load).exists() else ", which does not exist,"
+        lack = "holds no checkpoint" if location(settings.load).exists() else "does not exist"
         raise CheckpointError(
-            f"load={settings.load!r}{absent} holds no checkpoint; give a folder written by --save, or start from "
-            "scratch without --load. Only the folder of --save may be without one, for a job that is restarted"
+            f"load={settings.load!r} {lack}; give a folder written by --save, or start from scratch without --load. "
+            "Only the folder of --save may be without a checkpoint, for a job that is restarted"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_core.feature import load_hook
 from megatron_core.ops.rows import wide
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -51,11 +52,9 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.config = self.model_config = context.config
+        make = load_hook(context.config.layer_class)
         self.layers = Layers(
-            {
-                str(layer): TransformerLayer(context.of_layer(layer), layer, layer_specs(context.config, layer))
-                for layer in layers
-            }
+            {str(layer): make(context.of_layer(layer), layer, layer_specs(context.config, layer)) for layer in layers}
         )
         self.run_unit: UnitRunner = run_plainly
         """Runs layers in training; a feature may replace it, for example to move the tensors that they save."""
@@ -144,19 +143,27 @@ class TransformerLayer(nn.Module):
 
     def attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Return ``hidden`` + drop(attention(norm(hidden)))."""
+        output, bias = self.attention_output(hidden, context)
+        return self._add(hidden, output, bias, self.attention_dropout, context)
+
+    def attention_output(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """Return attention(norm(hidden)) and its bias."""
         normed = self.input_layernorm(hidden)
         with self._dropped(normed, self.input_layernorm, hidden):
             output, bias = self.self_attention(normed, context)
-        output, bias = _normed(self.post_self_attn_layernorm, output, bias)
-        return self._add(hidden, output, bias, self.attention_dropout, context)
+        return _normed(self.post_self_attn_layernorm, output, bias)
 
     def feed_forward(self, attended: Tensor, mlp_input: Tensor, context: SequenceContext) -> Tensor:
         """Return ``attended`` + drop(mlp(norm(mlp_input)))."""
+        output, bias = self.mlp_output(mlp_input, context)
+        return self._add(attended, output, bias, self.mlp_dropout, context)
+
+    def mlp_output(self, mlp_input: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """Return mlp(norm(mlp_input)) and its bias."""
         normed = self.pre_mlp_layernorm(mlp_input)
         with self._dropped(normed, self.pre_mlp_layernorm, mlp_input):
             output, bias = self._run_mlp(normed, context)
-        output, bias = _normed(self.post_mlp_layernorm, output, bias)
-        return self._add(attended, output, bias, self.mlp_dropout, context)
+        return _normed(self.post_mlp_layernorm, output, bias)
 
     def attend_and_feed_forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Return ``hidden`` + drop(attention(y)) + drop(mlp(y)) for y = norm(hidden)."""

@@ -92,7 +92,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": True})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint"):
         start(ONE_LAYER | {"load": str(tmp_path), "finetune": True})
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*Only the folder of --save may be without one"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no checkpoint.*Only the folder of --save may be without a checkpoint"
+    ):
         start(ONE_LAYER | {"load": str(tmp_path)})
     run = start(ONE_LAYER | {"load": str(tmp_path), "save": str(tmp_path)})
     assert run.state.iteration == 0 and not run.loaded

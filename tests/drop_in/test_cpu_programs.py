@@ -70,12 +70,15 @@ if rank == 0:
     print(json.dumps({name: tensor.tolist() for name, tensor in state.items()}))
 """
 WRAP_1 = """
+for weight in model.parameters():
+    weight.data += rank  # rank 0 sends its weights
 model = FSDP(
     model,
     auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
     cpu_offload=CPUOffload(offload_params=True),
     device_id=torch.cuda.current_device(),
     sharding_strategy=ShardingStrategy.STRATEGY,
+    sync_module_states=True,
     use_orig_params=ORIGINAL,
 )
 """

@@ -258,6 +258,15 @@ MODEL: list[tuple[float, Choices]] = [
     ),
     (0.05, [TEACHER, TEACHER | {"kd_temperature": 2.0}]),
     (0.06, [CLIP, CLIP | {"qk_clip_alpha": 0.3}]),
+    (
+        0.05,
+        crossed(
+            {"enable_mhc_connections": True},
+            mhc_num_residual_streams=(2,),
+            mhc_sinkhorn_iterations=(3,),
+            mhc_init_gating_factor=(0.3,),
+        ),
+    ),
     (0.3, either("global_batch_size", 4, 12)),
     (0.2, [{"rampup_batch_size": (2, 2, 4)}, {"step_batch_size_schedule": ("0:2", "32:4")}]),
     (0.2, either("seq_length_warmup", (8, 4, 4), (12, 4, 2))),

@@ -63,8 +63,13 @@ def transformer_layer(
             return drop(f"layers.{layer}.attention_weights", weights, head)
 
         out = kind(s, y, under(w, "self_attention"), seq, layer, of_weights)
-        out = s.residual_multiplier * after("post_self_attn_layernorm", out)
-        return drop(f"layers.{layer}.attention", out, 0)
+        return s.residual_multiplier * after("post_self_attn_layernorm", out)
+
+    def drop_attention(y: Tensor) -> Tensor:
+        return drop(f"layers.{layer}.attention", y, 0)
+
+    def drop_mlp(y: Tensor) -> Tensor:
+        return drop(f"layers.{layer}.mlp", y, 0)
 
     def feed_forward(y: Tensor) -> Tensor:
         inner = under(w, "mlp")
@@ -76,15 +81,40 @@ def transformer_layer(
             out = mixture(s, y, inner, collected, layer + repeat[0], repeat[1], noise)
         else:
             out = mlp(s, y, inner)
-        return drop(f"layers.{layer}.mlp", s.residual_multiplier * after("post_mlp_layernorm", out), 0)
+        return s.residual_multiplier * after("post_mlp_layernorm", out)
 
+    if s.enable_mhc_connections:
+        for name, sublayer, norm, dropped in (
+            ("self_attention", attention, "input_layernorm", drop_attention),
+            ("mlp", feed_forward, "pre_mlp_layernorm", drop_mlp),
+        ):
+            read, write, mix = connection(s, x, under(w, f"{name}_hyper_connection"))
+            out = sublayer(before(norm, (read[..., None] * x).sum(-2)))
+            x = mix @ x + dropped((write[..., None] * out[..., None, :]).flatten(-2)).unflatten(-1, x.shape[-2:])
+        return x
     if s.parallel_residual:
         first = before("input_layernorm", x)
         second = first if s.parallel_residual_shared_norm else before("pre_mlp_layernorm", x)
-        return x + attention(first) + feed_forward(second)
+        return x + drop_attention(attention(first)) + drop_mlp(feed_forward(second))
     if "*" in letter:
-        x = x + attention(before("input_layernorm", x))
-    return x + feed_forward(before("pre_mlp_layernorm", x)) if letter != "*" else x
+        x = x + drop_attention(attention(before("input_layernorm", x)))
+    return x + drop_mlp(feed_forward(before("pre_mlp_layernorm", x))) if letter != "*" else x
+
+
+def connection(s: SimpleNamespace, x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of n streams x ``[b, t, n, h]``: to read ``[b, t, n]``, to write ``[b, t, n]``, and to mix
+    ``[b, t, n, n]`` (Xie et al. 2025, arXiv 2512.24880, equations 5 to 9)."""
+    n = s.mhc_num_residual_streams
+    flat = x.flatten(-2)
+    z = flat @ w["mapping_proj.weight"].T / (flat.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6)
+    b = w["bias"]
+    read = torch.sigmoid(w["alpha_pre"] * z[..., :n] + b[:n])
+    write = 2 * torch.sigmoid(w["alpha_post"] * z[..., n : 2 * n] + b[n : 2 * n])
+    mix = torch.exp(w["alpha_res"] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
+    for _ in range(s.mhc_sinkhorn_iterations):
+        mix = mix / mix.sum(-1, keepdim=True)
+        mix = mix / mix.sum(-2, keepdim=True)
+    return read, write, mix
 
 
 def embedded(s: SimpleNamespace, w: Weights, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -121,8 +151,12 @@ def hidden_states(
     if s.embedding_layernorm:
         x = hidden_norm(s, x, under(w, "embedding.norm"))
     x = drop("embedding", x, 0)
+    if s.enable_mhc_connections:
+        x = torch.stack([x] * s.mhc_num_residual_streams, dim=-2)
     for layer in range(s.num_layers):
         x = transformer_layer(s, x, under(w, f"decoder.layers.{layer}"), seq, collected, layer, drop)
+    if s.enable_mhc_connections:
+        x = x.mean(-2)
     return hidden_norm(s, x, under(w, "decoder.final_layernorm"))
 
 

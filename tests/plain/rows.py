@@ -13,6 +13,7 @@ NO_BIAS = {"disable_bias_linear": True}
 LLAMA = ROPE | RMS | UNTIED | NO_BIAS | {"swiglu": True}
 GROUPS = {"group_query_attention": True, "num_query_groups": 2}
 EXPERTS = ROPE | RMS | NO_BIAS | {"swiglu": True, "num_experts": 4, "moe_ffn_hidden_size": 8}
+STREAMS = {"enable_mhc_connections": True, "mhc_num_residual_streams": 3, "mhc_sinkhorn_iterations": 4}
 AUX = {"moe_aux_loss_coeff": 0.05}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -130,6 +131,8 @@ MODELS: dict[str, Values] = {
     },
     "mup, factor of logits": UNTIED
     | {"use_mup": True, "mup_base_hidden_size": 4, "mup_output_mult": 0.3, "optimizer": "sgd", "lr": 0.05},
+    "streams": STREAMS | {"hidden_dropout": 0.2, "mhc_init_gating_factor": 0.5},
+    "streams and experts": EXPERTS | AUX | STREAMS | {"num_layers": 4, "norm_placement": "sandwich"},
     "geglu": {"geglu": True},
     "geglu by tanh": {"geglu": True, "openai_gelu": True},
     "quick geglu": {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.7},
@@ -308,6 +311,8 @@ LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "groups, cp2": ("groups", 2, CP2),
     "later tokens, pp2": ("later tokens", 2, PP2),
     "latent queries, tp2 pp2": ("latent queries", 4, TP2 | PP2),
+    "streams, tp2 sp": ("streams", 2, TP2 | {"sequence_parallel": True}),
+    "streams and experts, pp2": ("streams and experts", 2, PP2),
 }
 """Name of the row, number of ranks, and settings of the layout alone."""
 
@@ -324,6 +329,15 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
         "llama",
         2,
         TP2 | {"layout_invariant": True, "layout_invariant_parts": 4, "layout_invariant_chunks": 2},
+    ),
+    "streams, cp2": ("streams", 2, CP2),
+    "streams, tp2 pp2": ("streams", 4, TP2 | PP2),
+    "streams and experts, ep2 zero3": ("streams and experts", 2, {"zero_stage": 3} | EP2),
+    "streams and experts, recompute": ("streams and experts", 1, FULL | {"recompute_method": "uniform"}),
+    "streams, selective recompute": (
+        "streams",
+        1,
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
     ),
     "no shards": ("gpt2", 2, {"zero_stage": 0}),
     "strategy no_shard": ("gpt2", 2, {"data_parallel_sharding_strategy": "no_shard"}),

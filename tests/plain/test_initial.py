@@ -76,6 +76,20 @@ def test_initial_weights(case: str) -> None:
         assert (start[name] == expected).all(), f"{name} begins with {expected}"
 
 
+def test_initial_connections() -> None:
+    """Uniform weights between -a and a, a = sqrt(6 / (rows + columns)) (Glorot and Bengio 2010, equation 16)."""
+    start = start_of(engine_trace(WIDE | {"enable_mhc_connections": True, "mhc_init_gating_factor": 0.2}, 0))
+    weights = [weight for name, weight in start.items() if name.endswith("mapping_proj.weight")]
+    assert len(weights) == 6 and not weights[0].equal(weights[1])
+    bound = math.sqrt(6 / (24 + 4 * 96))
+    for weight in weights:
+        assert weight.shape == (24, 4 * 96)
+        assert 0.99 * bound < weight.abs().max() < 1.001 * bound
+        assert abs(weight.pow(2).mean() / (bound**2 / 3) - 1) < 6 * math.sqrt(4 / 5 / weight.numel())
+    assert all((start[name] - 0.2).abs() < 1e-7 for name in start if ".alpha_" in name)
+    assert all((start[name] == 0.0).all() for name in start if name.endswith("hyper_connection.bias"))
+
+
 def test_another_seed() -> None:
     first, second = (start_of(engine_trace(WIDE | {"seed": seed}, 0)) for seed in (1, 2))
     assert all(not first[name].equal(second[name]) for name in first if first[name].dim() > 1)

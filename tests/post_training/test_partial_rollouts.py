@@ -25,6 +25,7 @@ from megatron_core.post_training import (
 from megatron_core.post_training.answers import answer_of
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from tests.defects.plant import planted
+from tests.post_training.test_environments import Letters
 from tests.post_training.test_layouts import EXPERTS, SAMPLED, SETTINGS, TRAINED
 
 BLOCK = 8
@@ -219,6 +220,32 @@ def test_a_prompt_is_computed_once_for_a_group_and_its_next_turn() -> None:
     # Both replicas have requests of other groups; this one is sampled by one of them alone.
     reused = run_ranks(2, _group, RunConfig.from_flat(SETTINGS))
     assert reused[0][0] == 3 * 16 and reused[1] == (0, 0, 0)
+
+
+def _stopped(config: RunConfig) -> tuple[list[Answer], list[Answer], str]:
+    """Answers without and with a stop string, which stands in the middle of the first one."""
+    trainer = Trainer(config, this_world())
+    trainer.run.tokenizer = Letters()
+    sampler = sampler_of(trainer)
+    whole = sampler.sample_requests(REQUESTS)
+    stop = Letters().detokenize(whole[5].tokens[2:4])
+    sampler.submit([replace(request, stop_strings=(stop,)) for request in REQUESTS])
+    answers: dict[int, Answer] = {}
+    while sampler.unfinished:
+        answers |= sampler.advance(3)
+    return whole, [answers[number] for number in sorted(answers)], stop
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_string_ends_an_answer_between_parts(ranks: int) -> None:
+    """The string begins in the last token of the first part."""
+    for whole, stopped, stop in run_ranks(ranks, _stopped, RunConfig.from_flat(SETTINGS)):
+        for answer, longest in zip(stopped, whole, strict=True):
+            text = Letters().detokenize(longest.tokens)
+            length = text.find(stop) + len(stop) if stop in text else len(text)
+            assert answer.tokens == longest.tokens[:length]
+            assert answer.finished == ("stop" if stop in text else longest.finished)
+        assert (stopped[5].finished, len(stopped[5].tokens)) == ("stop", 4)
 
 
 def _cache(config: RunConfig) -> tuple[int, int, int]:

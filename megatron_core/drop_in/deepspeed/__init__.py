@@ -1,12 +1,14 @@
 """DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
+import megatron_core.drop_in  # finds the modules of named_modules.yaml, so before the imports below
+
+# isort: split
 # Not ``from deepspeed import comm``: readers of the source know this folder by another name, and would find no module.
 import deepspeed.comm
 import deepspeed.moe
 import deepspeed.ops
 import deepspeed.runtime
 import deepspeed.utils
-import megatron_core.drop_in  # finds the modules of named_modules.yaml
 from deepspeed import pipe as pipe  # type: ignore[attr-defined,unused-ignore]
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist

@@ -105,10 +105,32 @@ def to_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     for name, section in FOLDERS.items():
         if name in left:
             _put(found, f"zero_optimization.{section}", {"device": "nvme", "nvme_path": left.pop(name)})
+    _layout(found, left)
     _optimizer(found, left, faults)
     if faults:
         raise ConfigError("; ".join(faults))
     return found, left
+
+
+def _layout(found: dict[str, Any], left: dict[str, Any]) -> None:
+    """Translate sizes of groups, and the overlap of gathers at stage 3."""
+    if left.get("tensor_model_parallel_size", 1) > 1:
+        _put(found, "tensor_parallel.autotp_size", left.pop("tensor_model_parallel_size"))
+    if left.get("expert_model_parallel_size", 1) > 1:
+        size = left.pop("expert_model_parallel_size")
+        _put(found, "expert_parallel", {"enabled": True, "autoep_size": size})
+    if left.get("context_parallel_size", 1) > 1 and list(left.get("cp_comm_type", ())) == ["a2a"]:
+        found["sequence_parallel_size"] = left.pop("context_parallel_size")
+        left.pop("cp_comm_type")
+    zero = found.get("zero_optimization", {})
+    if zero.get("stage") != 3 or "overlap_param_gather" not in left:
+        return
+    gathers = left.pop("overlap_param_gather")
+    sums = zero.get("overlap_comm", False)
+    if gathers and not sums:
+        zero.pop("overlap_comm", None)
+    elif sums and not gathers:
+        zero["stage3_prefetch_bucket_size"] = 0
 
 
 def _optimizer(found: dict[str, Any], left: dict[str, Any], faults: list[str]) -> None:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands import launch
 from accelerate.state import DistributedType
 
 import megatron_core.drop_in  # noqa: F401 - adapts accelerate
 from megatron_core.drop_in import accelerate_ranks
+from megatron_core.drop_in.cpu_start import DEVICES
 from megatron_core.errors import ConfigError
 from tests.programs import run_ranks_of
 
@@ -118,6 +120,18 @@ def test_a_gpu_that_cpu_would_hide_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     initialize = accelerate_ranks._with_deepspeed_on_cpus(lambda self, cpu=False: None)
     with pytest.raises(ConfigError, match="set CUDA_VISIBLE_DEVICES='' to train on the CPU"):
         initialize(SimpleNamespace(), cpu=True)
+
+
+def test_a_plugin_for_fsdp_finds_a_device_with_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICES, "")
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_cuda_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    accelerate_ranks._patch_plugins()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sync_module_states=True)
+    layer = torch.nn.Linear(2, 2, device="meta")
+    assert plugin.param_init_fn is not None
+    plugin.param_init_fn(layer)
+    assert layer.weight.device.type == "cpu"
 
 
 def test_a_plugin_for_megatron_that_accelerate_ignores_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from deepspeed.key_table import find_key, key_names
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.translation import find_key, key_names
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
 

@@ -57,6 +57,17 @@ def test_a_schedule_resumes_at_its_position() -> None:
     assert rates[0] == rates[1] > 0
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_no_steps_of_warm_up_are_two(name: str) -> None:
+    """The Trainer fills in its default of 0; the fewest steps of DeepSpeed's classes are 2."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    params = {} if name == "WarmupLR" else {"total_num_steps": 9}
+    steps = [
+        getattr(lr_schedules, name)(optimizer, warmup_num_steps=count, **params).warmup_num_steps for count in (0, 1)
+    ]
+    assert steps == [2, 2]
+
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("WarmupLR", {"warmup_max_lr": "x"}, "max_lr='x' must be a number"),
     ("WarmupLR", {"warmup_min_lr": [0.1, None]}, "min_lr=None must be a number"),

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from deepspeed.translation import key_names, read_json, translate
+from deepspeed.key_table import key_names
+from deepspeed.translation import read_json, translate
 from megatron_core.any_model.module import check_engine_settings, read_engine_settings
 from megatron_core.errors import ConfigError
 
@@ -66,6 +67,15 @@ def test_all_problems_are_in_one_error() -> None:
 def test_disabled_sections_are_accepted() -> None:
     config = {"train_batch_size": 1, "flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": None}
     assert translate(config, 1).notes == []
+
+
+def test_weights_are_offloaded_at_stage_3_only() -> None:
+    """A plugin of accelerate may set both; DeepSpeed ignores the section at the other stages."""
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}}
+    found = translate({"train_batch_size": 1, "zero_optimization": zero}, 1)
+    assert "zero3_param_cpu_offload" not in found.settings
+    note = "no effect: zero_optimization.offload_param (weights are in shards at zero_optimization.stage 3 only)"
+    assert note in found.notes
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,12 @@ class DeepSpeedConfig:
     def __init__(
         self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
     ) -> None:
-        self.world_size = _data_ranks(mpu)
+        ranks = _ranks_of_a_stage(mpu)
         self._param_dict = read_json(config)
-        self.translation = found = translate(self._param_dict, self.world_size)
+        self.translation = found = translate(self._param_dict, ranks)
+        sizes = [found.settings.get(f"{axis}_parallel_size", 1) for axis in ("tensor_model", "context")]
+        self.autotp_size, self.sequence_parallel_size = sizes
+        self.world_size = ranks // (self.autotp_size * self.sequence_parallel_size)
         self.train_batch_size = found.train_batch_size
         self.train_micro_batch_size_per_gpu = found.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = found.gradient_accumulation_steps
@@ -77,7 +80,7 @@ def _section(values: Any) -> SimpleNamespace | None:
     return SimpleNamespace(**values)
 
 
-def _data_ranks(mpu: Any) -> int:
+def _ranks_of_a_stage(mpu: Any) -> int:
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     return dist.get_world_size() if dist.is_initialized() else read_integer("WORLD_SIZE", 1, least=1)

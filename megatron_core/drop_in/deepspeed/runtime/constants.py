@@ -1,6 +1,6 @@
 """Names of keys of the JSON, and defaults."""
 
-from deepspeed.translation import CLIPPING as GRADIENT_CLIPPING_DEFAULT
+from deepspeed.reader import CLIPPING as GRADIENT_CLIPPING_DEFAULT
 from deepspeed.translation import TRIPLE
 
 TRAIN_BATCH_SIZE, TRAIN_MICRO_BATCH_SIZE_PER_GPU, GRADIENT_ACCUMULATION_STEPS = TRIPLE

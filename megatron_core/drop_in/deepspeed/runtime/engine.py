@@ -90,6 +90,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.global_rank, self.world_size = core.world.rank, core.world.size
         self.local_rank, self.device = read_integer("LOCAL_RANK", 0), core.world.device
         self.dp_world_size, self.mp_world_size = core.groups.size("dp"), core.groups.size("tp")
+        self.sequence_parallel_size = core.groups.size("cp")
         # Counters, and what the program drives.
         self.micro_steps = 0
         """Calls of ``step``."""

@@ -144,8 +144,8 @@ class EngineSettings:
     # Features that have other names here.
 
     def autotp_size(self) -> int:
-        """Return 0: tensor parallelism is not set in the JSON."""
-        return 0
+        """Number of ranks that split each layer; 0 without tensor parallelism."""
+        return self._config.autotp_size if self._config.autotp_size > 1 else 0
 
     def wall_clock_breakdown(self) -> bool:
         """Return False: times are in ``metrics_file`` (docs/monitoring.md)."""

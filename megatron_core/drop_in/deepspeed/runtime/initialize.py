@@ -9,16 +9,19 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import init_distributed
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.git_version_info import git_branch, git_hash, version
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
+from megatron_core.any_model import parallelize
 from megatron_core.any_model.arguments import check_functions, check_model
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
 
+INFO = f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch}"
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 
 
@@ -42,15 +45,14 @@ def initialize(
     ``config``: JSON configuration as a dict or a file; also as ``config_params`` or ``args.deepspeed_config``.
     ``optimizer`` and ``lr_scheduler`` replace those of the JSON; each is an object, or a function of the parameters or
     of the optimizer. ``model_parameters``: parameters or groups of the optimizer. The loader of ``training_data``
-    yields this rank's micro-batches. Optimizer, loader and scheduler are None if they are not given.
+    yields this rank's micro-batches. ``mesh_param``: numbers of ranks (data, sequence). Optimizer, loader and scheduler
+    are None if they are not given.
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks, each with one sentence.
     """
     check_functions(collate_fn=collate_fn)
     check_model(model)
     assert model is not None
-    if mesh_param is not None:
-        raise ConfigError(f"mesh_param={mesh_param!r}: sequence parallelism is not supported; remove it")
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline and mpu is not None:
         raise ConfigError("mpu with a PipelineModule: the module has its own, model.mpu(); leave mpu out")
@@ -63,9 +65,9 @@ def initialize(
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
-        values = read_json(_chosen(args, config, config_params))
+        values = _with_sizes(read_json(_chosen(args, config, config_params)), model, mesh_param)
         settings = DeepSpeedConfig(values, mpu)
-    for sentence in settings.translation.notes:
+    for sentence in (INFO, *settings.translation.notes):
         log_dist(sentence, ranks=[0])
     kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine
     engine: DeepSpeedEngine = kind(
@@ -103,6 +105,27 @@ def _chosen(args: Any, config: Any, config_params: Any) -> Any:
     return value
 
 
+def _with_sizes(values: dict[str, Any], model: nn.Module, mesh_param: Any) -> dict[str, Any]:
+    """Return the configuration with the sizes of ``mesh_param``, and of a model that is split already."""
+    if mesh_param is not None:
+        values = _with_size(values, None, "sequence_parallel_size", mesh_param[1], f"mesh_param={mesh_param!r}")
+    if (tensor := getattr(model, "tensor_parallel_size", 1)) > 1:
+        values = _with_size(values, "tensor_parallel", "autotp_size", tensor, f"a model split over {tensor} ranks")
+    if (expert := getattr(model, "expert_parallel_size", 1)) > 1:
+        values = _with_size(values, "expert_parallel", "autoep_size", expert, f"experts split over {expert} ranks")
+        values["expert_parallel"]["enabled"] = True
+    return values
+
+
+def _with_size(values: dict[str, Any], section: str | None, key: str, size: int, source: str) -> dict[str, Any]:
+    keys = values if section is None else values.get(section) or {}
+    if keys.get(key, size) != size:
+        name = key if section is None else f"{section}.{key}"
+        raise ConfigError(f"{name}={keys[key]} contradicts {source}; set {name}={size}, or remove it")
+    changed = {**keys, key: size}
+    return changed if section is None else {**values, section: changed}
+
+
 def init_inference(model: nn.Module, config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> NoReturn:
     """Refer to the generation of this project."""
     raise ConfigError(
@@ -111,7 +134,8 @@ def init_inference(model: nn.Module, config: Mapping[str, Any] | str | None = No
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Accept ``tp_size=1``; ``ConfigError`` for more, which is ``megatron_core.parallelize``."""
-    if tp_size != 1:
-        raise ConfigError(f"tp_size={tp_size}: split the model with megatron_core.parallelize(model, tensor={tp_size})")
-    return model
+    """Convert ``model`` to ``dtype``, and split it over ``tp_size`` ranks by ``megatron_core.parallelize``."""
+    if kwargs:
+        raise ConfigError(f"tp_model_init: {', '.join(kwargs)} is not supported; remove it")
+    init_distributed()
+    return model.to(dtype) if tp_size == 1 else parallelize(model.to(dtype), tensor=tp_size)

@@ -224,7 +224,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         if warmup_max_lr is None:
             warmup_max_lr = _own_rates(self.optimizer)
@@ -284,7 +284,7 @@ class WarmupCosineLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         self.total_num_steps = _number("total_num_steps", total_num_steps)
         self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
@@ -338,6 +338,11 @@ def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value}")
     return value
+
+
+def _warmup_steps(steps: Any) -> int:
+    """At least 2; 0 is the default of transformers' Trainer, which DeepSpeed accepted before 0.19."""
+    return 2 if steps == 0 and not isinstance(steps, bool) else max(2, _positive("warmup_num_steps", steps))
 
 
 def _warmup_type(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Process groups: data parallelism, and the tensor parallelism of ``tp_model_init``."""
+"""Process groups of data, tensor, sequence and expert parallelism."""
 
 from typing import Any
 
@@ -56,18 +56,21 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1
+    found = _group("cp")
+    return 1 if found is None else found.size()
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    found = _group("cp")
+    return 0 if found is None else found.rank()
 
 
 def _get_sequence_parallel_group() -> Any:
-    raise LayoutError(
-        "deepspeed.utils.groups: sequence parallelism (Ulysses) is not available for a model of your own; use "
-        "--context-parallel-size with the GPT of pretrain_gpt.py"
-    )
+    """Return the ranks that share out each sequence."""
+    found = _group("cp")
+    if found is None or found.size() == 1:
+        raise LayoutError("there is no group of sequence parallelism; set sequence_parallel_size in the JSON")
+    return process_group(found)
 
 
 def _get_expert_parallel_ranks(
@@ -87,8 +90,8 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Accept ``ep_size=1``; ``LayoutError`` for expert parallelism."""
     if ep_size > 1:
         raise LayoutError(
-            f"ep_size={ep_size}: expert parallelism is not available for a model of your own; use "
-            "--expert-model-parallel-size with the GPT of pretrain_gpt.py"
+            f"ep_size={ep_size}: set expert_parallel.enabled and expert_parallel.autoep_size={ep_size} in the JSON, "
+            "which splits the experts of the model"
         )
 
 

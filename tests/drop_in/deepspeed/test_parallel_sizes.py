@@ -1,0 +1,115 @@
+"""Tensor, sequence and expert parallelism of DeepSpeed's JSON against one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.translation import translate
+from deepspeed.utils import groups, safe_get_full_fp32_param
+from megatron_core.errors import ConfigError
+from megatron_core.verify.ranks import RankFailure, run_ranks
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+STEPS, BATCH, LENGTH = 3, 4, 8
+
+
+def _model(kind: str) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def _trained(kind: str, changes: dict[str, Any], mesh: tuple[int, int] | None = None) -> tuple[list[float], Any]:
+    """Losses, and a weight of attention that is whole on every rank."""
+    config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        **changes,
+    }
+    engine = deepspeed.initialize(model=_model(kind), config=config, mesh_param=mesh)[0]
+    size, rank = engine.dp_world_size, groups._get_data_parallel_rank() if dist.is_initialized() else 0
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.chunk(size)[rank]
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.core.last_report.loss)
+    weight = safe_get_full_fp32_param(engine.module.model.norm.weight)
+    assert engine.sequence_parallel_size == groups._get_sequence_parallel_world_size()
+    assert engine.autotp_size() in (0, groups.get_tensor_model_parallel_world_size())
+    return losses, weight.numpy().copy()
+
+
+ROWS: list[tuple[str, int, dict[str, Any], tuple[int, int] | None]] = [
+    ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}, None),
+    ("Llama", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}, None),
+    ("Llama", 4, {"zero_optimization": {"stage": 3, "overlap_comm": True}}, (2, 2)),
+    ("Mixtral", 2, {"expert_parallel": EXPERTS, "zero_optimization": {"stage": 2}}, None),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("kind", "ranks", "changes", "mesh"), ROWS)
+def test_ranks_compute_what_one_computes(
+    kind: str, ranks: int, changes: dict[str, Any], mesh: tuple[int, int] | None
+) -> None:
+    ((wanted, weight),) = run_ranks(1, _trained, kind, {}, backend="gloo")
+    for losses, found in run_ranks(ranks, _trained, kind, changes, mesh, backend="gloo"):
+        assert losses == pytest.approx(wanted, rel=2e-5)
+        np.testing.assert_allclose(found, weight, rtol=2e-5)
+
+
+def _split_before(changes: dict[str, Any]) -> list[float]:
+    model = deepspeed.tp_model_init(_model("Llama"), tp_size=2, dtype=torch.float32)
+    engine = deepspeed.initialize(model=model, config={"train_batch_size": 2, **changes})[0]
+    return [engine.autotp_size(), engine.dp_world_size]
+
+
+def test_a_model_of_tp_model_init() -> None:
+    assert run_ranks(2, _split_before, {}, backend="gloo") == [[2, 1], [2, 1]]
+    with pytest.raises(RankFailure, match=r"tensor_parallel.autotp_size=1 contradicts a model split over 2 ranks"):
+        run_ranks(2, _split_before, {"tensor_parallel": {"autotp_size": 1}}, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    (
+        ({"sequence_parallel_size": 3}, "x sequence_parallel_size=3 must be a divisor of the 4 ranks"),
+        ({"tensor_parallel": {"autotp_size": 8}}, "autotp_size=8 x sequence_parallel_size=1 must be a divisor"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, "autoep_size=3 must be a divisor of 4"),
+        ({"expert_parallel": {"enabled": True, "top_k": 1}}, "top_k=1 is not supported: remove it; the router"),
+        ({"tensor_parallel": {"autotp_size": 2, "partition_config": {"a": 1}}}, "parallelize\\(model, plan"),
+    ),
+)
+def test_wrong_sizes_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate({"train_batch_size": 8, **keys}, 4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "sums"),
+    (
+        ({"stage": 3}, True, False),
+        ({"stage": 3, "overlap_comm": True}, True, True),
+        ({"stage": 3, "overlap_comm": False}, False, False),
+        ({"stage": 3, "overlap_comm": True, "stage3_prefetch_bucket_size": 0}, False, True),
+        ({"stage": 2, "overlap_comm": True}, None, True),
+    ),
+)
+def test_overlap_of_stage_3(zero: dict[str, Any], gathers: bool | None, sums: bool) -> None:
+    settings = translate({"train_batch_size": 8, "zero_optimization": zero}, 2).settings
+    assert settings.get("overlap_param_gather") is gathers
+    assert settings["overlap_grad_reduce"] is sums
