@@ -110,7 +110,7 @@ class Feature:
     start: str | None = None
     """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
     sink: str | None = None
-    """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
+    """Hook: a function from a ``monitor.sinks.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
     each step and each evaluation on the first rank."""
     shown_losses: tuple[str, ...] = ()
     """Auxiliary losses that the line of a step shows directly after the loss."""

@@ -16,10 +16,9 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import descriptions, load_hook, used_features
-from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
-from megatron_core.monitor.lenient import LenientSink, lenient_output
+from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, lenient_output
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world, transports
 from megatron_core.tokenizers.companions import template_path
