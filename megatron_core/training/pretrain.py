@@ -208,13 +208,6 @@ def notes(run: Run) -> Iterator[str]:
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"
     for form, folder in formats_of_settings(run.config):
         yield from form.notes(folder, run.config)
-    model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
-    exact_gelu = not any((model.swiglu, model.squared_relu, model.relu, model.xielu, model.openai_gelu))
-    if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:
-        yield (
-            "GELU is exact; Megatron-LM computes its tanh approximation in layers with biases unless "
-            "--no-bias-gelu-fusion is given: give --openai-gelu to train as Megatron-LM does by default"
-        )
     if settings.ckpt_format != "native" and settings.save is not None:
         adam = run.config.optimizer.optimizer == "adam" or settings.ckpt_format == "torch_dcp"
         state = "" if adam else f", without the state of --optimizer {run.config.optimizer.optimizer}"
