@@ -17,9 +17,8 @@ from typing import Any
 from megatron_core.drop_in.unsupported import constant_function, unsupported, unsupported_class
 
 FOLDER = Path(__file__).parent
-OURS = ("megatron.core", "megatron.inference", "megatron.legacy", "megatron.post_training", "megatron.rl")
-OURS += ("megatron.training",)
-PREFIXES = ("deepspeed.", *(name for ours in OURS for name in (ours, f"{ours}.")))
+PACKAGES = ("core", "inference", "legacy", "post_training", "rl", "training")
+PREFIXES = ("deepspeed.", *(f"megatron.{package}{dot}" for package in PACKAGES for dot in ("", ".")))
 
 
 @cache

@@ -319,7 +319,7 @@ IN_LAYERS = (
     Defect(  # C54
         "dropout is keyed by the number of the layer on its stage",
         "transformer.block:TransformerBlock.__init__",
-        argument("TransformerLayer", 1, "OLD - layers[0]"),
+        argument("make", 1, "OLD - layers[0]"),
         "pp2",
         "C54",
         culprit="output of decoder.layers.2.",
