@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.profiling.flops_profiler import get_model_profile
+from deepspeed.profiling.flops_profiler import flops_to_string, get_model_profile
 from deepspeed.translation import translate
 from megatron_core.errors import ConfigError
 
@@ -70,7 +70,13 @@ def test_the_profile_of_a_step(tmp_path: Path) -> None:
     assert engine.flops_profiler.flops == 2 * 2 * BATCH * WIDTH * WIDTH
     assert engine.flops_profiler.params == 2 * (WIDTH * WIDTH + WIDTH)
     assert "in step 2" in path.read_text() and "(50.0%)" in path.read_text()
+    get_model_profile(_model(), (BATCH, WIDTH), detailed=False, output_file=str(path))
+    assert [line.split(":")[0].strip() for line in path.read_text().splitlines()[2:]] == ["Sequential", "Sequential.2"]
     assert get_model_profile(_model(), (BATCH, WIDTH), as_string=False, print_profile=False) == (1024, 512, 144)
+    assert get_model_profile(_model(), (BATCH, WIDTH), print_profile=False) == ("1.02 KFLOPs", "512.00 MACs", "144.00")
+    assert flops_to_string(3e9) == "3.00 GFLOPs" and flops_to_string(3e9, "M", 0) == "3000 MFLOPs"
+    with pytest.raises(ConfigError, match="units='X' must be one of K, M, G and T"):
+        flops_to_string(1.0, "X")
 
 
 def test_autocast_is_torchs() -> None:
@@ -94,6 +100,7 @@ def test_autocast_is_torchs() -> None:
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "torch_autocast.enabled contradicts"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype='float16' is not supported"),
         ({"wall_clock_breakdown": 3}, "wall_clock_breakdown=3 must be true or false"),
+        ({"flops_profiler": {"enabled": True, "recompute_fwd_factor": 0.5}}, "recompute_fwd_factor=0.5 is not supp"),
         ({"comet": {"enabled": True}}, "comet.enabled=True is not supported: use tensorboard"),
     ),
 )

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,20 @@ from deepspeed.accelerator import get_accelerator
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.sharding import spec_of
 
-UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
+SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
 
 
-def _text(number: float, unit: str, precision: int = 2) -> str:
-    scale, prefix = next(((scale, prefix) for scale, prefix in UNITS if number >= scale), (1.0, ""))
-    return f"{number / scale:.{precision}f} {prefix}{unit}".rstrip()
+def number_to_string(num: float, units: str | None = None, precision: int = 2, noun: str = "") -> str:
+    """Return a number with the prefix ``units``: K, M, G or T, by default the largest one that fits."""
+    prefix = next((name for name, scale in SCALES.items() if num >= scale), "") if units is None else units
+    if prefix not in SCALES:
+        raise ConfigError(f"units={units!r} must be one of K, M, G and T")
+    return f"{num / SCALES[prefix]:.{precision}f} {prefix}{noun}".rstrip()
 
 
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number with the prefix K, M, G or T."""
-    return _text(num, "", precision)
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Return floating-point operations with a prefix."""
-    return _text(flops, "FLOPs", precision)
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Return multiplications with additions, with a prefix."""
-    return _text(macs, "MACs", precision)
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return a number of parameters with a prefix."""
-    return _text(params_num, "", precision)
+params_to_string = number_to_string
+flops_to_string = partial(number_to_string, noun="FLOPs")
+macs_to_string = partial(number_to_string, noun="MACs")
 
 
 class FlopsProfiler:
@@ -99,6 +88,10 @@ class FlopsProfiler:
         """Return the seconds."""
         return f"{1000 * self.seconds:.2f} ms" if as_string else self.seconds
 
+    def _totals_of_modules(self) -> list[tuple[int, str]]:
+        counts = {} if self._counter is None else self._counter.get_flop_counts()
+        return sorted(((sum(ops.values()), name) for name, ops in counts.items() if name != "Global"), reverse=True)
+
     def print_model_profile(
         self,
         profile_step: int = 1,
@@ -107,18 +100,19 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print totals, and with ``detailed`` the operations of each module down to ``module_depth`` (-1: all)."""
+        """Print totals, and the operations of modules down to ``module_depth`` (-1: all), the largest first: all with
+        ``detailed``, else ``top_modules`` of each depth."""
         rate = self.flops / self.seconds if self.seconds else 0.0
         lines = [
             f"DeepSpeed flops profiler (counts of torch) of the forward in step {profile_step}",
             f"parameters: {self.get_total_params(True)}; {self.get_total_flops(True)}; {self.get_total_macs(True)}; "
-            f"{self.get_total_duration(True)}; {_text(rate, 'FLOPS')}",
+            f"{self.get_total_duration(True)}; {flops_to_string(rate)} per second",
         ]
-        counts = self._counter.get_flop_counts() if self._counter is not None and detailed else {}
-        for name, operations in counts.items():
+        shown: dict[int, int] = {}
+        for total, name in self._totals_of_modules():
             depth = name.count(".")
-            if name != "Global" and (module_depth < 0 or depth <= module_depth):
-                total = sum(operations.values())
+            shown[depth] = shown.get(depth, 0) + 1
+            if (detailed or shown[depth] <= top_modules) and not 0 <= module_depth < depth:
                 lines.append(f"{'  ' * depth}{name}: {flops_to_string(total)} ({total / max(self.flops, 1):.1%})")
         text = "\n".join(lines)
         if output_file:
