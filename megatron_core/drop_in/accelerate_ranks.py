@@ -134,7 +134,7 @@ def _patch_megatron() -> None:
 
 
 def _patch_launcher() -> None:
-    """An error if ``accelerate launch --cpu`` ignores the DeepSpeed of its configuration file."""
+    """An error if ``accelerate launch --cpu`` ignores the DeepSpeed of its configuration file; ranks on "GPUs"."""
     from accelerate.commands import launch
 
     simple_launcher = launch.simple_launcher
@@ -147,6 +147,8 @@ def _patch_launcher() -> None:
                     f"accelerate launch --cpu starts the program without the {name} of the configuration file; leave "
                     "out --cpu: on a machine without GPUs the drop-in trains on the CPU"
                 )
+        if DEVICES in os.environ and (args.num_processes or 1) > 1 and not args.cpu:
+            return launch.multi_gpu_launcher(args)  # accelerate finds no GPU, and would start one process
         return simple_launcher(args)
 
     launch.simple_launcher = start
