@@ -100,9 +100,7 @@ def content_blocks(
             yield from text_blocks(stream, len(keys), separator, start, limits)
 
 
-def read_texts(
-    paths: Sequence[Path], keys: Sequence[str], separator: str | None = None
-) -> Iterator[tuple[list[str], int, list[str]]]:
+def read_texts(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[tuple[list[str], int, list[str]]]:
     """Yield for batches of documents their texts, the number of bytes read from the files, and a sentence with file and
     line for each broken document, which is skipped.
 
@@ -112,7 +110,7 @@ def read_texts(
         for path in paths:
             source = describe_input(path)
             lines = raw = 0
-            for block in content_blocks(source, keys, separator, Limits(), Path(folder)):
+            for block in content_blocks(source, keys, None, Limits(), Path(folder)):
                 batch = block.batch(tuple(keys))
                 word = DOCUMENT_WORDS[source.format]
                 broken = [f"{path}, {word} {lines + number} {fault}" for number, fault in batch.broken]

@@ -18,7 +18,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PhaseSpan, unix_time
 from megatron_core.reports.settings import ProfileConfig
-from megatron_core.reports.timelines import IN_FLIGHT, tracks
+from megatron_core.reports.timelines import IN_FLIGHT, complete_event, tracks
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -111,19 +111,15 @@ def events_of(spans: Iterable[PhaseSpan], rank: int, began: float, *, track: int
     Track 0 is the rank's time, and later ones are its collectives in flight, with the microseconds in which the rank
     only waited for each.
     """
-
-    def about(span: PhaseSpan) -> dict[str, Any]:
-        action = {} if span.detail is None else {"action": str(span.detail)}
-        return action | {"waited_us": 1e6 * span.waited} if track else action
-
-    return [
-        {
-            "ph": "X", "pid": rank * PIDS, "tid": track, "cat": IN_FLIGHT if track else "step",
-            "ts": 1e6 * (began + span.start), "dur": 1e6 * (span.end - span.start), "name": span.phase,
-            "args": about(span),
-        }
-        for span in spans
-    ]  # fmt: skip
+    category = IN_FLIGHT if track else "step"
+    events = []
+    for span in spans:
+        about: dict[str, Any] = {} if span.detail is None else {"action": str(span.detail)}
+        if track:
+            about["waited_us"] = 1e6 * span.waited
+        interval = (1e6 * (began + span.start), 1e6 * (began + span.end))
+        events.append(complete_event(span.phase, category, rank * PIDS, track, *interval, about))
+    return events
 
 
 def profiler_events(exported: dict[str, Any], rank: int) -> list[Event]:

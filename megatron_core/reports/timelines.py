@@ -176,15 +176,20 @@ def _legend(plan: Plan, colour: bool) -> str:
     return ", ".join(words) + (", odd chunks in lower case" if plan.num_chunks > 1 else "")
 
 
-def chrome_trace(
-    timeline: Timeline, *, microseconds: float = 1000.0, label: str = "", first: int = 0
+def complete_event(
+    name: str, category: str, process: int, thread: int, start: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format, for chrome://tracing or Perfetto: one process per rank.
+    """A complete event of Chrome's trace format; times in microseconds."""
+    times = {"ts": start, "dur": end - start}
+    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **times, "args": about}
 
-    Below a measured rank's actions are tracks of its transfers in flight.
 
-    ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` is a prefix
-    of the ranks' names, and ``first`` is the number of rank 0; use both to merge several timelines into one trace.
+def chrome_trace(timeline: Timeline, *, label: str = "", first: int = 0) -> dict[str, Any]:
+    """Return the timeline, with times in milliseconds, in Chrome's trace format, for chrome://tracing or Perfetto: one
+    process per rank.
+
+    Below a measured rank's actions are tracks of its transfers in flight. ``label`` is a prefix of the ranks' names,
+    and ``first`` is the number of rank 0; use both to merge several timelines into one trace.
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.plan.ranks):
@@ -193,32 +198,16 @@ def chrome_trace(
         events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": number, "args": name})
         for action in actions:
             start, end = timeline.boxes[action]
-            events.append(
-                {
-                    "name": str(action),
-                    "cat": NAMES[action.kind],
-                    "ph": "X",
-                    "ts": start * microseconds,
-                    "dur": (end - start) * microseconds,
-                    "pid": number,
-                    "tid": number,
-                    "args": {"stage": action.stage, "micro": action.micro, "chunk": timeline.plan.chunks[action.stage]},
-                }
-            )
+            about = {"stage": action.stage, "micro": action.micro, "chunk": timeline.plan.chunks[action.stage]}
+            category = NAMES[action.kind]
+            events.append(complete_event(str(action), category, number, number, 1e3 * start, 1e3 * end, about))
         transfers = timeline.transfers[rank] if timeline.transfers else ()
         for track, flights in enumerate(tracks(transfers), start=1):
-            numbers = {"pid": number, "tid": MOST_RANKS * track + number}
-            events.append({"name": "thread_name", "ph": "M", **numbers, "args": {"name": f"{label}{IN_FLIGHT}"}})
-            events += [
-                {
-                    "name": flight.name,
-                    "cat": IN_FLIGHT,
-                    "ph": "X",
-                    "ts": flight.start * microseconds,
-                    "dur": (flight.end - flight.start) * microseconds,
-                    **numbers,
-                    "args": {"waited_us": flight.waited * microseconds},
-                }
-                for flight in flights
-            ]
+            thread = MOST_RANKS * track + number
+            name = {"name": f"{label}{IN_FLIGHT}"}
+            events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": thread, "args": name})
+            for flight in flights:
+                waited = {"waited_us": 1e3 * flight.waited}
+                interval = (1e3 * flight.start, 1e3 * flight.end)
+                events.append(complete_event(flight.name, IN_FLIGHT, number, thread, *interval, waited))
     return {"traceEvents": events, "displayTimeUnit": "ms"}

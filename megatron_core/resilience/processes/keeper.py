@@ -43,10 +43,14 @@ IDLE = 0.2
 """Seconds between checks whether there is anything to mirror."""
 LONGEST = 2**26
 """Bytes of the longest request."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK = "127.0.0.1"
 Address = tuple[str, int, str]
 """Host, port, and the secret that a keeper requires."""
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class Connection:
@@ -185,7 +189,7 @@ def start_keeper(rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory,
     pid = os.fork()
     if pid:
         return pid
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:

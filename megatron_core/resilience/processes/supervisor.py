@@ -5,7 +5,6 @@ notices a death at once (``waitpid``), and a process that is stopped or does not
 killed. Errors of one training process therefore do not end the launcher's process, and torchrun does not end the job.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 from megatron_core.errors import visible
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.texts import listed
-from megatron_core.resilience.processes.keeper import own_address, start_keeper
+from megatron_core.resilience.processes.keeper import end_with_parent, own_address, start_keeper
 from megatron_core.resilience.processes.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.resilience.processes.rendezvous import End, Failure, Rendezvous
 
@@ -49,7 +48,6 @@ LEAVING = 10.0
 LIMIT = 5
 """Number of deaths at one iteration after which the job ends."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Supervisor:
@@ -118,7 +116,7 @@ class Supervisor:
         """In the training process: restore the signal handlers, and end with the supervisor."""
         for number, handler in previous.items():
             signal.signal(number, handler)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         if os.getppid() != parent:
             os._exit(self._restart)
         for received in self._signals:
