@@ -33,6 +33,16 @@ class Shorthand:
     and a note or ""; ``ConfigError`` for other values."""
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A switch that chooses settings for the configuration of all other flags, such as --as-megatron."""
+
+    help: str
+    settings: str
+    """Hook: a function from the ``RunConfig`` of the other flags, and the names of the flags without effect here, to
+    settings. They replace defaults, but no flag and no entry of a file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """The hooks of a feature. A hook that is None does nothing."""
@@ -53,6 +63,8 @@ class Feature:
     """From a ``RunConfig`` that uses the feature to a line in the description of the run, or ""."""
     shorthands: Mapping[str, Shorthand] = field(default_factory=dict)
     """Flags, by names with underscores, that stand for settings."""
+    switches: Mapping[str, Switch] = field(default_factory=dict)
+    """Flags without a value, by names with underscores, that choose settings."""
     spellings: str | None = None
     """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +122,7 @@ class Feature:
     start: str | None = None
     """Hook: ``training.pretrain.start_once`` of this feature, which joins the ranks and trains. A run has one."""
     sink: str | None = None
-    """Hook: a function from a ``monitor.build.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
+    """Hook: a function from a ``monitor.sinks.SinkContext`` to a ``monitor.events.Sink``, which receives the metrics of
     each step and each evaluation on the first rank."""
     shown_losses: tuple[str, ...] = ()
     """Auxiliary losses that the line of a step shows directly after the loss."""
@@ -236,6 +248,11 @@ def layer_hooks() -> dict[str, str]:
 def shorthands() -> dict[str, Shorthand]:
     """The flags of all features that stand for settings, by name."""
     return {name: flag for feature in features() for name, flag in feature.shorthands.items()}
+
+
+def feature_switches() -> dict[str, Switch]:
+    """The switches of all features that choose settings, by name."""
+    return {name: switch for feature in features() for name, switch in feature.switches.items()}
 
 
 def used_features(config: Any) -> tuple[Feature, ...]:

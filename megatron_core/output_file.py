@@ -108,7 +108,10 @@ def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
     suffix = path.suffix.lower()
     metadata = {_AUTHOR_KEYS[suffix]: _AUTHOR} if suffix in _AUTHOR_KEYS else None
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=dpi, format=suffix[1:], metadata=metadata)
+    try:
+        figure.savefig(picture, dpi=dpi, format=suffix[1:], metadata=metadata)
+    except ValueError as error:  # an unknown format
+        raise ConfigError(f"{path} cannot be written: {error}") from None
     make_folder(path.parent)
     Output(f"{path} cannot be written", path, picture_kind(path)).write(picture.getvalue())
 

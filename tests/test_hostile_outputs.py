@@ -27,7 +27,7 @@ from megatron_core.commands.convert_checkpoint import ConvertFlags as ConvertSet
 from megatron_core.commands.convert_checkpoint import convert_checkpoint
 from megatron_core.config.run import field_types
 from megatron_core.errors import MegatronError
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.preprocess.settings import PreprocessSettings
 from tests.checkpoint.test_foreign import job
 from tests.datasets.files import write

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.jsonl import METRICS, JsonLinesSink, LineFile
+from megatron_core.monitor.sinks import METRICS, JsonLinesSink, LineFile
 from megatron_core.output_file import (
     json_with,
     make_folder,
@@ -22,8 +22,8 @@ from megatron_core.output_file import (
 )
 from megatron_core.preprocess.job import preprocess
 from megatron_core.preprocess.settings import PreprocessSettings
-from megatron_core.reports.prometheus import PrometheusSink
-from megatron_core.reports.rank_records import find_metrics
+from megatron_core.reports.metric_sinks import PrometheusSink
+from megatron_core.reports.metrics import find_metrics
 from megatron_core.reports.trace_files import TraceWriter
 from tests.datasets.files import write
 from tests.monitor.examples import step

@@ -30,8 +30,8 @@ from megatron_core.features.fp8.scaled_product import scaled_product_unavailable
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.parallel.initialization import draws_alike
+from megatron_core.planner.explain import predicted_bytes
 from megatron_core.planner.hardware import known_hardware, read_hardware
-from megatron_core.planner.smaller import predicted_bytes
 from megatron_core.reports.reference_rate import measure_product_rate
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step

@@ -15,7 +15,7 @@
 # %%
 from small_runs import COLOURS, PICTURES, kib, new_figure, print_table, save, train
 
-from megatron_core.reports.plot_pipeline import plot_timelines
+from megatron_core.reports.plot import plot_timelines
 from megatron_core.reports.timelines import timeline_picture
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.simulate import Costs, simulate

@@ -74,9 +74,10 @@ def _detached_loss(output: Any) -> Tensor | None:
 class ZeroGrad:
     """Replaces ``zero_grad`` of one module; copies of the module, which no engine trains, have the method itself."""
 
-    def __init__(self, module: nn.Module, discard: Callable[[], object]) -> None:
+    def __init__(self, module: nn.Module, discard: Callable[[], object], give_back: Callable[[], None]) -> None:
         self._module = module
         self._discard = discard
+        self.give_back = give_back
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Call the module's own method, and discard the gradients of the engine."""
@@ -91,6 +92,18 @@ class ZeroGrad:
         return getattr, (self._module, "zero_grad")
 
 
-def discard_with(module: nn.Module, discard: Callable[[], object]) -> None:
-    """Let ``module.zero_grad()`` call ``discard()``, too."""
-    cast(Any, module).zero_grad = ZeroGrad(module, discard)
+def attach_to(module: nn.Module, discard: Callable[[], object], give_back: Callable[[], None]) -> None:
+    """Let ``module.zero_grad()`` call ``discard()``, too, and ``detach_engine(module)`` call ``give_back()``."""
+    cast(Any, module).zero_grad = ZeroGrad(module, discard, give_back)
+
+
+def detach_engine(module: nn.Module) -> None:
+    """Undo what an earlier engine has done to ``module``.
+
+    A program may construct engines one after the other, as the Trainer of transformers does to find a batch that fits.
+    The hooks of the first would add gradients to buffers of the second, whose memory they have not allocated.
+    """
+    former = vars(module).get("zero_grad")
+    if isinstance(former, ZeroGrad):
+        former.give_back()
+        del module.zero_grad

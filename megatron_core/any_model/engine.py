@@ -22,7 +22,7 @@ from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.context_trial import run_split
 from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
-from megatron_core.any_model.direct import DirectBackward, discard_with
+from megatron_core.any_model.direct import DirectBackward, attach_to
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
 from megatron_core.any_model.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
@@ -113,7 +113,7 @@ class Engine(EngineBackward, nn.Module):
         self._direct = DirectBackward(self._trained, self._begin_direct, self._end_direct)
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
-        discard_with(module, self.zero_grad)
+        attach_to(module, self.zero_grad, self.data_parallel.give_back)
         self._checkpoints = EngineCheckpoints(
             module, config, self.data_parallel, self._sharded, self.fp8, self.owns_buffer
         )
@@ -207,6 +207,8 @@ class Engine(EngineBackward, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
+        if self.data_parallel.is_given_back:
+            raise ConfigError("another engine was constructed for this model later; call that one")
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         # a backward may have failed

@@ -22,6 +22,7 @@ from megatron_core.any_model.arguments import (
     make_optimizer,
 )
 from megatron_core.any_model.data import EngineLoader
+from megatron_core.any_model.direct import detach_engine
 from megatron_core.any_model.dtype import sets_dtype, with_dtype_of
 from megatron_core.any_model.engine import Engine
 from megatron_core.any_model.experts import split_experts
@@ -122,6 +123,7 @@ def initialize(
     check_same_settings(settings, world.device)
     settings = check_engine_settings(settings, world.size)
     set_process_switches(settings)
+    detach_engine(model)
     options: dict[str, Any] = {
         "model_parameters": model_parameters,
         "own_optimizer": own_optimizer,

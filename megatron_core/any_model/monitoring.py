@@ -8,15 +8,14 @@ from pathlib import Path
 
 from megatron_core.config import RunConfig
 from megatron_core.feature import used_features
-from megatron_core.monitor.build import SinkContext, build_sinks, metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent
-from megatron_core.monitor.lenient import LenientSink
+from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, metrics_path
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.measurements import Sampling
-from megatron_core.reports.rank_records import RankWriter
+from megatron_core.reports.metrics import RankWriter
 from megatron_core.training.state import TrainState
 
 
@@ -81,7 +80,7 @@ class StepMonitor:
         if path is not None and settings.record_times:
             self._writer = RankWriter(Path(path), rank, about)
         self._goodput.add({"kind": "start", **about})
-        METER.start(self._groups, self._world.device, Sampling.on(self._world.device))
+        METER.start(self._groups, self._world.device, Sampling() if self._world.device.type == "cuda" else None)
         self._began = time.perf_counter()
         atexit.register(self.close)
 

@@ -9,24 +9,22 @@ RUN is the folder of --save, or the file of --metrics-file. Rules and their sour
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("diagnose")
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import tyro
 
-from megatron_core.command import program
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import ConfigError
 from megatron_core.output_file import Kind, Output, json_with, prepare_output
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.rank_records import read_run
+from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.terminal import parse_flags
 
@@ -84,9 +82,4 @@ def diagnose_run(settings: DiagnoseFlags) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, diagnose and exit."""
     settings = parse_flags(DiagnoseFlags, args=arguments, description=__doc__)
-    try:
-        (measure_machine if settings.machine else diagnose_run)(settings)
-    except (MegatronError, OSError) as error:
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(lambda: (measure_machine if settings.machine else diagnose_run)(settings))

@@ -38,6 +38,7 @@ from megatron_core.config.flags import grouped, plain
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError, shortened, visible
+from megatron_core.features.as_megatron.differences import training_differences
 from megatron_core.features.megatron_flags.launch_flags import LaunchFlags, is_flag
 from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
@@ -126,7 +127,8 @@ class TranslatedLaunch:
         words = [word for flag, values in usable for word in (flag, *values)]
         flags = LaunchFlags.of(words, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
-            config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
+            # Whoever moves a launch expects its training; --no-as-megatron in the launch, being later, overrides this.
+            config, faults = read_flags(["--as-megatron", *flags.usable], prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
         faults_found = [fault for fault in faults if fault not in flags.refused]  # those of a configuration file
         translation = ""
@@ -175,7 +177,7 @@ def report_sections(translated: TranslatedLaunch, script: LaunchScript, settings
     yield "\n".join(_heading(translated, script, settings))
     yield "\n".join(["What it does here", *_indented(_description(translated))])
     yield "\n".join(["What differs", *_indented(_differences(translated, script))])
-    if translated.problems or translated.flags.refused or translated.flags.unread or translated.other_model:
+    if not translated.can_train:
         yield "\n".join(["What to change first", *_indented(_changes(translated))])
     name = settings.output or "run.yaml"
     if settings.output is None:
@@ -193,7 +195,8 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: FromM
     where = f"{launch.location}: " if launch.location else ""
     source = "its launcher" if launch.ranks else "the least that fits"
     source = "--world-size" if settings.world_size else source
-    yield f"{where}{readable(launch.program)} on {_count(translated.world_size, 'rank')} ({source})"
+    ranks = translated.world_size
+    yield f"{where}{readable(launch.program)} on {ranks:,} rank{'s' * (ranks != 1)} ({source})"
     if len(script.launches) > 1:
         listed = [f"{n}: {readable(launch.program)}, {launch.location}" for n, launch in enumerate(script.launches, 1)]
         yield f"launches in the script: {'; '.join(listed)}; --launch N describes another one"
@@ -260,12 +263,15 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
     load = translated.config.checkpoint.load
     if load is not None and not Path(load).is_dir():
         yield (
-            f"load {readable(load)} is not on this machine: to resume a checkpoint of Megatron-LM in it, add "
-            "--lr-one-step-later --data-order megatron, and give another folder with --save (docs/continue.md)"
+            f"load {readable(load)} is not on this machine: to resume a checkpoint of Megatron-LM in it, give another "
+            "folder with --save (docs/continue.md)"
         )
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
+    yield from (
+        f"trains otherwise than Megatron-LM: {difference}" for difference in training_differences(translated.config)
+    )
     yield "all other differences: docs/from_megatron.md"
 
 
@@ -328,15 +334,11 @@ def _start(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     yield f"torchrun --nproc-per-node {local}{several} -m megatron_core.commands.train --config {name}"
     if translated.starts:
-        yield "or the script itself, with this project's pretrain_gpt.py in place of Megatron-LM's"
+        yield "or the script itself with --as-megatron, and with this project's pretrain_gpt.py for Megatron-LM's"
 
 
 def _parameters(number: int) -> str:
     return f"{number / 1e9:.3g} billion parameters" if number >= 1e8 else f"{number:,} parameters"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     start("inspect_dataset")
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import get_header_path
@@ -32,8 +30,9 @@ from megatron_core.errors import ConfigError, visible
 from megatron_core.locations import location
 from megatron_core.output_file import picture_kind, prepare_output
 from megatron_core.preprocess.lengths import Lengths, closed_document_lengths
+from megatron_core.preprocess.report import progress_of_bytes
 from megatron_core.preprocess.validate import total_bytes, validate
-from megatron_core.terminal import exact, parse_flags
+from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.build import TokenizerFiles
 
@@ -93,10 +92,7 @@ def inspect_dataset(settings: InspectDatasetFlags) -> None:
     if settings.png is not None:
         from megatron_core.preprocess.lengths import plot_lengths  # matplotlib takes a while to load
 
-        try:
-            plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")
-        except ValueError as error:
-            raise ConfigError(f"--png {settings.png}: {error}") from None
+        plot_lengths(lengths, settings.png, f"{Path(settings.prefix).name}: {lengths.count:,} {lengths.unit}")
         print(f"\nwrote {settings.png}")
     for number in numbers:
         print("\n" + document_line(dataset, number, lengths.unit, tokenizer, settings.max_tokens))
@@ -116,15 +112,7 @@ def checked(settings: InspectDatasetFlags, tokenizer: Tokenizer | None) -> str:
     vocab_size = settings.vocab_size
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    with tqdm(
-        total=total_bytes(settings.prefix),
-        unit="B",
-        unit_scale=True,
-        desc="checking",
-        leave=False,
-        file=exact(sys.stderr),
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    with progress_of_bytes(total_bytes(settings.prefix), desc="checking", leave=False) as bar:
         report = validate(settings.prefix, vocab_size, bar.update)
     against = (
         "no vocabulary (give --vocab-size)" if report.vocab_size is None else f"a vocabulary of {report.vocab_size:,}"

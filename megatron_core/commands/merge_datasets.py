@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import check_counts, check_header_path
@@ -29,7 +28,8 @@ from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
 from megatron_core.output_file import make_output_folder
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, refuse_existing, refuse_other_files, write_header
-from megatron_core.terminal import exact, parse_flags
+from megatron_core.preprocess.report import progress_of_bytes
+from megatron_core.terminal import parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +167,7 @@ def merge_datasets(settings: MergeFlags) -> None:
     header = common_header(prefixes)
     with (
         IndexedDatasetBuilder(get_bin_path(settings.output_prefix), dtype, settings.multimodal) as builder,
-        tqdm(
-            total=size,
-            unit="B",
-            unit_scale=True,
-            mininterval=0.5,
-            file=exact(sys.stderr),
-            disable=not sys.stderr.isatty(),
-        ) as bar,
+        progress_of_bytes(size, mininterval=0.5) as bar,
     ):
         for prefix in prefixes:
             bar.set_postfix_str(visible(Path(prefix).name), refresh=False)

@@ -9,7 +9,7 @@ All settings of pretrain_gpt.py can be added; the planner replaces the settings 
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("plan_layout")
@@ -28,7 +28,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.file import names_in
 from megatron_core.config.flags import grouped, plain
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import ConfigError
 from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline
 from megatron_core.planner.explain import (
@@ -185,7 +185,7 @@ def explain_memory(search: Search, candidate: Candidate, png: str | None) -> Non
     title = f"memory of pipeline rank {candidate.rank} over a step{shortened}: {layout}"
     print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
     if png is not None:
-        from megatron_core.reports.plot_memory import plot_memory  # importing matplotlib takes a while
+        from megatron_core.reports.plot import plot_memory  # importing matplotlib takes a while
 
         plot_memory(over.times, over.kinds, search.hardware.usable_bytes, png, title=title)
         print(f"wrote {png}")
@@ -231,9 +231,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, plan and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     settings, flags_of_run = parse_flags(PlanFlags, args=words, description=__doc__, return_unknown_args=True)
-    try:
-        plan(settings, flags_of_run)
-    except (MegatronError, OSError) as error:
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(lambda: plan(settings, flags_of_run))

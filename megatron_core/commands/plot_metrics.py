@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("plot_metrics")
@@ -13,10 +13,8 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_core.command import program
-from megatron_core.errors import MegatronError
 from megatron_core.output_file import picture_kind, prepare_output
-from megatron_core.reports.plot import plot_loss
-from megatron_core.reports.plot_experts import plot_expert_load
+from megatron_core.reports.plot import plot_expert_load, plot_loss
 from megatron_core.terminal import parse_flags
 
 
@@ -43,17 +41,16 @@ def plot(
     if not metrics:
         print(f"{program()}: no metrics file was given; give one or more metrics.jsonl", file=sys.stderr)
         return 2
-    try:
+
+    def draw() -> None:
         prepare_output({"out": out, "metrics": metrics}, "out", picture_kind(out))
         if experts:
             plot_expert_load(metrics[0], out, title=title or "Load of the experts")
         else:
             plot_loss(metrics, out, x=x, title=title or "Loss")
-    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {out}")
-    return 0
+        print(f"wrote {out}")
+
+    return status_of(draw)
 
 
 def main() -> int:

@@ -9,13 +9,12 @@ data or the weights. The exit status is 0 if loss and gradients are finite and 1
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("replay_step")
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +23,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from megatron_core.command import program
 from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig, RunConfig
-from megatron_core.errors import MegatronError
 from megatron_core.locations import location
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
@@ -106,8 +103,4 @@ def replay(folder: Path) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, repeat the step and exit."""
     settings = parse_flags(ReplayFlags, args=arguments, description=__doc__)
-    try:
-        return 0 if replay(location(settings.step)) else 1
-    except MegatronError as error:
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 2
+    return status_of(lambda: 0 if replay(location(settings.step)) else 1, failed=2)

@@ -9,19 +9,16 @@ RUN is the folder of --save, or the file of --metrics-file.
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("report")
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
 
-from megatron_core.command import program
-from megatron_core.errors import MegatronError
 from megatron_core.reports.report import write_report
 from megatron_core.terminal import parse_flags
 
@@ -41,10 +38,6 @@ class ReportFlags:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, write the page and exit."""
     settings = parse_flags(ReportFlags, args=arguments, description=__doc__)
-    try:
-        write_report(settings.run, settings.out, settings.compare)
-    except (MegatronError, OSError) as error:
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {settings.out}")
-    return 0
+    status = status_of(lambda: write_report(settings.run, settings.out, settings.compare))
+    print("" if status else f"wrote {settings.out}\n", end="")
+    return status

@@ -9,7 +9,7 @@ megatron-show-schedule --measured traces --png measured.png
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("show_schedule")
@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_core.command import program
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import ConfigError
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
 from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.reports.trace_files import measured_costs, read_trace
@@ -103,7 +102,7 @@ def show_schedule(settings: ScheduleFlags) -> None:
     if settings.trace is not None and settings.measured is None and len(drawings) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
     if settings.png is not None:
-        from megatron_core.reports.plot_pipeline import plot_timelines  # importing matplotlib takes a while
+        from megatron_core.reports.plot import plot_timelines  # importing matplotlib takes a while
 
         unit = "" if settings.measured is None else "ms"
         plot_timelines([(drawing.title, drawing.timeline) for drawing in drawings], settings.png, unit=unit)
@@ -221,9 +220,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, draw and exit."""
     words = with_bare_json(sys.argv[1:] if arguments is None else arguments)
     settings = parse_flags(ScheduleFlags, args=words, description=__doc__)
-    try:
-        show_schedule(settings)
-    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(lambda: show_schedule(settings))

@@ -10,10 +10,12 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_core.command import end_on_interrupt, program, run_tool
+from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_launcher
 from megatron_core.terminal import PRINT_COMPLETION
 
@@ -73,6 +75,15 @@ def start(module: str) -> NoReturn:
     if module in RANKED:
         read_launcher()
     run_tool(program(), importlib.import_module(f"{__package__}.{module}").main)
+
+
+def status_of(tool: Callable[[], int | None], *, failed: int = 1) -> int:
+    """The result of ``tool``, 0 for None; ``failed`` and one line for an error that the user can fix."""
+    try:
+        return tool() or 0
+    except (MegatronError, OSError) as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return failed
 
 
 def _start_ranks(module: str, words: list[str]) -> NoReturn:

@@ -25,14 +25,13 @@ from typing import Any, Literal
 
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.output_file import NEW, prepare_output
 from megatron_core.preprocess import find_inputs, read_texts
 from megatron_core.preprocess.atomic_write import atomic_write
-from megatron_core.preprocess.report import counted
-from megatron_core.terminal import exact, parse_flags
+from megatron_core.preprocess.report import counted, progress_of_bytes
+from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -73,9 +72,7 @@ def texts(settings: TokenizerFlags) -> Iterator[list[str]]:
     total = sum(path.stat().st_size for path in paths)
     broken = 0
     first = ""
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="reading", file=exact(sys.stderr), disable=not sys.stderr.isatty()
-    ) as bar:
+    with progress_of_bytes(total, desc="reading") as bar:
         for batch, size, faults in read_texts(paths, settings.json_keys):
             yield batch
             bar.update(size)

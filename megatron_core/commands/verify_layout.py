@@ -36,11 +36,11 @@ from megatron_core.verify.comparison import (
     configured,
     layout_task,
     not_compared,
+    pairwise,
     require_legal,
     said_of_stages,
     switches,
 )
-from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.parity import ParityReport
 from megatron_core.verify.resumed import check_resumed, why_not_resumed
 from megatron_core.verify.shrink import at_full_size, small_run

@@ -21,7 +21,7 @@ from megatron_core.config.rules_single import missing_modes, unknown_words, unre
 from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
-from megatron_core.feature import features, shorthands
+from megatron_core.feature import feature_switches, features, load_hook, shorthands
 from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
@@ -70,16 +70,18 @@ def _with_features(line_class: type[_CommandLine]) -> type[_CommandLine]:
     """Derive a class with a field for each section, with the settings of all features, and for each flag of a feature
     that stands for settings."""
     base: Any = line_class
-    flags = tuple((name, shorthand.help) for name, shorthand in shorthands().items())
-    derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), flags)
+    flags: list[tuple[str, str, bool | None]] = [(name, row.help, None) for name, row in shorthands().items()]
+    flags += [(name, switch.help, False) for name, switch in feature_switches().items()]
+    derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), tuple(flags))
     return derived
 
 
 @cache
-def _derived(line_class: Any, sections: tuple[tuple[str, type[Any]], ...], flags: tuple[tuple[str, str], ...]) -> Any:
+def _derived(line_class: Any, sections: tuple[tuple[str, type[Any]], ...], flags: tuple[Any, ...]) -> Any:
     added: list[tuple[str, Any, Any]] = [(name, section, field(default_factory=section)) for name, section in sections]
-    for name, text in flags:
-        added.append((name, Annotated[str | None, tyro.conf.arg(help=text)], field(default=None)))
+    for name, text, default in flags:
+        kind: Any = bool if default is False else str | None
+        added.append((name, Annotated[kind, tyro.conf.arg(help=text)], field(default=default)))
     return make_dataclass(line_class.__name__, added, bases=(line_class,), frozen=True, kw_only=True)
 
 
@@ -169,6 +171,7 @@ def _parse(
     config, dry = _read(translation, prog, defaults)
     if any(unknown_words(config.flat())):
         return (config, dry), translation.faults  # conditions assume known words
+    config = _with_switches(config, translation, names, path)
     # Leave out refinements of modes that are off; the model of a folder may have them, see read_settings.
     waits = not is_final and settings_from_folder(config)
     off = {} if waits else without_mode(config, translation.flags)
@@ -181,12 +184,25 @@ def _parse(
     return (config, dry), translation.faults
 
 
+def _with_switches(config: RunConfig, line: Translation, names: set[str], path: str | None) -> RunConfig:
+    """``config`` with the settings that switches choose, except those of the flags ``names`` and of the file."""
+    for name, switch in feature_switches().items():
+        given_last = [flag for flag, _ in grouped(line.flags) if plain(flag) in (name, f"no_{name}")][-1:]
+        if given_last == [to_flag(name)]:
+            names = names if path is None else names | names_in(path)
+            chosen = load_hook(switch.settings)(config, {plain(flag) for flag in line.ignored})
+            added = {key: value for key, value in chosen.items() if names.isdisjoint((key, f"no_{key}"))}
+            config = RunConfig.from_flat(config.flat() | added)
+    return config
+
+
 def _read(line: Translation, prog: str, defaults: RunConfig) -> CommandLine:
     """``defaults`` with the values of the flags, all of which are known and can be read."""
     names = (plain(flag) for flag, _ in grouped(line.flags))
     named = dict.fromkeys(name if name in line.known else name.removeprefix("no_") for name in names)
     settings_before, dry_before = defaults.flat(), vars(DryRun())
-    values: dict[str, Any] = dict.fromkeys(line.known, "") | settings_before | dry_before
+    values: dict[str, Any] = dict.fromkeys(line.known, "") | dict.fromkeys(feature_switches(), False)
+    values |= settings_before | dry_before
     # Only these fields, because tyro takes 0.2 s on every rank for all 500.
     flags = make_dataclass("Flags", [(name, line.known[name], field(default=values[name])) for name in named])
     values |= vars(parse_flags(flags, prog=prog, args=line.flags, config=_FLAT, console_outputs=_is_first_rank()))

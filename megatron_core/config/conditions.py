@@ -95,6 +95,14 @@ NO_SINKHORN = unless(
 )
 ROUTED_BY_SCORE = unless("--moe-router-force-load-balancing", lambda run: run.model.moe_router_force_load_balancing)
 
+OPTIMIZED_POSITIONS = Condition(
+    "--position-embedding-type learned_absolute, and --decoupled-lr X or an --optimizer of matrices",
+    lambda run: (
+        run.model.position_embedding_type == "learned_absolute"
+        and (run.optimizer.decoupled_lr is not None or any(row.scalar_optimizer for row in run.optimizer.kinds))
+    ),
+)
+
 # The layout.
 LAYOUT_INVARIANT = given("layout_invariant")
 ZERO = Condition("--zero-stage 1, 2 or 3", lambda run: run.parallel.dp_zero_stage)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_core.config.run import aliases
 from megatron_core.config.values import convert, describe, perhaps
-from megatron_core.feature import features, load_hook, shorthands
+from megatron_core.feature import feature_switches, features, load_hook, shorthands
 
 Group = tuple[str, list[str]]
 """A flag, with its hyphens, and its values."""
@@ -20,9 +20,9 @@ OFF = ("false", "0", "no", "off")
 """Values that turn a switch off in other programs."""
 
 
-def command_line() -> dict[str, type[str]]:
-    """The flags of every command line that name the source of settings, and their types."""
-    return {"config": str} | dict.fromkeys(shorthands(), str)
+def command_line() -> dict[str, type[str] | type[bool]]:
+    """The flags of every command line that name the source of settings or choose some, and their types."""
+    return {"config": str} | dict.fromkeys(shorthands(), str) | dict.fromkeys(feature_switches(), bool)
 
 
 class Spellings:

@@ -152,8 +152,11 @@ class MuPConfig:
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class RotaryConfig:
-    """Rotary positions (Su et al. 2021) and their scaling to longer sequences."""
+    """Rotary positions (Su et al. 2021), their scaling to longer sequences, and the optimizer of learned positions."""
 
+    positions_as_matrices: bool = setting(False, when=c.OPTIMIZED_POSITIONS, resume=Resume.REPORTED)
+    """Learned positions are hidden matrices for --decoupled-lr and optimizers of matrices, as in Megatron-LM, instead
+    of embeddings."""
     rotary_base: float = setting(10000.0, r.POSITIVE, when=c.ROTARY, aliases="rotary_position_embeddings_theta")
     """Base of the rotary frequencies."""
     rotary_base_of_windows: float | None = setting(

@@ -110,6 +110,9 @@ class MoEConfig:
         None, r.above_0(2**16), aliases="moe_capacity_factor moe_train_capacity_factor"
     )
     """Maximum tokens of an expert per sequence of S tokens: ceil(S k / E x factor); default: no maximum."""
+    moe_capacity_per: Literal["sequence", "micro_batch"] = setting("sequence", needs=c.CAPACITY)
+    """The tokens that share a capacity. sequence: the result is the same in every layout. micro_batch: all sequences
+    of a micro-batch, as in Megatron-LM."""
     moe_token_drop_policy: Literal["probs", "position"] = setting("probs", needs=c.CAPACITY, is_refinement=True)
     """Tokens that an expert beyond its capacity keeps. probs: with the highest probabilities. position: the first
     ones."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_core.data_parallel.buffer import Bucket
 from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, tensors_in
@@ -90,6 +91,7 @@ class UnitSync(UnitWeights):
         """Number of running forwards of modules of each unit."""
         self.on_reduced: Callable[[Bucket], None] | None = None
         """Called in the last backward of a step when the gradients of a bucket have been reduced."""
+        self.hooks: list[RemovableHandle] = []
         self._attach(root, modules)
 
     def _attach(self, root: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> None:
@@ -107,16 +109,17 @@ class UnitSync(UnitWeights):
                         seen.add(inner)
                         self._attach_module(inner, unit)
         if self._rest is not None:
-            root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest), prepend=True)
+            enter = root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest), prepend=True)
+            self.hooks.append(enter)
             for inner in outside_of_graphs(root):
                 if inner not in seen and next(inner.parameters(recurse=False), None) is not None:
                     self._attach_module(inner, self._rest)
-        root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
+        self.hooks.append(root.register_forward_hook(lambda _, args, output: self._leave_forward(output)))
 
     def _attach_module(self, module: nn.Module, unit: Unit) -> None:
         # Before hooks of the program, which may compute weights (``weight_norm``).
-        module.register_forward_pre_hook(lambda *_: self._enter_module(unit), prepend=True)
-        module.register_forward_hook(lambda _, args, output: self._leave_module(output, unit))
+        self.hooks.append(module.register_forward_pre_hook(lambda *_: self._enter_module(unit), prepend=True))
+        self.hooks.append(module.register_forward_hook(lambda _, args, output: self._leave_module(output, unit)))
 
     # Forward.
 

@@ -96,6 +96,7 @@ class DataParallel(EarlySums):
         """Micro-batch of the last backward of each stage, which has summed gradients at stages 2 and 3."""
         self._agreement = self._agree(stages) if settings.ranks_may_differ else None
         self._hooks: list[RemovableHandle] = []
+        self.is_given_back = False
         self._sync: dict[int, UnitSync] = {}
         self._attach(stages)
 
@@ -151,8 +152,22 @@ class DataParallel(EarlySums):
 
     def release(self) -> None:
         """Remove the hooks: the garbage collector does not see that those of parameters refer to this object."""
-        for hook in self._hooks:
+        for hook in [*self._hooks, *(hook for sync in self._sync.values() for hook in sync.hooks)]:
             hook.remove()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Leave the module as a module of torch, with whole weights and without hooks; on all ranks together."""
+        split = [bucket for bucket in self.all_buckets if bucket.splits_weights]
+        parameters = [parameter for bucket in split for parameter in bucket.parameters]
+        weights = [parameter.detach().clone() for parameter in self.reading(parameters)]
+        self.finish_param_sync()
+        self.release()
+        for bucket in split:
+            bucket.freed.restore()
+        for parameter, whole in zip(parameters, weights, strict=True):
+            parameter.data = whole
+        self.is_given_back = True
 
     def zero_grad(self) -> None:
         """Set the gradients of all buckets to zero, for a new step."""

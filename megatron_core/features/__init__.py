@@ -1,6 +1,7 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
 from megatron_core import cpu_ranks, hub, reports, resilience, storage
+from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
@@ -15,6 +16,7 @@ from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
+from megatron_core.features.mean_of_means import MEAN_OF_MEANS
 from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
@@ -29,6 +31,7 @@ from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 from megatron_core.features.value_head import VALUE_HEAD
 
 FEATURES = (
+    AS_MEGATRON,
     AVERAGES,
     COMPILATION,
     COMPRESSION,
@@ -43,6 +46,7 @@ FEATURES = (
     LOCAL_COPIES,
     LORA,
     MATRIX_OPTIMIZERS,
+    MEAN_OF_MEANS,
     MEGATRON_FLAGS,
     MEGATRON_ORDER,
     MULTI_TOKEN,

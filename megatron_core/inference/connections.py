@@ -8,6 +8,8 @@ import time
 from typing import Any
 
 import h11
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -104,3 +106,20 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in (headers | {"connection": "close"}).items()]
     await send({"type": "http.response.start", "status": 503, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
+
+
+async def received_body(request: Request, *, most: int, seconds: float) -> bytes:
+    """Receive the body of a request of at most ``most`` bytes within ``seconds``; otherwise status 413 or 408."""
+    received = bytearray()
+
+    async def receive() -> None:
+        async for chunk in request.stream():
+            received.extend(chunk)
+            if len(received) > most:
+                raise HTTPException(413, f"the request has more than {most} bytes")
+
+    try:
+        await asyncio.wait_for(receive(), seconds)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the request did not arrive in {seconds:.0f} seconds") from None
+    return bytes(received)

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.inference.connections import received_body
 from megatron_core.inference.openai import Continuation, Json, Protocol, WebJob
 from megatron_core.inference.openai_requests import RequestError
 from megatron_core.inference.requests import Progress
@@ -223,18 +224,7 @@ class Server:
         content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise HTTPException(415, "send the request as Content-Type: application/json")
-        try:
-            return await asyncio.wait_for(self._received(request), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise HTTPException(408, f"the request did not arrive in {BODY_SECONDS:.0f} seconds") from None
-
-    async def _received(self, request: Request) -> bytes:
-        received = bytearray()
-        async for chunk in request.stream():
-            received += chunk
-            if len(received) > self._max_bytes:
-                raise HTTPException(413, f"the request has more than {self._max_bytes} bytes")
-        return bytes(received)
+        return await received_body(request, most=self._max_bytes, seconds=BODY_SECONDS)
 
 
 async def _disconnected(request: Request) -> None:

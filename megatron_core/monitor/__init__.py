@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink, SinkContext, build_sinks
 from megatron_core.moved import old_names_of
 
 if not TYPE_CHECKING:

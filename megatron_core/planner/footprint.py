@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from megatron_core.config import RunConfig
 from megatron_core.config.parallel import added_moments, compression_of
 from megatron_core.planner.context import arriving_bytes
-from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.memory import (
     layer_activations,
+    matrix_state_elements,
     number_size,
     offloaded_activations,
     stage_activations,

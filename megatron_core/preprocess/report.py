@@ -15,6 +15,12 @@ LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
 
 
+def progress_of_bytes(total: int, **options: Any) -> Any:
+    """A bar on standard error, which is shown on a terminal only."""
+    shown = sys.stderr.isatty()
+    return tqdm(total=total, unit="B", unit_scale=True, file=exact(sys.stderr), disable=not shown, **options)
+
+
 class IntervalTimer:
     """Timer that fires at most once per number of seconds."""
 
@@ -47,9 +53,7 @@ class JobProgress:
         self._line = IntervalTimer(LINE_SECONDS)
         # Disable tqdm's monitor thread, which only checks for stalled bars.
         tqdm.monitor_interval = 0
-        settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": BAR_SECONDS}
-        settings |= {"file": exact(sys.stderr), "disable": not sys.stderr.isatty()}
-        self._bar = tqdm(total=total, initial=done, **settings)
+        self._bar = progress_of_bytes(total, initial=done, mininterval=BAR_SECONDS)
 
     def update(self, done: int, documents: int, tokens: int) -> None:
         """Show the number of processed bytes, documents and tokens."""

@@ -14,10 +14,10 @@ from megatron_core.reports.settings import (
 )
 
 FEATURES = (
-    metric_sink(TensorBoardConfig, "tensorboard_dir", "megatron_core.reports.tensorboard:open_tensorboard"),
-    metric_sink(PrometheusConfig, "prometheus_file", "megatron_core.reports.prometheus:open_prometheus"),
-    metric_sink(WandbConfig, "wandb_project", "megatron_core.reports.wandb:WandbSink"),
-    metric_sink(MlflowConfig, "mlflow_experiment", "megatron_core.reports.mlflow:MlflowSink"),
+    metric_sink("tensorboard", TensorBoardConfig, "tensorboard_dir", "open_tensorboard"),
+    metric_sink("prometheus", PrometheusConfig, "prometheus_file", "open_prometheus"),
+    metric_sink("wandb", WandbConfig, "wandb_project", "WandbSink"),
+    metric_sink("mlflow", MlflowConfig, "mlflow_experiment", "MlflowSink"),
     Feature(
         name="measurements",
         is_used=lambda config: config.monitor.record_times and not config.training.skip_train,
@@ -55,6 +55,6 @@ FEATURES = (
         settings=HashConfig,
         problems=hash_problems,
         is_used=lambda config: config.section(HashConfig).record_hashes and not config.training.skip_train,
-        callbacks=("megatron_core.reports.hash_callback:HashRecords",),
+        callbacks=("megatron_core.reports.state_hashes:HashRecords",),
     ),
 )

@@ -1,17 +1,18 @@
 """Checks during training: differing replicas end the run; untrained parameters and starved experts are reported."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import MegatronError
+from megatron_core.monitor.events import ExpertLoad
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_strings, listed
-from megatron_core.reports.expert_load import STARVED_SHARE, STARVED_STEPS, StarvedExperts
+from megatron_core.reports.metrics import STARVED_SHARE, STARVED_STEPS
 from megatron_core.reports.replicas import Replicas
 from megatron_core.reports.settings import CheckConfig
 from megatron_core.training.callbacks import Callback
@@ -189,3 +190,25 @@ def _hidden_moves(bucket: Bucket, main: Tensor) -> Iterable[nn.Parameter]:
         )
         if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
             yield parameter
+
+
+class StarvedExperts:
+    """Detects experts with almost no tokens in many consecutive steps; each is reported once until it recovers."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, int], int] = {}
+
+    def after_step(self, loads: Mapping[int, Sequence[int]]) -> list[str]:
+        """Return experts that starved for ``STARVED_STEPS`` steps up to this one, as ``layer 3: experts 5, 17``."""
+        return list(self._sentences(loads))
+
+    def _sentences(self, loads: Mapping[int, Sequence[int]]) -> Iterator[str]:
+        for layer, numbers in loads.items():
+            load, starved = ExpertLoad.of(numbers), []
+            for expert, tokens in enumerate(load.tokens):
+                starves = tokens < STARVED_SHARE * load.mean
+                self._steps[layer, expert] = self._steps.get((layer, expert), 0) + 1 if starves else 0
+                if self._steps[layer, expert] == STARVED_STEPS:
+                    starved.append(str(expert))
+            if starved:
+                yield f"layer {layer}: {'experts' if len(starved) > 1 else 'expert'} {', '.join(starved)}"

@@ -9,9 +9,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags
-from megatron_core.reports.expert_load import STARVED_SHARE
-from megatron_core.reports.prediction import predicted_gain
+from megatron_core.reports.diagnosis import Change, Diagnosis, Finding, flags, predicted_gain
+from megatron_core.reports.metrics import STARVED_SHARE
 from megatron_core.reports.summary import RunSummary
 
 SLOW = 1.25

@@ -16,6 +16,7 @@ from megatron_core.config.partition import describe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.feature import descriptions
+from megatron_core.features.as_megatron.differences import training_differences
 from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -186,6 +187,9 @@ def describe_rank(config: RunConfig, world_size: int, rank: int = 0) -> str:
         _layers(estimate),
         _memory(estimate),
         *([_attention(estimate)] if split else ()),
+        "\n".join(
+            ["differences from a training of Megatron-LM", *(f"  {line}" for line in training_differences(config))]
+        ),
         *(["\n".join(absent)] if absent else ()),
     )
     return "\n\n".join(sections)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError, shortened
-from megatron_core.monitor.jsonl import METRICS, LineFile, as_json
+from megatron_core.monitor.sinks import METRICS, LineFile, as_json
 from megatron_core.reports.metrics import from_json, parsed_lines
 from megatron_core.schema import any_real, items, mapping, maybe, real, text, whole, wrong
 

@@ -10,14 +10,14 @@ import torch
 
 from megatron_core.config.flops import forward_flops_per_token
 from megatron_core.launcher import read_integer
-from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
+from megatron_core.monitor.sinks import metrics_path
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.gpu_notes import gpu_state
-from megatron_core.reports.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
+from megatron_core.reports.metrics import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
 from megatron_core.reports.timers import slowest_ranks, timer_lines
 from megatron_core.training.callbacks import Callback
@@ -57,7 +57,7 @@ class Measurements(Callback):
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         # On a GPU each time of a transfer needs two events, so that transfers are timed in some steps only.
-        METER.start(run.groups, run.world.device, Sampling.on(run.world.device))
+        METER.start(run.groups, run.world.device, Sampling() if run.world.device.type == "cuda" else None)
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -205,11 +205,6 @@ SAMPLED_FIRST = 3
 
 class Sampling:
     """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
-
-    @classmethod
-    def on(cls, device: torch.device) -> "Sampling | None":
-        """The sampling for a device; None on a CPU, where a time costs no events."""
-        return cls() if device.type == "cuda" else None
 
     def __init__(self) -> None:
         self._is_on = True

@@ -21,10 +21,8 @@ from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes
 from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.planner import state_by_kind
-from megatron_core.planner.explain import flag_of, readable_bytes
-from megatron_core.planner.matrix_state import matrix_state_elements
-from megatron_core.planner.memory import number_size
-from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
+from megatron_core.planner.explain import flag_of, predicted_bytes, readable_bytes, settings_that_fit
+from megatron_core.planner.memory import matrix_state_elements, number_size
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run

@@ -60,10 +60,10 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: floa
     torch.mm(a, a, out=out)  # loads libraries and selects kernels
     fastest, end, products = float("inf"), time.perf_counter() + seconds, 0
     while products < _LEAST_PRODUCTS or time.perf_counter() < end:
-        _wait(device)
+        wait_for_device(device)
         began = time.perf_counter()
         torch.mm(a, a, out=out)
-        _wait(device)
+        wait_for_device(device)
         fastest, products = min(fastest, time.perf_counter() - began), products + 1
     return 2.0 * side**3 / fastest
 
@@ -75,6 +75,7 @@ def share_of_cores(ranks: int, threads: int, cores: int | None = None) -> float:
     return min(available / (ranks * threads), 1.0)
 
 
-def _wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a GPU has computed everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

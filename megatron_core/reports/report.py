@@ -16,13 +16,10 @@ from megatron_core.monitor.events import ExpertLoad
 from megatron_core.output_file import Kind, prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.expert_load import recorded_loads
 from megatron_core.reports.goodput import LOST
+from megatron_core.reports.metrics import find_metrics, read_run, recorded_loads
 from megatron_core.reports.page import BLOCKS, GENERATOR, bars, chart, embedded_picture, html_table, page, three_digits
-from megatron_core.reports.plot import validations
-from megatron_core.reports.plot_experts import plot_expert_load
-from megatron_core.reports.plot_pipeline import plot_timelines
-from megatron_core.reports.rank_records import find_metrics, read_run
+from megatron_core.reports.plot import plot_expert_load, plot_timelines, validations
 from megatron_core.reports.reference_rate import ReferenceRate
 from megatron_core.reports.summary import RunSummary
 from megatron_core.reports.trace_files import measured_costs, read_trace
@@ -35,8 +32,7 @@ MOST_RANKS = 64
 
 def write_report(run: str | Path, out: str | Path, compared_runs: str | Path | Sequence[str | Path] = ()) -> None:
     """Write the page about ``run`` to the file ``out``; ``compared_runs``: runs to compare with, or a single one."""
-    compared_runs = [compared_runs] if isinstance(compared_runs, str | Path) else compared_runs
-    output = prepare_output({"out": out, "run": run, "compare": tuple(compared_runs)}, "out", _REPORT)
+    output = prepare_output({"out": out, "run": run, "compare": compared_runs}, "out", _REPORT)
     output.write(report(run, compared_runs))
 
 
@@ -44,13 +40,8 @@ def report(run: str | Path, compared_runs: str | Path | Sequence[str | Path] = (
     """Return the page as text."""
     compared_runs = [compared_runs] if isinstance(compared_runs, str | Path) else compared_runs
     summary = RunSummary.of(read_run(run))
-    compared = dict(
-        zip(
-            _names_of(run, *compared_runs)[1:],
-            (RunSummary.of(read_run(folder)) for folder in compared_runs),
-            strict=True,
-        )
-    )
+    names = _names_of(run, *compared_runs)[1:]
+    compared = {name: RunSummary.of(read_run(folder)) for name, folder in zip(names, compared_runs, strict=True)}
     diagnosis = diagnose(summary)
     metrics = find_metrics(run)
     name = _names_of(run)[0]

@@ -105,12 +105,12 @@ class HashConfig:
     """With --record-hashes: also write the hash of each tensor, so that a difference can be located."""
 
 
-def metric_sink(settings: type, destination: str, hook: str) -> Feature:
+def metric_sink(name: str, settings: type, destination: str, sink: str) -> Feature:
     """A feature that sends metrics to the ``destination``, a setting of its section."""
     return Feature(
-        name=hook.partition(":")[0].rpartition(".")[2],
+        name=name,
         settings=settings,
         is_used=lambda config: config.value(destination) is not None,
         in_any_model=True,
-        sink=hook,
+        sink=f"megatron_core.reports.metric_sinks:{sink}",
     )

@@ -8,9 +8,8 @@ from statistics import mean, median
 from typing import Any
 
 from megatron_core.planner.hardware import Hardware
-from megatron_core.reports.expert_load import STARVED_SHARE, recorded_loads
 from megatron_core.reports.goodput import Goodput
-from megatron_core.reports.rank_records import RunRecords
+from megatron_core.reports.metrics import STARVED_SHARE, RunRecords, recorded_loads
 from megatron_core.reports.timers import COMPUTE
 
 WARM_UP = 2

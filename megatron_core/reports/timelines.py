@@ -1,7 +1,7 @@
-"""Timelines as text for a terminal, and as a Chrome trace. (``reports.plot_pipeline`` draws them as an image.)"""
+"""Timelines as text for a terminal, and as a Chrome trace. (``reports.plot`` draws them as an image.)"""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.simulate import Timeline, peak_activations
@@ -35,21 +35,8 @@ def four_digits(time: float) -> str:
     return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
 
 
-class TimeInterval(Protocol):
-    """Anything with a start and an end."""
-
-    @property
-    def start(self) -> float:
-        """When it starts."""
-        ...
-
-    @property
-    def end(self) -> float:
-        """When it ends."""
-        ...
-
-
-T = TypeVar("T", bound=TimeInterval)
+T = TypeVar("T", bound=Any)
+"""An interval with ``start`` and ``end``."""
 
 
 def tracks(intervals: Iterable[T]) -> list[list[T]]:

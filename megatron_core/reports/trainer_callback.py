@@ -11,10 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from megatron_core.config import MonitorConfig, RunConfig
 from megatron_core.feature import features
-from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
-from megatron_core.monitor.lenient import LenientSink
+from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks
 
 
 class MetricsCallback(TrainerCallback):

@@ -31,14 +31,13 @@ from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
 from megatron_core.resilience.gpu_groups import obstacle_to_reuse, prepare_gpu, replace_process
-from megatron_core.resilience.host_copy import HostCopy
 from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.resilience.processes.monitor import Monitor
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
-from megatron_core.resilience.state_copies import StateCopies, choose_mirror, copies_to_load
+from megatron_core.resilience.state_copies import HostCopy, StateCopies, choose_mirror, copies_to_load
 from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run
@@ -79,9 +78,9 @@ def start_with_recovery(config: RunConfig, world: World, job: Job) -> None:
     rendezvous = Rendezvous(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
     respawns = not settings.recover_without_spare
-    child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=respawns).start()
+    earlier = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=respawns).start()
     prepare_gpu(world)
-    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or settings.recover_join).run(job)
+    Recovery(config, world, memory, mirror, is_fresh=earlier > 0 or settings.recover_join).run(job)
 
 
 class Regrouped(InterruptedWait):

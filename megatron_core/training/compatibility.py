@@ -144,7 +144,11 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
         is_later = stored.get("lr_one_step_later", False) and not config.optimizer.lr_one_step_later
-        reason = " (Megatron-LM applies each rate one step later: add --lr-one-step-later)" if is_later else ""
+        reason = (
+            " (Megatron-LM applies each rate one step later: add --lr-one-step-later or --as-megatron)"
+            if is_later
+            else ""
+        )
         raise CheckpointError(
             f"the schedule differs from that of the resumed run: {'; '.join(changes)}{reason}. Give the same settings, "
             "or continue with the new settings by --override-opt-param-scheduler"

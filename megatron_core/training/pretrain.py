@@ -16,10 +16,9 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.feature import descriptions, load_hook, used_features
-from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
-from megatron_core.monitor.lenient import LenientSink, lenient_output
+from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, lenient_output
 from megatron_core.ops import backend
 from megatron_core.parallel import World, start_world, transports
 from megatron_core.tokenizers.companions import template_path
@@ -209,13 +208,6 @@ def notes(run: Run) -> Iterator[str]:
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"
     for form, folder in formats_of_settings(run.config):
         yield from form.notes(folder, run.config)
-    model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
-    exact_gelu = not any((model.swiglu, model.squared_relu, model.relu, model.xielu, model.openai_gelu))
-    if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:
-        yield (
-            "GELU is exact; Megatron-LM computes its tanh approximation in layers with biases unless "
-            "--no-bias-gelu-fusion is given: give --openai-gelu to train as Megatron-LM does by default"
-        )
     if settings.ckpt_format != "native" and settings.save is not None:
         adam = run.config.optimizer.optimizer == "adam" or settings.ckpt_format == "torch_dcp"
         state = "" if adam else f", without the state of --optimizer {run.config.optimizer.optimizer}"

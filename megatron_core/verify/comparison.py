@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from random import Random
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_core.config.layout import Layout as Layout
@@ -184,3 +186,19 @@ def layout_task(config: RunConfig, ranks: int, full_size: RunConfig | None = Non
     settings |= {name: value for name, value in fewer.items() if name in stage_settings}
     small = shrunk(RunConfig.from_flat(config.flat() | fewer), [layout], keep_layers=True)
     return Task(small, [layout], settings)
+
+
+def pairwise(combined: Sequence[Mapping[str, str]], seed: str) -> set[int]:
+    """Indices of a subset that contains every pair of values in ``combined``, chosen greedily in a seeded order."""
+    pairs: list[set[object]] = [
+        set(combinations(sorted(values.items()), 2)) or set(values.items()) for values in combined
+    ]
+    order = list(range(len(combined)))
+    subset = set[int]()
+    missing = set[object]().union(*pairs)
+    Random(seed).shuffle(order)
+    while missing:
+        best = max(order, key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        subset.add(best)
+    return subset

@@ -19,6 +19,7 @@ from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.planner.cost import step_cost
 from megatron_core.planner.explain import readable_bytes, readable_seconds
 from megatron_core.planner.hardware import Hardware, Link
+from megatron_core.reports.reference_rate import wait_for_device
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -61,17 +62,12 @@ def best_time(call: Callable[[], object], device: torch.device, rounds: int) -> 
     call()
     times = []
     for _ in range(rounds):
-        _wait(device)
+        wait_for_device(device)
         began = time.perf_counter()
         call()
-        _wait(device)
+        wait_for_device(device)
         times.append(time.perf_counter() - began)
     return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_rank(quick: bool) -> RankMeasurements:
@@ -206,7 +202,7 @@ def own_step(settings: dict[str, object]) -> float:
     for _ in range(10):
         began = time.perf_counter()
         train_step(run)
-        _wait(device)
+        wait_for_device(device)
         times.append(time.perf_counter() - began)
     return min(times[2:])
 

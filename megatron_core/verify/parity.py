@@ -11,9 +11,18 @@ from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import listed
-from megatron_core.verify.bounds import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
+from megatron_core.verify.bounds import (
+    EPSILON,
+    FLOAT64_BOUND,
+    NOISE_FACTOR,
+    REORDERED_RUNS,
+    Bounds,
+    Errors,
+    beyond,
+    relative_errors,
+    rounding_noise,
+)
 from megatron_core.verify.culprit import RankFindings, Reference, describe_culprit, first_step
-from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import megatron_core
-from megatron_core.verify.float64 import WithoutFloat32
+from megatron_core.verify.module_report import WithoutFloat32
 
 SAMPLES, STEPS, BATCH = 30, 3, 8
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5

@@ -10,7 +10,7 @@ from torch import nn
 
 import megatron_core
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.rank_records import read_run
+from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.verify.ranks import run_ranks
 from tests.simulated_gpu import streams

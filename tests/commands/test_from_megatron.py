@@ -58,7 +58,8 @@ def test_a_launch_that_starts_unchanged(script: Path, tmp_path: Path, capsys: py
         "--attention-dropout 0 --hidden-dropout 0 --swiglu --untie-embeddings-and-output-weights "
         "--position-embedding-type rope --micro-batch-size 2 --global-batch-size 32 --train-iters 1000 --lr 6e-5 "
         "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer "
-        "--data-path /data/text --vocab-size 1000 --tokenizer-type NullTokenizer"
+        "--data-path /data/text --vocab-size 1000 --tokenizer-type NullTokenizer "
+        "--lr-one-step-later --data-order megatron"
     )
     expected = parse_run_config(flags.split())
     assert read_config(written) == expected
@@ -155,7 +156,10 @@ def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     launch = ["--", "python", "pretrain_gpt.py", *flags.split(), "--lr-decay-style", "cosine", "--load", str(root)]
     assert main([*launch, "--save", str(root)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{load}: to resume a checkpoint of Megatron-LM in it, add --lr-one-step-later" in text
+    assert f"{load}: to resume a checkpoint of Megatron-LM in it, give another folder with --save" in text
+    assert (
+        "otherwise than Megatron-LM: dropout masks" in text and "otherwise than Megatron-LM: learning rate" not in text
+    )
     assert " parameters, sequences" in text and "billion" not in text and text.count(" hours ") == 1
     root.mkdir()
     assert main([*launch, "--save", str(root)]) == 0 and load not in " ".join(capsys.readouterr().out.split())
@@ -166,9 +170,13 @@ def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     (root / "latest_checkpointed_iteration.txt").write_text("10")
     assert main([*launch, "--save", str(root)]) == 1
     changes = " ".join(capsys.readouterr().out.partition("What to change first")[2].split())
-    assert "give another folder with --save" in changes and "add --lr-one-step-later" in changes
-    assert main([*launch, "--save", str(root / "other"), "--lr-one-step-later"]) == 0
-    assert main([*launch, "--save", str(root / "other"), "--lr-decay-style", "constant"]) == 0
+    assert "give another folder with --save" in changes and "learning" not in changes
+    launch += ["--save", str(root / "other")]
+    assert main([*launch, "--no-as-megatron"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "add --as-megatron, or --finetune" in text and "otherwise than Megatron-LM: learning rate" in text
+    assert main(launch) == 0
+    assert main([*launch, "--no-as-megatron", "--lr-decay-style", "constant"]) == 0
 
 
 def test_a_report_needs_no_torch(script: Path) -> None:

@@ -122,13 +122,13 @@ IN_RECOVERY = (
     # The copies.
     RecoveryDefect(
         "parts of other ranks are read from the beginning of their copies",
-        "resilience.host_copy:_Stored.span",
+        "resilience.state_copies:_Stored.span",
         attribute("offset", "0"),
         FEWER,
     ),
     RecoveryDefect(
         "only the first copy has tensors",
-        "resilience.host_copy:CopyWriter.write",
+        "resilience.state_copies:CopyWriter.write",
         call("_foreach_copy_", "self._memory.copies() or OLD"),
         IN_PLACE,
     ),

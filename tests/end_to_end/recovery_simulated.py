@@ -31,7 +31,6 @@ from megatron_core.checkpoint import Box
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.resilience.host_copy import HostCopy, LocalCopy
 from megatron_core.resilience.link_checks import LinkChecks
 from megatron_core.resilience.links.faults import LinkFault
 from megatron_core.resilience.links.recorder import LINKS
@@ -39,7 +38,7 @@ from megatron_core.resilience.processes.memory import GENERATION, MIRRORED, Copy
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery_choice import choice_of, with_groups
 from megatron_core.resilience.settings import LINK_AXES, LINK_DAMAGES
-from megatron_core.resilience.state_copies import StateCopies
+from megatron_core.resilience.state_copies import HostCopy, LocalCopy, StateCopies
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import StepResult, train_step

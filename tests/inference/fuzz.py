@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, generate
-from megatron_core.inference.blocks import UNUSED_SHARE
+from megatron_core.inference.scheduler import UNUSED_SHARE
 from megatron_core.inference.settings import InferenceConfig
 from megatron_core.models.build import build_stages
 from tests.runs import tiny_run

@@ -12,7 +12,7 @@ import torch
 
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.inference import Engine, Generator, Progress, Request, generate
-from megatron_core.inference.blocks import BlockPool, block_key
+from megatron_core.inference.scheduler import BlockPool, block_key
 from megatron_core.inference.settings import InferenceConfig
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
@@ -106,12 +106,12 @@ def test_texts_in_a_layout_are_those_of_the_requests_alone(world_size: int, name
 
 DEFECTS: dict[str, tuple[str, str, str]] = {
     "a block is freed while another text uses it": (
-        "inference.blocks:BlockPool.release",
+        "inference.scheduler:BlockPool.release",
         "if self._references[block]:",
         "if self._references[block] > 1:",
     ),
     "an evicted block is still found": (
-        "inference.blocks:BlockPool._evict",
+        "inference.scheduler:BlockPool._evict",
         "del self._by_key[self._keys.pop(block)]",
         "self._keys.pop(block)",
     ),
@@ -181,7 +181,7 @@ DEFECTS: dict[str, tuple[str, str, str]] = {
         "False",
     ),
     "unused blocks are kept without a bound": (
-        "inference.blocks:BlockPool.release",
+        "inference.scheduler:BlockPool.release",
         "len(self._unused) > self.capacity // UNUSED_SHARE",
         "False",
     ),

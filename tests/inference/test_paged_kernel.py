@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_core.inference.paged_kernel import has_native_paged_attention, native_paged_attention
+from megatron_core.inference.paged_attention import has_native_paged_attention, native_paged_attention
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """A few roundings of numbers near 1."""

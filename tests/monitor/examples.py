@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.monitor.build import SinkContext
 from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.monitor.sinks import SinkContext
 
 
 def step(iteration: int, **changes: Any) -> StepEvent:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from megatron_core.config import RunConfig
-from megatron_core.monitor.build import SinkContext, build_sinks
 from megatron_core.monitor.console import ConsoleSink
-from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.reports.tensorboard import TensorBoardSink
+from megatron_core.monitor.sinks import JsonLinesSink, SinkContext, build_sinks
+from megatron_core.reports.metric_sinks import TensorBoardSink
 from tests.monitor.examples import step, validation
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.reports.metrics import read_metrics
 from tests.monitor.examples import step, validation
 

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.monitor.lenient import LenientSink, lenient_output
+from megatron_core.monitor.sinks import JsonLinesSink, LenientSink, lenient_output
+from megatron_core.reports.metric_sinks import PrometheusSink, TensorBoardSink
 from megatron_core.reports.metrics import read_metrics
-from megatron_core.reports.prometheus import PrometheusSink
-from megatron_core.reports.tensorboard import TensorBoardSink
 from megatron_core.verify.ranks import run_ranks
 from tests.monitor.examples import step, validation
 
@@ -69,7 +67,7 @@ def test_a_full_disk(name: str, tmp_path: Path) -> None:
 def test_standard_output(to: str) -> None:
     code = (
         "import sys, time\n"
-        "from megatron_core.monitor.lenient import lenient_output\n"
+        "from megatron_core.monitor.sinks import lenient_output\n"
         "with lenient_output():\n"
         "    for _ in range(5):\n"
         "        time.sleep(0.1); print('x' * 10000, flush=True)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.verify.pairwise import pairwise
+from megatron_core.verify.comparison import pairwise
 from tests.ops import libraries
 from tests.ops.checks import KERNELS
 from tests.sample import WHOLE_MATRIX

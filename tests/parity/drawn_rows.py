@@ -23,9 +23,8 @@ from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 from megatron_core.verify import RankFailure, Trace, trace_training
-from megatron_core.verify.bounds import FLOAT64_BOUND, Bounds, beyond, relative_errors
+from megatron_core.verify.bounds import FLOAT64_BOUND, Bounds, beyond, relative_errors, rounding_noise
 from megatron_core.verify.gpt import train_traced
-from megatron_core.verify.noise import rounding_noise
 from megatron_core.verify.together import Scope, incomparable, replicas, shared_micro_batches
 from tests.parity.drawn_files import files
 from tests.parity.drawn_layouts import JOINT, LAYOUT, LOSSY, PRECISION, RECOMPUTE

@@ -6,9 +6,8 @@ from functools import cache
 
 from megatron_core.config import RunConfig
 from megatron_core.verify import Trace, trace_training
-from megatron_core.verify.bounds import Errors
+from megatron_core.verify.bounds import Errors, rounding_noise
 from megatron_core.verify.gpt import train_traced
-from megatron_core.verify.noise import rounding_noise
 from tests.parity.heterogeneous_rows import HETEROGENEOUS_ROWS
 from tests.parity.hub_rows import HUB_ROWS
 from tests.parity.latent_rows import LATENT_ROWS

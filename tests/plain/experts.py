@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 
 import torch
@@ -147,7 +148,8 @@ def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int, 
 
 
 def kept(s: SimpleNamespace, chosen: Tensor, factors: Tensor) -> Tensor:
-    """Which choices ``[b, t, k]`` an expert keeps: at most ceil(t k / E factor) of a sequence.
+    """Which choices ``[b, t, k]`` an expert keeps: at most ceil(n k / E factor) of the n tokens of a sequence, or of a
+    micro-batch.
 
     Fedus et al. 2021, section 2.2. Those with the highest factors, or the first ones.
     """
@@ -155,14 +157,15 @@ def kept(s: SimpleNamespace, chosen: Tensor, factors: Tensor) -> Tensor:
     if s.moe_expert_capacity_factor is None:
         return keep
     b, t, k = chosen.shape
-    capacity = math.ceil(t * k / s.num_experts * s.moe_expert_capacity_factor)
-    for i in range(b):
-        for e in range(s.num_experts):
-            places = [(p, j) for p in range(t) for j in range(k) if chosen[i, p, j] == e]
-            if s.moe_token_drop_policy == "probs":
-                places.sort(key=lambda place: -factors[i, place[0], place[1]].item())
-            for p, j in places[capacity:]:
-                keep[i, p, j] = False
+    size = s.micro_batch_size if s.moe_capacity_per == "micro_batch" else 1
+    capacity = math.ceil(size * t * k / s.num_experts * s.moe_expert_capacity_factor)
+    for first, e in product(range(0, b, size), range(s.num_experts)):
+        sequences = range(first, first + size)
+        places = [(i, p, j) for p, i, j in product(range(t), sequences, range(k)) if chosen[i, p, j] == e]
+        if s.moe_token_drop_policy == "probs":
+            places.sort(key=lambda place: -factors[place].item())
+        for place in places[capacity:]:
+            keep[place] = False
     return keep
 
 

@@ -177,7 +177,13 @@ def objective(
     hidden = hidden_states(s, w, batch["tokens"], seq, collected, drop)
     logits = logits_of(s, w, hidden)
     number = mask.sum().clamp(min=1)
-    loss = (cross_entropy(logits, labels) * mask).sum() / number
+    losses = cross_entropy(logits, labels) * mask
+    if s.calculate_per_token_loss:
+        loss = losses.sum() / number
+    else:
+        micros = zip(losses.split(micro), mask.split(micro), strict=True)
+        means = [part.sum() / counted.sum().clamp(min=1) for part, counted in micros]
+        loss = torch.stack(means).mean()
     if s.output_z_loss_coeff:  # PaLM (Chowdhery et al. 2022), section 5
         z = (logits.logsumexp(-1) ** 2 * mask).sum() / number
         collected.add("output_z_loss", z, s.output_z_loss_coeff)

@@ -223,6 +223,8 @@ ROUTERS: dict[str, Values] = {
         "moe_router_bias_update_rate": 0.05,
     },
     "capacity": EXPERTS | AUX | {"moe_expert_capacity_factor": 0.6},
+    "capacity of micro-batches": EXPERTS | {"moe_expert_capacity_factor": 0.6, "moe_capacity_per": "micro_batch"},
+    "mean of means": {"calculate_per_token_loss": False},
     "capacity by position": EXPERTS
     | {
         "moe_expert_capacity_factor": 0.5,
@@ -291,6 +293,7 @@ OPTIMIZERS: dict[str, Values] = {
     | {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
     "weight decay grows along a cosine": FIXED
     | {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
+    "rate of embeddings, not of positions": {"decoupled_lr": 3e-2, "positions_as_matrices": True},
     "rate of embeddings": UNTIED | {"decoupled_lr": 3e-2, "decoupled_min_lr": 2e-2, "min_lr": 1e-3},
     "rates by samples": SAMPLES | {"lr_warmup_samples": 6, "lr_decay_samples": 14, "min_lr": 1e-3},
     "rates by samples, WSD": SAMPLES | {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 8, "lr_decay_samples": 16},

@@ -152,7 +152,8 @@ def updated(s: SimpleNamespace, weights: Weights, gradients: Weights, states: di
     for name, g in gradients.items():
         w, state, highest, lowest = weights[name], states[name], s.lr, s.min_lr
         is_hidden = is_matrix(name, w) and not is_table(name)
-        has_own_rate = is_table(name) and s.decoupled_lr is not None
+        is_position = s.positions_as_matrices and name.startswith("embedding.position")
+        has_own_rate = is_table(name) and not is_position and s.decoupled_lr is not None
         if has_own_rate:
             highest = s.decoupled_lr
             lowest = s.min_lr if s.decoupled_min_lr is None else s.decoupled_min_lr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.planner.footprint import Footprint
-from megatron_core.planner.matrix_state import matrix_state_elements
+from megatron_core.planner.memory import matrix_state_elements
 from megatron_core.planner.parameters import rank_units
 from megatron_core.reports.dry_run import RankEstimate
 from tests.planner.test_parameters import CASES

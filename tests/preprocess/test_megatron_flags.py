@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_core.commands.preprocess_data import REFUSED, WITHOUT_EFFECT, translate
 from megatron_core.errors import ConfigError
-from megatron_core.preprocess.megatron_flags import REFUSED, WITHOUT_EFFECT, translate
 
 USUAL = ["--input", "a.jsonl", "b.jsonl", "--json-keys", "text", "--append-eod", "--workers", "8"]
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.meter import METER
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.rank_records import read_run
+from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run

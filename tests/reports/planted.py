@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.meter import StepTimes, Traffic
-from megatron_core.reports.rank_records import RankWriter
+from megatron_core.reports.metrics import RankWriter
 from tests.monitor.examples import step
 
 CONFIG = {

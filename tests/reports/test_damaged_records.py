@@ -13,9 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron_core.commands import diagnose, plot_metrics, report
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.meter import StepTimes, Traffic
-from megatron_core.reports.rank_records import RankWriter, rank_file, read_run
+from megatron_core.reports.metrics import RankWriter, rank_file, read_run
 from tests.monitor.examples import step, validation
 
 VALUES: tuple[Any, ...] = (

@@ -13,7 +13,7 @@ from megatron_core.errors import DataError
 from megatron_core.parallel.meter import Traffic
 from megatron_core.reports.diagnosis import Change, Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
-from megatron_core.reports.rank_records import rank_file, read_run
+from megatron_core.reports.metrics import rank_file, read_run
 from megatron_core.reports.summary import RunSummary
 from tests.reports.planted import write_run
 

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_core.errors import DataError
 from megatron_core.monitor.events import ExpertLoad
-from megatron_core.monitor.jsonl import JsonLinesSink
-from megatron_core.reports.checks import RunChecks
-from megatron_core.reports.expert_load import STARVED_STEPS, StarvedExperts
-from megatron_core.reports.plot_experts import expert_loads, plot_expert_load
+from megatron_core.monitor.sinks import JsonLinesSink
+from megatron_core.reports.checks import RunChecks, StarvedExperts
+from megatron_core.reports.metrics import STARVED_STEPS
+from megatron_core.reports.plot import expert_loads, plot_expert_load
 from megatron_core.training.built_in_callbacks import Reports
 from megatron_core.training.step import train_step
 from tests.monitor.examples import step

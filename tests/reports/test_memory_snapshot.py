@@ -14,8 +14,8 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.errors import MegatronError
 from megatron_core.parallel.exit_status import allocation_that_failed
+from megatron_core.planner.explain import predicted_bytes, settings_that_fit
 from megatron_core.planner.layout_settings import with_settings
-from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
 from megatron_core.reports import memory_report
 from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.reports.memory_report import KeptForBackward, MemorySnapshots, largest_tensors

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.lenient import LenientSink
-from megatron_core.reports.mlflow import MlflowSink
+from megatron_core.monitor.sinks import LenientSink
+from megatron_core.reports.metric_sinks import MlflowSink
 from tests.monitor.examples import sink_context, step, validation
 
 

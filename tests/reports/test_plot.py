@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import DataError
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.reports import plot as plot_module
 from megatron_core.reports.plot import plot_loss
 from tests.monitor.examples import step, validation
@@ -24,8 +24,8 @@ def figures(monkeypatch):
     made = []
     new_figure = plot_module._new_figure
 
-    def keep():
-        made.append(new_figure())
+    def keep(*size):
+        made.append(new_figure(*size))
         return made[-1]
 
     monkeypatch.setattr(plot_module, "_new_figure", keep)
@@ -49,7 +49,7 @@ def test_the_picture_has_each_step_once_with_marks(tmp_path, figures):
     picture = tmp_path / "plots" / "loss.png"
     plot_loss(metrics(tmp_path / "metrics.jsonl"), picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    _, (loss_axes, rate_axes) = figures[0]
+    loss_axes, rate_axes = figures[0].axes
     lines = {line.get_label(): line for line in loss_axes.get_lines()}
     assert list(lines["training"].get_xdata()) == [1, 2, 3, 4, 5, 6]
     values = list(lines["training"].get_ydata())
@@ -68,14 +68,14 @@ def test_each_validation_set_has_a_curve(tmp_path, figures):
         sink.on_validation(validation(6, loss=3.5, split=split))
     sink.close()
     plot_loss(path, tmp_path / "loss.png")
-    labels = [line.get_label() for line in figures[0][1][0].get_lines()]
+    labels = [line.get_label() for line in figures[0].axes[0].get_lines()]
     assert [label for label in labels if "valid" in label] == ["validation", "validation web", "validation code"]
 
 
 def test_several_runs_over_tokens_are_told_apart(tmp_path, figures):
     paths = [metrics(tmp_path / name / "metrics.jsonl") for name in ("a", "b")]
     plot_loss(paths, tmp_path / "loss.png", x="tokens")
-    _, (loss_axes, rate_axes) = figures[0]
+    loss_axes, rate_axes = figures[0].axes
     labels = [line.get_label() for line in loss_axes.get_lines()]
     assert "a: training" in labels and "b: validation" in labels
     assert list(loss_axes.get_lines()[0].get_xdata())[:2] == [64, 128]
@@ -84,7 +84,7 @@ def test_several_runs_over_tokens_are_told_apart(tmp_path, figures):
 
 def test_long_curves_are_smoothed_without_a_shift(tmp_path, figures):
     plot_loss(metrics(tmp_path / "m.jsonl", steps=300), tmp_path / "loss.png")
-    _, (loss_axes, _) = figures[0]
+    loss_axes, _ = figures[0].axes
     pale, bold = loss_axes.get_lines()[:2]
     assert len(pale.get_xdata()) == len(bold.get_xdata()) == 300
     assert bold.get_ydata()[0] == 8.0 and bold.get_ydata()[-1] == 3.0
@@ -99,7 +99,7 @@ def test_a_file_without_steps_is_named(tmp_path):
 
 def test_reading_metrics_needs_neither_matplotlib_nor_tensorboard():
     code = (
-        "import sys, megatron_core.monitor, megatron_core.reports.plot, megatron_core.reports.tensorboard;"
+        "import sys, megatron_core.monitor, megatron_core.reports.plot, megatron_core.reports.metric_sinks;"
         "assert not {'matplotlib', 'tensorboard'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.reports import plot_pipeline as plot_module
-from megatron_core.reports.plot_pipeline import plot_timelines
+from megatron_core.reports import plot as plot_module
+from megatron_core.reports.plot import plot_timelines
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.simulate import Costs, Timeline, simulate
 
@@ -18,8 +18,8 @@ def figures(monkeypatch):
     made = []
     new_figure = plot_module._new_figure
 
-    def keep(rows):
-        made.append(new_figure(rows))
+    def keep(*size):
+        made.append(new_figure(*size))
         return made[-1]
 
     monkeypatch.setattr(plot_module, "_new_figure", keep)
@@ -34,7 +34,8 @@ def test_a_panel_for_each_timeline(tmp_path: Path, figures) -> None:
     path = tmp_path / "new" / "picture.png"
     plot_timelines([("one", timeline("1f1b", 1)), ("two", timeline("zb_v", 2))], path, unit="ms")
     assert path.read_bytes().startswith(b"\x89PNG")
-    figure, (first, second) = figures[0]
+    figure = figures[0]
+    first, second = figure.axes
     assert (first.get_title(loc="left"), second.get_title(loc="left")) == ("one", "two")
     assert first.get_title(loc="right") == "bubble 20.0%    idle 20.0%    makespan 15"
     assert first.get_xlim() == second.get_xlim() == (0, 15)
@@ -47,6 +48,6 @@ def test_a_panel_for_each_timeline(tmp_path: Path, figures) -> None:
 def test_numbers_where_they_fit(tmp_path: Path, figures) -> None:
     plot_timelines([("few", timeline("1f1b", 1, 2))], tmp_path / "few.png")
     plot_timelines([("many", timeline("1f1b", 1, 400))], tmp_path / "many.png")
-    (_, (few,)), (_, (many,)) = figures
+    (few,), (many,) = (figure.axes for figure in figures)
     assert sorted(text.get_text() for text in few.texts) == sorted([*"01" * 4, "peak", "2", "1"])
     assert [text.get_text() for text in many.texts] == ["peak", "2", "1"]

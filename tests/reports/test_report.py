@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_core.commands.report import main
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.meter import Traffic
+from megatron_core.reports.metrics import read_run
 from megatron_core.reports.page import COLOURS, bars, chart, html_table, three_digits
-from megatron_core.reports.rank_records import read_run
 from megatron_core.reports.report import report, write_report
 from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train

@@ -6,7 +6,7 @@ import math
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_core.reports.tensorboard import TensorBoardSink
+from megatron_core.reports.metric_sinks import TensorBoardSink
 from tests.monitor.examples import step, validation
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megatron_core.config.validate import problems
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER, Meter, StepTimes
-from megatron_core.reports import measurements, rank_records
+from megatron_core.reports import measurements
+from megatron_core.reports import metrics as rank_records
 from megatron_core.reports.goodput import Goodput
-from megatron_core.reports.rank_records import RankWriter, rank_file, read_run
+from megatron_core.reports.metrics import RankWriter, rank_file, read_run
 from megatron_core.reports.reference_rate import share_of_cores
 from megatron_core.reports.report import report
 from megatron_core.reports.timers import slowest_ranks, timer_lines

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.events import ValidationEvent
-from megatron_core.reports.wandb import WandbSink
+from megatron_core.reports.metric_sinks import WandbSink
 from tests.monitor.examples import sink_context, step
 
 

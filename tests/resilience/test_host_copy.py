@@ -9,8 +9,8 @@ import torch
 
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.errors import CheckpointError
-from megatron_core.resilience.host_copy import CopyWriter, HostCopy, LocalCopy
 from megatron_core.resilience.processes.memory import Copy, HostMemory
+from megatron_core.resilience.state_copies import CopyWriter, HostCopy, LocalCopy
 from tests.memory import needs_proc
 
 pytestmark = needs_proc

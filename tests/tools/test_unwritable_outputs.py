@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.monitor.jsonl import JsonLinesSink
+from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.reports.report import write_report
 from tests.datasets.files import write
 from tests.monitor.examples import step

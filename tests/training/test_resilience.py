@@ -20,7 +20,7 @@ from megatron_core.commands import replay_step
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
-from megatron_core.reports.rank_records import read_run
+from megatron_core.reports.metrics import read_run
 from megatron_core.resilience import faults
 from megatron_core.resilience.bad_steps import BadSteps
 from megatron_core.resilience.failure_log import FILE

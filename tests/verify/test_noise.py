@@ -7,8 +7,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.verify import GPTExperiment, assemble, run_ranks, shrunk
-from megatron_core.verify.bounds import Bounds, beyond, relative_errors
-from megatron_core.verify.noise import ReorderedSums, rounding_noise
+from megatron_core.verify.bounds import Bounds, ReorderedSums, beyond, relative_errors, rounding_noise
 
 
 def test_other_orders_give_the_same_sums() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from megatron_core.verify.pairwise import pairwise
+from megatron_core.verify.comparison import pairwise
 
 
 def test_every_pair_of_values_is_drawn() -> None:

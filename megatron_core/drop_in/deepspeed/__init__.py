@@ -20,6 +20,8 @@ from deepspeed.git_version_info import minor as __version_minor__
 from deepspeed.git_version_info import patch as __version_patch__
 from deepspeed.git_version_info import version as __version__
 from deepspeed.git_version_info import version as version
+from deepspeed.inference.engine import InferenceEngine as InferenceEngine
+from deepspeed.inference.engine import init_inference as init_inference
 from deepspeed.runtime import lr_schedules as lr_schedules
 from deepspeed.runtime import zero as zero
 from deepspeed.runtime.activation_checkpointing import checkpointing as checkpointing
@@ -31,7 +33,6 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoa
 from deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from deepspeed.runtime.engine import DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable
 from deepspeed.runtime.engine import DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable
-from deepspeed.runtime.initialize import init_inference as init_inference
 from deepspeed.runtime.initialize import initialize as initialize
 from deepspeed.runtime.initialize import tp_model_init as tp_model_init
 from deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine

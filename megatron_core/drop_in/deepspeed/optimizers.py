@@ -8,12 +8,15 @@ import torch
 from torch.optim import Optimizer
 
 Faults = list[str]
-REFUSED = ("Muon", "MuAdam", "MuAdamW", "MuSGD")
+REFUSED = ("MuAdam", "MuAdamW", "MuSGD")
 """Names that DeepSpeed knows and that have no translation."""
 LAMB_FACTORS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 LOCAL_STEPS = {"var_update_scaler": 16, "local_step_scaler": 32_678, "local_step_clipper": 16}
 """Parameters of OneBitLamb and ZeroOneAdam with DeepSpeed's defaults; settings have the prefixes ``onebit_lamb_`` and
 ``zero_one_``."""
+MUON_PRECISION = {"gram": "high", "standard": "medium"}
+"""Precision by ``ns_method``. DeepSpeed iterates on the Gram matrix in float16, which has the bits of TF32; the engine
+computes the same function without it."""
 CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
 """Classes of torch.optim for the names that DeepSpeed reads in any case; other classes need their exact name."""
 
@@ -61,7 +64,7 @@ def _of_torch(name: str, params: dict[str, Any], faults: Faults) -> Chosen:
     is_known = lower not in map(str.lower, REFUSED) and isinstance(kind, type) and issubclass(kind, Optimizer)
     if not is_known or kind is None or kind is Optimizer:
         known = ", ".join(
-            ("Adam", "AdamW", "Lion", "Lamb", "SGD", "Adagrad", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+            ("Adam", "AdamW", "Lion", "Lamb", "Muon", "SGD", "Adagrad", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
         )
         why = "is not supported" if lower in map(str.lower, REFUSED) else "is not an optimizer of DeepSpeed"
         faults.append(f"optimizer.type={name!r} {why}: use one of {known}, or a class of torch.optim")
@@ -189,6 +192,37 @@ def _lion(params: _Params) -> dict[str, Any]:
     return {"optimizer": "lion", **params.common(), "lion_beta1": beta1, "lion_beta2": beta2}
 
 
+def _muon(params: _Params) -> dict[str, Any]:
+    """Jordan et al. 2024, with DeepSpeed's constants; ``muon_rates`` has the rates of the two halves."""
+    params.ignore("torch_adam", "fp32_optimizer_states", "muon_lr", "adam_lr")
+    params.only("adam_w_mode", True)
+    params.only("bias_correction", True)
+    params.only("per_head_muon", False)
+    method = params.values.pop("ns_method", "gram")
+    if method not in MUON_PRECISION:
+        params.faults.append(f"optimizer.params.ns_method={method!r} must be one of {', '.join(MUON_PRECISION)}")
+    beta1, beta2 = params.betas(0.9, 0.95)
+    return {
+        "optimizer": "muon",
+        "lr": params.number("lr", 0.02),
+        "weight_decay": params.number("weight_decay", 0.0),
+        "muon_momentum": params.number("momentum", 0.95),
+        "muon_nesterov": True,
+        "muon_scale_mode": "shape_scaling",
+        "muon_coefficient_type": "simple",
+        "muon_fp32_matmul_prec": MUON_PRECISION.get(method, "medium"),
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": params.number("eps", 1e-10),
+    }
+
+
+def muon_rates(params: Mapping[str, Any], *, is_matrix: bool) -> dict[str, Any]:
+    """Settings in the JSON of the groups of one half: hidden matrices, or the parameters of Adam."""
+    rate = params.get("muon_lr" if is_matrix else "adam_lr", params.get("lr", 0.02 if is_matrix else 3e-4))
+    return {"lr": float(rate), "weight_decay": float(params.get("weight_decay", 0.0))}
+
+
 def _sgd(params: _Params) -> dict[str, Any]:
     params.ignore("foreach", "fused", "dampening", "nesterov", "maximize", "differentiable")
     return {"optimizer": "sgd", **params.common(), "sgd_momentum": params.number("momentum", 0.0)}
@@ -200,6 +234,7 @@ TRANSLATED: dict[str, Callable[[_Params], dict[str, Any]]] = {
     "lion": _lion,
     "lamb": _lamb,
     "sgd": _sgd,
+    "muon": _muon,
     "onebitadam": _onebit_adam,
     "onebitlamb": _onebit_lamb,
     "zerooneadam": _zero_one_adam,

@@ -13,7 +13,16 @@ from megatron_core.schema import NUMBER, whole
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FLAGS = (
-    *("dataloader_drop_last", "managed_gradient_accumulation", "fp16.auto_cast", "zero_optimization.cpu_offload"),
+    *("wall_clock_breakdown", "torch_autocast.enabled", "flops_profiler.enabled", "tensorboard.enabled"),
+    *(
+        "csv_monitor.enabled",
+        "wandb.enabled",
+        "curriculum_learning.enabled",
+        "dataloader_drop_last",
+        "managed_gradient_accumulation",
+        "fp16.auto_cast",
+        "zero_optimization.cpu_offload",
+    ),
     *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.cpu_offload_param"),
     "zero_optimization.gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -162,6 +171,14 @@ class ConfigReader:
     def precision(self) -> dict[str, Any]:
         """Settings of fp16, bf16 and the dtype of communication."""
         fp16, bf16 = self.flag("fp16.enabled"), self.flag("bf16.enabled") or self.flag("bfloat16.enabled")
+        if self.flag("torch_autocast.enabled"):
+            if fp16 or bf16:
+                self.faults.append(
+                    "torch_autocast.enabled contradicts fp16.enabled and bf16.enabled; enable one of them"
+                )
+            dtype = str(self.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+            if dtype not in ("bfloat16", "bf16"):
+                self.faults.append(f"torch_autocast.dtype={dtype!r} is not supported: use 'bfloat16', or fp16.enabled")
         if fp16 and bf16:
             self.faults.append("fp16.enabled and bf16.enabled contradict; enable one of them")
         found: dict[str, Any] = {"fp16": fp16, "bf16": bf16}
@@ -217,7 +234,18 @@ class ConfigReader:
             # DeepSpeed has the key on at stage 3 without it. Only the gathers follow here: they give equal bits, while
             # overlapped sums of gradients forbid a second backward in the last micro-batch.
             found["overlap_param_gather"] = prefetched > 0 and self.get(f"{name}.overlap_comm", True) is True
-        return found | self._offload_optimizer(stage) | self._offload_param(stage)
+        return found | self._hpz(stage, ranks) | self._offload_optimizer(stage) | self._offload_param(stage)
+
+    def _hpz(self, stage: int, ranks: int) -> dict[str, Any]:
+        name = "zero_optimization.zero_hpz_partition_size"
+        size = self.integer(name, 1, 1)
+        if size == 1:
+            return {}
+        if stage != 3 or ranks % size:
+            self.faults.append(f"{name}={size} needs stage 3, and must be a divisor of the {ranks} ranks")
+            return {}
+        # Hybrid sharding has the gathers of ZeRO++ within a node; it keeps no second copy of the shards of all ranks.
+        return {"num_distributed_optimizer_instances": ranks // size}
 
     def _offload_optimizer(self, stage: int) -> dict[str, Any]:
         device = self._device("offload_optimizer", "nvme", "cpu")

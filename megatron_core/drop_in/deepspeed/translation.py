@@ -122,6 +122,8 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
         reader.faults.append(f"checkpoint.tag_validation={tags!r} must be one of {', '.join(TAG_VALIDATIONS)}")
     if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
         reader.faults.append("optimizer.type=ZeroOneAdam needs zero_optimization.stage 0; set it to 0")
+    if settings.get("optimizer") == "muon" and layout.tensor > 1:
+        reader.faults.append(f"optimizer.type=Muon with tensor_parallel.autotp_size={layout.tensor}: set it to 1")
     if reader.faults:
         raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
     own = chosen.torch_class, chosen.torch_params

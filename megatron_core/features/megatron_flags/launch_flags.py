@@ -73,9 +73,7 @@ class LaunchFlags:
         return {
             f"{to_flag(name)} {theirs}": f"here {values[name]}: {text}"
             for name, (theirs, text) in tables.OTHER_DEFAULTS.items()
-            if name not in set_names
-            and str(values[name]) != theirs
-            and (config.model.num_experts or "moe_" not in name)
+            if name not in set_names and str(values[name]) != theirs
         }
 
 

@@ -20,7 +20,7 @@ from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, read_pattern
 
 OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
+    "apply_residual_connection_post_layernorm": (False,),
     "experimental_attention_variant": (None, "gated_delta_net", "dsa"),
     "dsa_indexer_topk_freq": (1, None),
     "dsa_indexer_skip_topk_offset": (0, None),
@@ -66,6 +66,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         renamed["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
+    if renamed.get("moe_expert_capacity_factor") is not None:
+        renamed["moe_capacity_per"] = "micro_batch"
     variant = renamed.get("experimental_attention_variant")
     unread = []
     if variant != "gated_delta_net" and "G" not in (renamed.get("hybrid_layer_pattern") or ""):
@@ -149,7 +151,7 @@ class MegatronProgress:
         counters = {
             "iteration": common.get("iteration"),
             "consumed_train_samples": arguments.get("consumed_train_samples"),
-            "optimizer step": _step(optimizer),
+            "optimizer step": optimizer_step(optimizer, schedule),
             "num_steps of opt_param_scheduler": schedule.get("num_steps") if isinstance(schedule, dict) else None,
         }
         for name, value in counters.items():
@@ -188,6 +190,8 @@ def _as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("train_samples"):
         settings.pop("train_iters", None)
         settings.pop("lr_decay_iters", None)
+    if settings.get("decoupled_lr") is not None:
+        settings["positions_as_matrices"] = True
     return settings | {"data_order": "megatron"}
 
 
@@ -199,10 +203,13 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
     return {str(name): value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers}
 
 
-def _step(optimizer: Any) -> int | None:
-    """Adam's step count; each optimizer class of Megatron Core stores it in a different place."""
+def optimizer_step(optimizer: Any, schedule: Any) -> int | None:
+    """Adam's step count; each optimizer class of Megatron Core stores it in a different place, and none before the
+    first update, which the schedule counts, too."""
     if not isinstance(optimizer, dict):
         return None
+    if isinstance(schedule, Mapping) and schedule.get("num_steps") == 0:
+        return 0
     inner = optimizer.get("optimizer", optimizer)
     state = inner.get("state") or {}
     groups = inner.get("param_groups") or []

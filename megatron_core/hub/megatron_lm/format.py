@@ -102,4 +102,4 @@ def checkpoint_changes(config: RunConfig) -> Iterator[str]:
         optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction
     )
     if not (is_constant or optimizer.lr_one_step_later or settings.finetune):
-        yield "the checkpoint in --load is of Megatron-LM; add --lr-one-step-later, or --finetune for a new schedule"
+        yield "the checkpoint in --load is of Megatron-LM; add --as-megatron, or --finetune for a new schedule"

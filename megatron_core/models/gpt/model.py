@@ -213,8 +213,9 @@ class GPTModel(nn.Module):
     def _mark_embedding_and_output(self) -> None:
         """Set the attribute that ``--decoupled-lr`` and optimizers of hidden matrices read; its name is Megatron's."""
         if self.embedding is not None:
-            for parameter in self.embedding.parameters():
-                parameter.is_embedding_or_output_parameter = True
+            for name, parameter in self.embedding.named_parameters():
+                is_matrix = self.model_config.positions_as_matrices and name.startswith("position_embeddings")
+                parameter.is_embedding_or_output_parameter = not is_matrix
         if self.output_layer is not None:
             for parameter in self.output_layer.parameters():
                 parameter.is_embedding_or_output_parameter = True

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_core.errors import DataError, MegatronError
+from megatron_core.inference.connections import received_body
 from megatron_core.post_training.tinker_server import bodies
 from megatron_core.post_training.tinker_server.catalog import NotFoundError
 from megatron_core.post_training.tinker_server.protocol import JSON, PROTOBUF, TinkerProtocol
@@ -107,19 +108,7 @@ class TinkerServer:
             raise HTTPException(415, f"send the request as Content-Type: {JSON} or {PROTOBUF}")
         if encoding := request.headers.get("content-encoding"):
             raise HTTPException(415, f"Content-Encoding: {encoding} is not supported; send the request as it is")
-        received = bytearray()
-
-        async def receive() -> None:
-            async for chunk in request.stream():
-                received.extend(chunk)
-                if len(received) > self._max_bytes:
-                    raise HTTPException(413, f"the request has more than {self._max_bytes} bytes")
-
-        try:
-            await asyncio.wait_for(receive(), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise HTTPException(408, f"the request did not arrive in {BODY_SECONDS:.0f} seconds") from None
-        return bytes(received)
+        return await received_body(request, most=self._max_bytes, seconds=BODY_SECONDS)
 
     async def status(self, request: Request) -> Response:
         """Whether the ranks run."""

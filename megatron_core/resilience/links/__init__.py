@@ -1,5 +1,5 @@
 """Checks that collectives and messages deliver what was sent.
 
-``recorder``: checksums of a rank's calls; ``checksums``: hashes, and sums that are linear; ``seal``: messages that
-carry their checksum; ``compare``: the comparison of all ranks; ``faults``: wrong data for tests.
+``recorder``: checksums of a rank's calls, and messages that carry their checksum; ``checksums``: hashes, and sums that
+are linear; ``faults``: wrong data for tests. ``resilience.link_checks`` compares the checksums of all ranks.
 """

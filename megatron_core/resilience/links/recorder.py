@@ -1,8 +1,8 @@
 """Records checksums of the inputs and outputs of collectives and messages between stages, for a comparison.
 
 While ``LINKS.checking`` is set, every collective of ``parallel.collectives`` computes checksums of what this rank sends
-and, once it is complete, of what it received. Nothing more is sent until ``links.compare`` compares the checksums of
-the ranks. A message between pipeline stages carries its checksum: the bytes of a tensor, followed by hash + number of
+and, once it is complete, of what it received. Nothing more is sent until ``link_checks`` compares the checksums of the
+ranks. A message between pipeline stages carries its checksum: the bytes of a tensor, followed by hash + number of
 the message, which detects outdated messages. Otherwise the cost is one check of a flag for each call.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.watched import OBSERVATION, Parts, Watched
@@ -124,10 +124,6 @@ class LinkRecorder:
         self.deliveries.clear()
         self._counts.clear()
         self._recording = 0
-
-    def name_groups(self, groups: ParallelGroups) -> None:
-        """Use the axes of ``groups`` to find the collectives into which faults are injected."""
-        self.faults.name_groups(groups)
 
     def message_number(self, sender: int, receiver: int) -> int:
         """The number of the next message with a checksum from ``sender`` to ``receiver``, equal at both ends."""

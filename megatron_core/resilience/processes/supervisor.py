@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -53,15 +52,6 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-@dataclass(frozen=True)
-class Child:
-    """The training process that ``Supervisor.start`` returned in: how often it was started, and its start."""
-
-    number: int
-    """0 for the first process of the rank."""
-    memory: HostMemory
-
-
 class Supervisor:
     """Starts and watches the training processes of one rank."""
 
@@ -96,8 +86,11 @@ class Supervisor:
         self._watched = dict[int, tuple[int, float]]()
         """The ranks whose supervisors this one watches, their beats, and when these last changed."""
 
-    def start(self) -> Child:
-        """Return in a new training process, and again in each one that takes its place; the supervisor exits here."""
+    def start(self) -> int:
+        """Return in a new training process, and again in each one that takes its place; the supervisor exits here.
+
+        Returns the number of processes of the rank before this one.
+        """
         previous = {number: signal.signal(number, self._forward) for number in FORWARDED if _is_handled(number)}
         number = 0
         while True:
@@ -109,7 +102,8 @@ class Supervisor:
             numbers[FINISHED] = 0
             self._pid = os.fork()
             if self._pid == 0:
-                return self._begin(number, parent, previous)
+                self._begin(parent, previous)
+                return number
             self._stopped_since = self._late_since = 0.0
             self._beats = (numbers[BEATS], self._now())
             self._after(self._wait())
@@ -120,7 +114,7 @@ class Supervisor:
         if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
             self._keeper = start_keeper(self._rendezvous, self._memory, self._mirror, self._address)
 
-    def _begin(self, generation: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
+    def _begin(self, parent: int, previous: dict[signal.Signals, Any]) -> None:
         """In the training process: restore the signal handlers, and end with the supervisor."""
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -129,7 +123,6 @@ class Supervisor:
             os._exit(self._restart)
         for received in self._signals:
             os.kill(os.getpid(), received)
-        return Child(generation, self._memory)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)

@@ -168,11 +168,17 @@ class TopKRouter(nn.Module):
         if factor is None:
             return None, None
         sequences, local = self._whole_sequences(torch.cat([experts.to(probs.dtype), probs.detach()], dim=-1), tokens)
+        shape = sequences.shape
+        sharing = 1
+        if self.config.moe_capacity_per == "micro_batch":
+            sharing = batch
+            # In Megatron Core's order: the first tokens of all sequences, then the second ones, and so on.
+            sequences = sequences.reshape(-1, 1, shape[-1])
         num_experts = self.config.num_experts or 1
         capacity = math.ceil(sequences.shape[0] * k / num_experts * factor)
         policy = self.config.moe_token_drop_policy
         within = within_capacity(sequences[..., :k].long(), sequences[..., k:], num_experts, capacity, policy)
-        return within[local], batch * min(capacity, tokens.most)
+        return within.view(*shape[:2], k)[local], batch // sharing * min(capacity, tokens.most * sharing)
 
     def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Gather ``[n, b, ...]`` of whole sequences by position; return it and the indices of this rank's tokens."""

@@ -46,7 +46,7 @@ def test_all_problems_are_in_one_error() -> None:
         "fp16": {"enabled": True},
         "bf16": {"enabled": True},
         "gradient_clipping": "auto",
-        "tensorboard": {"enabled": True},
+        "comet": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"beta": 1}},
     }
     with pytest.raises(ConfigError) as caught:
@@ -58,7 +58,7 @@ def test_all_problems_are_in_one_error() -> None:
         "needs nvme_path",
         "fp16.enabled and bf16.enabled contradict",
         "gradient_clipping='auto' has no value",
-        "tensorboard.enabled=True is not supported",
+        "comet.enabled=True is not supported",
         "optimizer.params.beta=1 is not a parameter of AdamW",
     ):
         assert part in str(caught.value)

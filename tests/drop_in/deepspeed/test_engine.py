@@ -352,7 +352,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         ({"config": {**CONFIG, "optimizer": {"type": "RMSprop", "params": {"rate": 1}}}}, "'?rate'?=1 is not a param"),
         ({"config": CONFIG, "optimizer": 3}, "optimizer=3 must be a torch optimizer"),
         ({"config": CONFIG, "optimizer": torch.optim.SGD(_model().parameters(), lr=0.1)}, "do not belong to the model"),
-        ({"config": CONFIG, "config_params": None, "mesh_param": (1, 1)}, "sequence parallelism is not supported"),
+        ({"config": CONFIG | {"sequence_parallel_size": 2}, "mesh_param": (1, 1)}, "contradicts mesh_param="),
         ({"config": CONFIG, "training_data": 3}, "must be a torch Dataset"),
     ),
 )
@@ -362,7 +362,7 @@ def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ("inference", "monitor.monitor", "runtime.sequence_parallel"))
+@pytest.mark.parametrize("name", ("inference.v2", "runtime.sequence_parallel"))
 def test_absent_parts_say_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=r"is not available in megatron_core.drop_in: (use|set) "):
         __import__(f"deepspeed.{name}")

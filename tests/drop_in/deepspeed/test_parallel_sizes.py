@@ -57,6 +57,7 @@ ROWS: list[tuple[str, int, dict[str, Any], tuple[int, int] | None]] = [
     ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}, None),
     ("Llama", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}, None),
     ("Llama", 4, {"zero_optimization": {"stage": 3, "overlap_comm": True}}, (2, 2)),
+    ("Llama", 4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, None),
     ("Mixtral", 2, {"expert_parallel": EXPERTS, "zero_optimization": {"stage": 2}}, None),
 ]
 
@@ -87,6 +88,7 @@ def test_a_model_of_tp_model_init() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     (
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "must be a divisor of the 4 ranks"),
         ({"sequence_parallel_size": 3}, "x sequence_parallel_size=3 must be a divisor of the 4 ranks"),
         ({"tensor_parallel": {"autotp_size": 8}}, "autotp_size=8 x sequence_parallel_size=1 must be a divisor"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, "autoep_size=3 must be a divisor of 4"),

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD, Grid
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.resilience.link_checks import wrong_deliveries
 from megatron_core.resilience.links.checksums import maxima
-from megatron_core.resilience.links.compare import wrong_deliveries
 from megatron_core.resilience.links.recorder import LINKS, RecordedCall
 from megatron_core.verify.ranks import run_ranks
 

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.errors import CheckpointError, LayoutError, MegatronError
 from megatron_core.resilience import state_copies
-from megatron_core.resilience.host_copy import CopyWriter, HostCopy, LocalCopy
 from megatron_core.resilience.processes.keeper import LOOPBACK, Connection, RemoteCopy, own_address, start_keeper
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.resilience.processes.rendezvous import Rendezvous
-from megatron_core.resilience.state_copies import await_mirror
+from megatron_core.resilience.state_copies import CopyWriter, HostCopy, LocalCopy, await_mirror
 from tests.memory import needs_proc
 
 pytestmark = needs_proc

@@ -1,7 +1,6 @@
 """The optimizer that ``deepspeed.initialize`` returns."""
 
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -40,15 +39,32 @@ class _State(dict[str, Any]):
         )
 
 
+class LossScaler:
+    """The loss scale of an engine, and its rule; ``cur_iter`` counts steps, with skipped ones."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    loss_scale = cur_scale = property(lambda self: self._engine.loss_scale)
+    cur_iter = property(lambda self: self._engine.state.iteration)
+    use_grad_scaling = property(lambda self: self._engine.config.training.fp16)
+    dynamic = dynamic_loss_scale = property(lambda self: isinstance(self._engine.loss_scaler, DynamicLossScale))
+    # Of a dynamic loss scale alone: a constant one has no such attributes.
+    scale_factor = property(lambda self: self._engine.loss_scaler.growth_factor)
+    scale_window = property(lambda self: self._engine.loss_scaler.window)
+    min_loss_scale = property(lambda self: self._engine.loss_scaler.minimum)
+
+
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """Parameter groups of an engine, and its loss scale."""
 
     _opt_called = True
     """Read by schedulers of torch, which warn if ``step`` below was not called: the engine calls its own."""
 
-    def __init__(self, engine: Engine, step: Callable[[], object]) -> None:
+    def __init__(self, engine: Engine, step: Callable[[], object], client: torch.optim.Optimizer | None = None) -> None:
         # Not torch's constructor: groups, state and defaults are those of the engine's optimizer.
         self._engine, self._inner, self._take_step = engine, engine.optimizer, step
+        self._client = client
 
     param_groups = property(lambda self: self._inner.param_groups)
     state = property(lambda self: StepStates(self._engine))
@@ -73,29 +89,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale changes with overflows."""
-        return isinstance(self._engine.loss_scaler, DynamicLossScale)
+        return bool(self.loss_scaler.dynamic)
 
     @property
-    def loss_scaler(self) -> SimpleNamespace:
-        """The values of the loss scale: ``loss_scale``, also as ``cur_scale``, and ``dynamic``."""
-        scale = self._engine.loss_scale
-        return SimpleNamespace(loss_scale=scale, cur_scale=scale, dynamic=self.dynamic_loss_scale)
+    def loss_scaler(self) -> "LossScaler":
+        """The loss scale and its rule."""
+        return LossScaler(self._engine)
 
-    @property
-    def loss_scale_config(self) -> SimpleNamespace:
-        """The loss scale and its rule; ``cur_iter`` counts steps, with skipped ones."""
-        scale, steps = self._engine.loss_scaler, self._engine.state.iteration
-        found = SimpleNamespace(cur_scale=scale.scale, cur_iter=steps, dynamic_loss_scale=False)
-        found.use_grad_scaling = self._engine.config.training.fp16
-        if isinstance(scale, DynamicLossScale):
-            vars(found).update(dynamic_loss_scale=True, scale_factor=scale.growth_factor, scale_window=scale.window)
-            found.min_loss_scale = scale.minimum
-        return found
+    loss_scale_config = loss_scaler
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without the loss scale: itself."""
-        return self
+        """The optimizer of the program, or of the class that the JSON names."""
+        return self if self._client is None else self._client
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """As ``engine.step()``."""

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.ops.adam.adam import FusedAdam
+from deepspeed.ops.adam.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.settings import SettingsOptimizer
+from deepspeed.optimizers import momenta_of, muon_rates
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.translation import Translation
 from megatron_core.any_model.arguments import check_scheduler_of, checked_groups, make_optimizer, scheduler_made_by
 from megatron_core.any_model.scheduler import share_groups
@@ -61,7 +64,10 @@ def choose_optimizer(
     if found.optimizer is None:
         return ChosenOptimizer({"optimizer": "sgd", "lr": LR}, None, parameters, trains=False)
     if found.optimizer_class is None:
-        return ChosenOptimizer({"lr": found.settings["lr"] or LR}, None, _with_rates(parameters, found.settings))
+        divided = _halves_of_muon(model, parameters, found.optimizer.params) if _is_muon(found) else parameters
+        groups = _with_rates(divided, found.settings)
+        settings = {"lr": found.settings["lr"] or LR}
+        return ChosenOptimizer(settings, None, groups, client=_class_in_json(found, groups))
     trained = [p for p in parameters if isinstance(p, Mapping | tuple) or p.requires_grad]
     try:
         own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
@@ -70,6 +76,53 @@ def choose_optimizer(
             f"optimizer.params={found.optimizer_params!r} of {found.optimizer_class}: {error}; correct the parameters"
         ) from error
     return ChosenOptimizer(optimizer=own, client=own)
+
+
+def _is_muon(found: Translation) -> bool:
+    return found.settings.get("optimizer") == "muon"
+
+
+def _halves_of_muon(model: nn.Module, parameters: list[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Return groups of either hidden matrices, which Muon updates, or other parameters, which Adam updates.
+
+    DeepSpeed finds embedding and output layer by their names, and so does this function. Errors: ``ConfigError`` for
+    kernels of convolutions, which DeepSpeed reshapes.
+    """
+    for name, parameter in model.named_parameters():
+        is_end = any(word in name.lower() for word in ("embed", "lm_head"))
+        vars(parameter).update(is_embedding_or_output_parameter=is_end, use_muon=parameter.dim() > 1 and not is_end)
+        if parameter.dim() == 4 and parameter.requires_grad and not is_end:
+            raise ConfigError(f"optimizer.type=Muon: {name} has 4 dimensions; use AdamW, or set requires_grad=False")
+    listed = [entry if isinstance(entry, Mapping) else {"params": [entry]} for entry in parameters]
+    groups = [entry for entry in listed if isinstance(entry["params"], list) and len(entry) > 1]
+    loose = [member for entry in listed if len(entry) == 1 for member in entry["params"]]
+    divided = []
+    for group in (*groups, *([{"params": loose}] if loose else [])):
+        members = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+        for is_matrix in (True, False):
+            half = [p for p in members if p.requires_grad and p.use_muon is is_matrix]
+            if half:
+                rates = muon_rates(params, is_matrix=is_matrix)
+                divided.append({**rates, **group, "params": half, "use_muon": is_matrix})
+    return divided
+
+
+def _class_in_json(found: Translation, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    """Return the optimizer of DeepSpeed's class that the program sees; None: that of the engine."""
+    assert found.optimizer is not None
+    params = found.optimizer.params
+    on_cpu = found.settings.get("optimizer_cpu_offload", False)
+    name = found.optimizer.name.lower()
+    # Copies: a torch optimizer adds its defaults to the groups that it is given, and these go to the engine.
+    groups = [{"betas": momenta_of(found.settings), **group} for group in groups]
+    if name in ("adam", "adamw"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        if params.get("torch_adam"):
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups)
+        return DeepSpeedCPUAdam(groups, adamw_mode=decoupled) if on_cpu else FusedAdam(groups, adam_w_mode=decoupled)
+    if name == "lion":
+        return DeepSpeedCPULion(groups) if on_cpu else FusedLion(groups)
+    return MuonWithAuxAdam(groups, {}) if name == "muon" else None
 
 
 def _with_rates(parameters: list[Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed.monitor.monitor import get_monitor_config
 from deepspeed.optimizers import OWN_OPTIMIZERS
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
@@ -61,6 +63,13 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
         self.tag_validation = found.tag_validation
+        self.monitor_config = get_monitor_config(self._param_dict)
+        self.wall_clock_breakdown = self._param_dict.get("wall_clock_breakdown", False)
+        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(**(self._param_dict.get("flops_profiler") or {}))
+        self.curriculum_params_legacy = self._param_dict.get("curriculum_learning") or {}
+        self.curriculum_enabled_legacy = bool(self.curriculum_params_legacy.get("enabled"))
+        autocast = self._param_dict.get("torch_autocast") or {}
+        self.torch_autocast_enabled = autocast.get("enabled", False)
         zero = with_new_names(self._param_dict).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}
@@ -72,6 +81,18 @@ class DeepSpeedConfig:
         )
         fp16 = self._param_dict.get("fp16")
         self.fp16_auto_cast = self.float16_config.enabled and bool((fp16 or {}).get("auto_cast"))
+
+
+class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
+    """The section ``flops_profiler``."""
+
+    enabled: bool = False
+    recompute_fwd_factor: float = 0.0
+    profile_step: int = 1
+    module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
+    output_file: str | None = None
 
 
 def _section(values: Any) -> SimpleNamespace | None:

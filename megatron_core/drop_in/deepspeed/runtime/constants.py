@@ -1,7 +1,7 @@
 """Names of keys of the JSON, and defaults."""
 
-from deepspeed.reader import CLIPPING as GRADIENT_CLIPPING_DEFAULT
-from deepspeed.translation import TRIPLE
+from deepspeed.reader import TRIPLE
+from deepspeed.translation import CLIPPING as GRADIENT_CLIPPING_DEFAULT
 
 TRAIN_BATCH_SIZE, TRAIN_MICRO_BATCH_SIZE_PER_GPU, GRADIENT_ACCUMULATION_STEPS = TRIPLE
 GRADIENT_CLIPPING = "gradient_clipping"

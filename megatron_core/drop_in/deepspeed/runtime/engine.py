@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.optimizers import momenta_of
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, ZeROOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, StepStates, ZeROOptimizer
 from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
+from deepspeed.runtime.engine_reports import EngineReports
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.zero.partition_parameters import mark_parameters
@@ -40,7 +41,7 @@ def _counter(name: str, text: str) -> Any:
     )
 
 
-class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
+class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module):
     """Trains ``model`` as DeepSpeed's engine does: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     Attributes of the model that the engine does not have are read from the model. ``core`` is the engine that does the
@@ -81,8 +82,10 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
-        if chosen.optimizer is not None:
-            replace_step(chosen.optimizer, self.step, core.zero_grad)
+        if chosen.client is not None:
+            replace_step(chosen.client, self.step, core.zero_grad)
+            if chosen.optimizer is None:  # its class is only seen by the program: the engine has the state
+                vars(chosen.client)["state"] = StepStates(core)
         self.client_lr_scheduler = lr_scheduler
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
         mark_parameters(core)
@@ -104,10 +107,17 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         is_half = self.fp16_enabled() or self.bfloat16_enabled()
         at_stage_0 = HalfPrecisionOptimizer if is_half else DeepSpeedOptimizer
         kind = ZeROOptimizer if self.zero_optimization() else at_stage_0
-        self.optimizer = kind(core, self.step) if chosen.trains else None
+        self.optimizer = kind(core, self.step, chosen.client) if chosen.trains else None
         self.lr_scheduler = choose_scheduler(self.optimizer, lr_scheduler, self._config.translation)
         self._rates.scheduler = self.lr_scheduler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        self._open_reports()
+        if self.curriculum_enabled_legacy():  # constructed now: a wrong section fails here
+            kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
+            if kind != "seqlen" or getattr(model, "num_stages", 1) > 1:
+                raise ConfigError(
+                    f"curriculum_learning.curriculum_type={kind!r} must be 'seqlen', and the model no PipelineModule"
+                )
 
     core: native.Engine
 
@@ -141,8 +151,14 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self.tput_timer.start()
+        if self.module.training:
+            kwargs = self._with_curriculum(kwargs, self.global_steps + 1)
         self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        return self.core.forward(*inputs, **kwargs)
+        with (
+            self._timed("forward"),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.torch_autocast_enabled()),
+        ):
+            return self.core.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is false.
@@ -153,7 +169,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         steps = self.gradient_accumulation_steps()
         self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         given = loss if scale_wrt_gas or not isinstance(loss, Tensor) else loss * steps
-        found = self.core.backward(given, retain_graph=retain_graph)
+        with self._timed("backward"):
+            found = self.core.backward(given, retain_graph=retain_graph)
         return found / steps
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -210,12 +227,15 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self._rates.arguments = dict(lr_kwargs or {})
         try:
             self.core.forced_boundary = self.is_gradient_accumulation_boundary()
-            report = self.core.step()
+            with self._timed("step"):
+                report = self.core.step()
         finally:
             self._in_step, self._rates.arguments = False, {}
         self.micro_steps += 1
         self._step_applied = report is not None and not report.skipped
         self.tput_timer.stop(global_step=report is not None, report_speed=False)
+        if report is not None:
+            self._report_step(report)
         every = self.steps_per_print()
         if report is not None and every and self.global_steps % every == 0:
             rates = f"lr={self.get_lr()}, mom={self.get_mom()}"

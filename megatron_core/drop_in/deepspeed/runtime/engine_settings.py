@@ -1,10 +1,13 @@
 """Methods of ``DeepSpeedEngine`` that return settings."""
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
 
 class EngineSettings:
@@ -94,8 +97,12 @@ class EngineSettings:
         return float(self._config.translation.settings.get("initial_loss_scale", 2.0**16))
 
     def torch_autocast_enabled(self) -> bool:
-        """Return False: the dtype of the weights decides."""
-        return False
+        """Whether forwards run in ``torch.autocast`` with bfloat16."""
+        return bool(self._config.torch_autocast_enabled)
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype of autocast."""
+        return torch.bfloat16
 
     # ZeRO.
 
@@ -141,15 +148,32 @@ class EngineSettings:
         """Whether ``save_16bit_model`` writes a model at stage 3."""
         return bool(self._config.zero_config.gather_16bit_weights_on_model_save)
 
+    # Curriculum.
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Whether the section ``curriculum_learning`` is enabled."""
+        return bool(self._config.curriculum_enabled_legacy)
+
+    def curriculum_params_legacy(self) -> Mapping[str, Any]:
+        """The section ``curriculum_learning``."""
+        return self._config.curriculum_params_legacy
+
+    @cached_property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler:
+        """The difficulty of each step."""
+        return CurriculumScheduler(self._config.curriculum_params_legacy)
+
+    def _with_curriculum(self, kwargs: dict[str, Any], step: int) -> dict[str, Any]:
+        """Add the length of sequences to the arguments of the model."""
+        if not self.curriculum_enabled_legacy():
+            return kwargs
+        return {**kwargs, "curriculum_seqlen": self.curriculum_scheduler_legacy.update_difficulty(step)}
+
     # Features that have other names here.
 
     def autotp_size(self) -> int:
         """Number of ranks that split each layer; 0 without tensor parallelism."""
         return self._config.autotp_size if self._config.autotp_size > 1 else 0
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return False: times are in ``metrics_file`` (docs/monitoring.md)."""
-        return False
 
     def load_universal_checkpoint(self) -> bool:
         """Return False: every checkpoint of this format loads with any number of ranks."""

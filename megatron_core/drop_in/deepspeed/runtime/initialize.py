@@ -126,13 +126,6 @@ def _with_size(values: dict[str, Any], section: str | None, key: str, size: int,
     return changed if section is None else {**values, section: changed}
 
 
-def init_inference(model: nn.Module, config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> NoReturn:
-    """Refer to the generation of this project."""
-    raise ConfigError(
-        "deepspeed.init_inference is not supported: use megatron-serve (docs/generation.md), or the model"
-    )
-
-
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
     """Convert ``model`` to ``dtype``, and split it over ``tp_size`` ranks by ``megatron_core.parallelize``."""
     if kwargs:

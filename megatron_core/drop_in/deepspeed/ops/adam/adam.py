@@ -29,6 +29,11 @@ class FusedAdam(torch.optim.Adam):
         if not bias_correction:
             self.step = MethodType(_refuse_step, self)  # type: ignore[method-assign]
 
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is not a part of the gradient."""
+        return bool(self.defaults["decoupled_weight_decay"])
+
     def settings(self) -> dict[str, Any]:
         """Return settings of ``megatron_core.initialize`` besides those of the class in torch."""
         return {} if self.bias_correction else {"adam_bias_correction": False}

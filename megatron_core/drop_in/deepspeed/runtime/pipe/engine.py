@@ -72,9 +72,11 @@ class PipelineEngine(DeepSpeedEngine):
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        report = self.core.train_batch(self._batches(self.data_iterator))
+        with self._timed("step"):
+            report = self.core.train_batch(self._batches(self.data_iterator))
         self.micro_steps += self.gradient_accumulation_steps()
         self._step_applied = not report.skipped
+        self._report_step(report)
         self.agg_train_loss = torch.tensor(report.loss, device=self.device)
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.global_rank == 0:

@@ -90,7 +90,7 @@ class PipelineModule(megatron_core.PipelineModule):
                 "'model' with one rank; split layers with tensor_plan= of megatron_core.PipelineModule"
             )
         super().__init__(
-            layers,
+            list(layers),
             loss_fn=loss_fn,
             partition_method=partition_method,
             recompute_interval=activation_checkpoint_interval,

@@ -1,4 +1,6 @@
-"""Metrics as JSON Lines: one object per line, flushed after each line, so that a killed run loses nothing.
+"""The sinks of a run, which continue without a destination that fails, and metrics as JSON Lines.
+
+A file of JSON Lines has one object per line, flushed after each line, so that a killed run loses nothing.
 
 JSON has no NaN and no infinity. The value of such a field is ``null``, and ``"non_finite"`` has the actual value:
 ``{"kind": "step", "iteration": 7, "loss": null, ..., "non_finite": {"loss": "nan"}}``.
@@ -6,15 +8,93 @@ JSON has no NaN and no infinity. The value of such a field is ``null``, and ``"n
 
 import json
 import math
-from contextlib import suppress
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
+from megatron_core.command import discard
+from megatron_core.config import RunConfig
+from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError
-from megatron_core.monitor.events import ExpertLoad, StepEvent, ValidationEvent
-from megatron_core.monitor.lenient import warn_unwritable
+from megatron_core.feature import load_hook, used_features
+from megatron_core.monitor.events import ExpertLoad, Sink, StepEvent, ValidationEvent
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
+
+
+class LenientSink:
+    """Passes events to ``sink``; warns at the first failed write, and tries again with each event."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._has_warned = sink, False
+        self.setting = sink.setting
+
+    def on_step(self, event: StepEvent) -> None:
+        """Pass one step."""
+        self._try(lambda: self._sink.on_step(event))
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        """Pass one evaluation."""
+        self._try(lambda: self._sink.on_validation(event))
+
+    def close(self) -> None:
+        """Close the sink."""
+        self._try(self._sink.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._has_warned:
+                warn_unwritable(self.setting, error)
+            self._has_warned = True
+
+
+@contextmanager
+def lenient_output() -> Iterator[None]:
+    """Let training continue in this context if standard output is full or closed."""
+    # print() raises if the disk of a log file is full; hours of training are worth more than its lines.
+    strict = sys.stdout
+    sys.stdout = cast(TextIO, _Stream(strict))
+    try:
+        yield
+    finally:
+        sys.stdout = strict
+
+
+class _Stream:
+    """A text stream that discards output after a failed write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            discard(self._stream)
+            warn_unwritable("standard output", error)
+
+
+def warn_unwritable(name: str, error: OSError) -> None:
+    """Warn on standard error that ``name`` is not written."""
+    with suppress(OSError):
+        print(f"note: {name} cannot be written: {error.strerror}; training continues", file=sys.stderr, flush=True)
+
 
 METRICS = json_lines("metrics file", b'{"kind": "')
 
@@ -133,3 +213,40 @@ def _ends_within_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """The arguments of ``Feature.sink``."""
+
+    config: RunConfig
+    """The settings of the run."""
+    folder: Path | None = None
+    """The folder of its checkpoints."""
+    start_iteration: int = 0
+    """The iteration from which the run continues."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """Settings to store with the metrics."""
+
+    @property
+    def metrics_path(self) -> Path | None:
+        """Path of the metrics file."""
+        return metrics_path(self.config.monitor, self.folder)
+
+
+def build_sinks(context: SinkContext) -> list[Sink]:
+    """Create the metrics file, if it is set or checkpoints are saved, and the sinks of features.
+
+    Call it on the reporting rank.
+    """
+    path = context.metrics_path
+    sinks: list[Sink] = [] if path is None else [JsonLinesSink(path)]
+    hooks = (feature.sink for feature in used_features(context.config) if feature.sink is not None)
+    return sinks + [load_hook(hook)(context) for hook in hooks]
+
+
+def metrics_path(config: MonitorConfig, save_dir: str | Path | None) -> Path | None:
+    """Path of the metrics file: ``metrics_file``, or ``metrics.jsonl`` in ``save_dir``."""
+    if config.metrics_file is not None:
+        return Path(config.metrics_file)
+    return None if save_dir is None else Path(save_dir) / "metrics.jsonl"

@@ -1,0 +1,73 @@
+"""Reports of an engine: monitors, wall-clock times and the profile of FLOPs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+from megatron_core.any_model.monitoring import StepReport
+
+TIMERS = ("forward", "backward", "step")
+
+
+class EngineReports:
+    """The sections ``wall_clock_breakdown``, ``flops_profiler``, ``tensorboard``, ``wandb`` and ``csv_monitor``."""
+
+    _config: DeepSpeedConfig
+    core: Any
+    module: Any
+
+    def _open_reports(self) -> None:
+        self.monitor = MonitorMaster(self._config.monitor_config)
+        self.timers = SynchronizedWallClockTimer()
+        profiled = self._config.flops_profiler_config.enabled
+        self.flops_profiler = FlopsProfiler(self.module, self) if profiled else None
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the engine logs times of forward, backward and step."""
+        return bool(self._config.wall_clock_breakdown)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Return a context that is timed, and for a forward of the chosen step counts operations."""
+        section = self._config.flops_profiler_config
+        is_profiled = name == "forward" and self.core.state.iteration + 1 == section.profile_step
+        profiler = self.flops_profiler if is_profiled else None
+        # Without the sections no device is synchronized.
+        times = self.wall_clock_breakdown()
+        if profiler is not None and not profiler.flops:  # the first micro-batch of the step
+            profiler.start_profile()
+        if times:
+            self.timers(name).start()
+        try:
+            yield
+        finally:
+            if times:
+                self.timers(name).stop()
+            if profiler is not None and profiler.started:
+                self._print_profile(profiler)
+
+    def _print_profile(self, profiler: FlopsProfiler) -> None:
+        profiler.stop_profile()
+        if self.core.world.rank == 0:
+            section = self._config.flops_profiler_config
+            depth, top = section.module_depth, section.top_modules
+            profiler.print_model_profile(section.profile_step, depth, top, section.detailed, section.output_file)
+        profiler.end_profile()
+
+    def _report_step(self, report: StepReport) -> None:
+        """Write the events of a step, and log its times."""
+        samples = self.core.state.consumed_samples
+        if self.monitor.enabled:
+            events = [("train_loss", report.loss), ("lr", report.learning_rate)]
+            if self.core.config.training.fp16:
+                events.append(("loss_scale", self.core.loss_scale))
+            if self.wall_clock_breakdown():
+                times = {name: self.timers(name).elapsed(reset=False) for name in TIMERS}
+                events += [(f"elapsed_time_ms_{name}", value) for name, value in times.items()]
+            self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in events])
+        if self.wall_clock_breakdown():
+            self.timers.log(TIMERS)

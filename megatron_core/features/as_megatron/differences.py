@@ -1,0 +1,173 @@
+"""The differences of a training from that of Megatron-LM with the same flags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import settings_from_folder
+from megatron_core.config.flags import to_flag
+
+
+@dataclass(frozen=True)
+class TrainingDifference:
+    """A difference that changes the weights after a step."""
+
+    name: str
+    text: str
+    """Megatron-LM's behaviour, and that of the run."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that choose Megatron-LM's behaviour; empty if it does not exist here, or depends on other values."""
+    unless: str = ""
+    """A flag of Megatron-LM that removes the difference there and has no effect here."""
+
+    def __str__(self) -> str:
+        flags = [
+            to_flag(name if value is not False else f"no_{name}") + ("" if isinstance(value, bool) else f" {value}")
+            for name, value in self.settings.items()
+        ]
+        return f"{self.name}: {self.text}" + (f" ({' '.join(flags)} chooses it)" if flags else "")
+
+
+def settings_of_megatron(config: RunConfig, ignored: Collection[str]) -> dict[str, Any]:
+    """The settings of ``--as-megatron``; ``ignored``: the names of flags that have no effect here."""
+    chosen: dict[str, Any] = {}
+    for difference in training_differences(config):
+        if difference.unless not in ignored:
+            chosen |= difference.settings
+    return chosen
+
+
+def training_differences(config: RunConfig) -> list[TrainingDifference]:
+    """All differences of a training with these settings, those that ``--as-megatron`` removes first."""
+    listed = [*_of_model(config), *_of_optimizer(config), *_of_data(config), *_of_experts(config), *_of_numbers(config)]
+    return sorted(listed, key=lambda difference: not difference.settings)
+
+
+def _of_model(config: RunConfig) -> Iterator[TrainingDifference]:
+    model = config.model
+    is_gelu = not any((model.swiglu, model.gated_linear_unit, model.squared_relu, model.relu, model.xielu))
+    # The settings of a folder have the GELU with which its weights were trained.
+    if is_gelu and not model.openai_gelu and model.add_bias_linear and not settings_from_folder(config):
+        yield TrainingDifference(
+            "GELU",
+            "exact; Megatron-LM computes its tanh approximation in layers with biases, unless --no-bias-gelu-fusion is "
+            "given",
+            {"openai_gelu": True},
+            unless="no_bias_gelu_fusion",
+        )
+    vocabulary = config.data.vocab_size
+    multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    if vocabulary is None or vocabulary % multiple:
+        padded = "the padded size" if vocabulary is None else f"--vocab-size {-(-vocabulary // multiple) * multiple}"
+        yield TrainingDifference(
+            "padding of the vocabulary",
+            f"no part of the softmax; Megatron-LM's softmax includes the rows that fill it up to a multiple of "
+            f"{multiple}; {padded} includes them here, too",
+        )
+    if config.optional("mtp_num_layers") and model.num_experts:
+        yield TrainingDifference(
+            "multi-token prediction",
+            "the inputs of the last positions are the next tokens; in Megatron-LM they are token 0, which balancing "
+            "losses and z-losses count",
+        )
+
+
+def _of_optimizer(config: RunConfig) -> Iterator[TrainingDifference]:
+    optimizer = config.optimizer
+    is_constant = optimizer.lr_decay_style == "constant" and not optimizer.has_warmup
+    if not optimizer.lr_one_step_later and not (is_constant and optimizer.weight_decay_incr_style == "constant"):
+        yield TrainingDifference(
+            "learning rate",
+            "that of the step; Megatron-LM applies each rate one step later",
+            {"lr_one_step_later": True},
+        )
+    has_matrices = any(row.scalar_optimizer for row in optimizer.kinds)
+    is_learned = config.model.position_embedding_type == "learned_absolute"
+    if is_learned and not config.model.positions_as_matrices and (has_matrices or optimizer.decoupled_lr is not None):
+        yield TrainingDifference(
+            "learned positions",
+            "embeddings for --decoupled-lr and optimizers of matrices; hidden matrices in Megatron-LM",
+            {"positions_as_matrices": True},
+        )
+    if has_matrices:
+        yield TrainingDifference(
+            f"--optimizer {optimizer.optimizer}",
+            "updates whole matrices in every layout; Megatron-LM may have other factors (docs/from_megatron.md)",
+        )
+    if config.training.rampup_batch_size is not None:
+        yield TrainingDifference(
+            "--rampup-batch-size", "raises the batch size; Megatron Core 0.19 and later ignores it"
+        )
+
+
+def _of_data(config: RunConfig) -> Iterator[TrainingDifference]:
+    data = config.data
+    is_sft = bool(config.optional("sft"))
+    has_own_loss = bool(config.optional("dpo") or config.optional("kd_teacher"))
+    is_ordered = data.dataloader_type == "single" and data.data_phases is None and not is_sft and not has_own_loss
+    if data.data_order == "keyed" and data.dataloader_type != "external":
+        yield TrainingDifference(
+            "data order",
+            "a permutation of its own by --seed" + ("" if is_ordered else ", which this kind of data always has"),
+            {"data_order": "megatron"} if is_ordered else {},
+        )
+    if (data.eod_mask_loss or is_sft) and config.optional("calculate_per_token_loss") and not has_own_loss:
+        yield TrainingDifference(
+            "mean of the loss",
+            "over the tokens of the global batch; Megatron-LM averages the means of micro-batches, which have other "
+            "numbers of unmasked tokens, unless --calculate-per-token-loss is given",
+            {"calculate_per_token_loss": False},
+        )
+
+
+def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
+    model = config.model
+    if not model.num_experts:
+        return
+    balance = model.moe_router_load_balancing_type
+    if balance == "seq_aux_loss" and model.moe_aux_loss_coeff:
+        yield TrainingDifference(
+            "balancing loss",
+            "of each sequence; Megatron-LM's default is that of a micro-batch, unless "
+            "--moe-router-load-balancing-type is given",
+            {"moe_router_load_balancing_type": "aux_loss"},
+        )
+    if model.moe_expert_capacity_factor is not None and model.moe_capacity_per == "sequence":
+        yield TrainingDifference(
+            "capacity of experts",
+            "counts the tokens of a sequence; Megatron-LM counts the tokens of a micro-batch that a rank has",
+            {"moe_capacity_per": "micro_batch"},
+        )
+    if balance == "global_aux_loss" and model.moe_aux_loss_coeff:
+        yield TrainingDifference(
+            "global_aux_loss", "counts are divided by all their tokens; there by those of a micro-batch"
+        )
+    split = config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1
+    if split and (model.moe_expert_capacity_factor is not None or balance == "sinkhorn"):
+        yield TrainingDifference("experts in a divided sequence", "all tokens of a micro-batch; there those of a rank")
+    if config.training.compute_dtype != "float32":
+        yield TrainingDifference(
+            "router", "in float32; there in the precision of the activations unless --moe-router-dtype is given"
+        )
+
+
+def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
+    """Random numbers and rounding, which have no setting."""
+    model = config.model
+    starts = config.checkpoint.load is None and not settings_from_folder(config)
+    drawn = ["initial weights"] * starts + ["dropout masks"] * bool(model.hidden_dropout or model.attention_dropout)
+    if drawn:
+        yield TrainingDifference(
+            " and ".join(drawn), "functions of --seed and names; Megatron-LM draws them from the generators of ranks"
+        )
+    if config.training.fp16:
+        yield TrainingDifference(
+            "fp16",
+            "main gradients are float32, so that a dynamic loss scale has other overflows; there they are float16 "
+            "without --accumulate-allreduce-grads-in-fp32",
+        )
+    if config.optional("fp8_format"):
+        yield TrainingDifference("FP8", "scales are those of whole tensors; there of the part on a rank")

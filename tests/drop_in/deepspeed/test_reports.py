@@ -1,0 +1,102 @@
+"""Monitors, wall-clock times, the profile of FLOPs and torch.autocast of DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.profiling.flops_profiler import get_model_profile
+from deepspeed.translation import translate
+from megatron_core.errors import ConfigError
+
+WIDTH, BATCH, STEPS = 8, 4, 3
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def _trained(**keys: Any) -> tuple[Any, list[float]]:
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}}, **keys}
+    engine = deepspeed.initialize(model=_model(), config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        loss = engine(_batch(step)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def test_files_have_the_values_of_each_step(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    _, losses = _trained(csv_monitor=section, tensorboard=section)
+    with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
+        head, *rows = csv.reader(file)
+    assert head == ["step", "train_loss"]
+    assert [int(samples) for samples, _ in rows] == [BATCH, 2 * BATCH, 3 * BATCH]
+    assert [float(loss) for _, loss in rows] == pytest.approx(losses)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("Train/Samples/lr")] == pytest.approx([0.01] * STEPS)
+
+
+def test_wall_clock_breakdown_logs_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    deepspeed.logger.propagate = True
+    with caplog.at_level(logging.INFO, logger=deepspeed.logger.name):
+        _trained(wall_clock_breakdown=True)
+    lines = [record.getMessage() for record in caplog.records if "time (ms)" in record.getMessage()]
+    assert len(set(lines)) == STEPS
+    assert all(name in line for line in lines for name in ("forward", "backward", "step"))
+
+
+def test_the_profile_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "profile"
+    engine, _ = _trained(flops_profiler={"enabled": True, "profile_step": 2, "output_file": str(path)})
+    assert engine.flops_profiler.flops == 2 * 2 * BATCH * WIDTH * WIDTH
+    assert engine.flops_profiler.params == 2 * (WIDTH * WIDTH + WIDTH)
+    assert "in step 2" in path.read_text() and "(50.0%)" in path.read_text()
+    assert get_model_profile(_model(), (BATCH, WIDTH), as_string=False, print_profile=False) == (1024, 512, 144)
+
+
+def test_autocast_is_torchs() -> None:
+    _, losses = _trained(torch_autocast={"enabled": True, "dtype": "bfloat16"}, gradient_clipping=0.0)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(_batch(step))
+        assert output.dtype == torch.bfloat16
+        loss = output.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    (
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "torch_autocast.enabled contradicts"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype='float16' is not supported"),
+        ({"wall_clock_breakdown": 3}, "wall_clock_breakdown=3 must be true or false"),
+        ({"comet": {"enabled": True}}, "comet.enabled=True is not supported: use tensorboard"),
+    ),
+)
+def test_wrong_values_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate({"train_batch_size": 1, **keys}, 1)

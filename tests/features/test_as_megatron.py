@@ -1,0 +1,96 @@
+"""The list of differences from a training of Megatron-LM, and the switch that removes them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import parse_run_config
+from megatron_core.features.as_megatron.differences import training_differences
+from megatron_core.parallel import World
+from megatron_core.reports.dry_run import describe_rank
+from megatron_core.training.pretrain import notes
+from megatron_core.training.setup import set_up
+
+START = "trains otherwise than Megatron-LM: "
+CONSTANT = "--lr-decay-style constant --data-order megatron"
+LAUNCH = "--mock-data --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 128 "
+ALL = "--eod-mask-loss --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1.0 --decoupled-lr 1e-3"
+SETTINGS = {
+    "openai_gelu": True,
+    "lr_one_step_later": True,
+    "positions_as_matrices": True,
+    "data_order": "megatron",
+    "calculate_per_token_loss": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_capacity_per": "micro_batch",
+}
+
+
+def parsed(flags: str) -> RunConfig:
+    return parse_run_config(f"{LAUNCH} {flags}".split())
+
+
+def chosen(config: RunConfig) -> dict[str, Any]:
+    return {name: value for difference in training_differences(config) for name, value in difference.settings.items()}
+
+
+def test_the_switch_removes_every_difference_with_a_setting() -> None:
+    assert chosen(parsed(ALL)) == SETTINGS
+    config = parsed(f"{ALL} --as-megatron")
+    assert {name: config.flat()[name] for name in SETTINGS} == SETTINGS
+    assert chosen(config) == {}
+    assert [difference.name for difference in training_differences(config)] == ["initial weights and dropout masks"]
+    assert parsed(f"{ALL} --as-megatron --no-as-megatron") == parsed(ALL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "value"),
+    [
+        ("--no-bias-gelu-fusion", "openai_gelu", False),
+        ("--swiglu", "openai_gelu", False),
+        ("--data-order keyed", "data_order", "keyed"),
+        ("--no-lr-one-step-later", "lr_one_step_later", False),
+        ("--calculate-per-token-loss", "calculate_per_token_loss", True),
+        ("--moe-router-load-balancing-type global_aux_loss", "moe_router_load_balancing_type", "global_aux_loss"),
+    ],
+)
+def test_flags_precede_the_switch(flags: str, setting: str, value: object) -> None:
+    assert parsed(f"{ALL} {flags} --as-megatron").flat()[setting] == value
+
+
+def test_a_file_precedes_the_switch(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {data_order: keyed}")
+    config = parsed(f"--as-megatron --config {tmp_path / 'run.yaml'}")
+    assert config.data.data_order == "keyed" and config.model.openai_gelu
+
+
+def test_conversations_keep_their_order() -> None:
+    config = parse_run_config(["--sft", "--train-data-path", "lines.jsonl", "--train-iters", "4", "--as-megatron"])
+    assert config.data.data_order == "keyed" and config.optional("calculate_per_token_loss") is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded", "told"),
+    [
+        (CONSTANT, False, "GELU"),
+        (CONSTANT, True, ""),
+        (f"{CONSTANT} --openai-gelu", False, ""),
+        (f"{CONSTANT} --disable-bias-linear", False, ""),
+        ("--squared-relu", False, "learning rate, data order"),
+        ("--as-megatron", False, ""),
+    ],
+)
+def test_the_start_notes_the_differences(flags: str, loaded: bool, told: str) -> None:
+    run = set_up(parsed(flags), World(0, 1, 0, torch.device("cpu")))
+    run.loaded = loaded
+    found = [note.removeprefix(START).partition(";")[0] for note in notes(run) if note.startswith(START)]
+    assert found == [told] * bool(told)
+
+
+def test_the_dry_run_explains_them() -> None:
+    text = describe_rank(parsed(f"{CONSTANT} --vocab-size 100"), 1)
+    assert "(--openai-gelu chooses it)" in text
+    assert "rows that fill it up to a multiple of 128; --vocab-size 128 includes them" in text
