@@ -177,3 +177,8 @@ def _groups(offsets: tuple[Any, ...], tp: Group | None, dp: Group | None) -> tup
     if offsets:
         raise ConfigError(f"prepend_offsets={offsets} is not supported; give every layer its own name")
     return tp or current().group("tp"), dp or current().group("dp-cp")
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries without process groups, which cannot be stored."""
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}

@@ -1,0 +1,1 @@
+"""Names of ``megatron.training``, which ``named_modules.yaml`` lists."""
