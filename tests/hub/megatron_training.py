@@ -40,6 +40,8 @@ LLAMA = GPT | {
     "untie_embeddings_and_output_weights": True,
     "qk_layernorm": True,
 }
+DECOUPLED = GPT | {"decoupled_lr": 4e-2, "decoupled_min_lr": 2e-3}
+MUP = LLAMA | {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 3.0}
 EXPERTS: dict[str, Any] = LLAMA | {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,
@@ -47,6 +49,7 @@ EXPERTS: dict[str, Any] = LLAMA | {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+CAPACITY = EXPERTS | {"moe_expert_capacity_factor": 0.9}
 LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 24}
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
@@ -111,6 +114,8 @@ CONFIG = (
     *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
     *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
+    *("moe_expert_capacity_factor", "use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
+    *("mup_embedding_mult", "mup_output_mult"),
     *("heterogeneous_layers_config_encoded_json", "moe_layer_freq", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
@@ -130,6 +135,7 @@ def arguments_of(
     tokens: int = VOCABULARY,
     distributed: bool = False,
     bf16: bool = False,
+    fp16: bool = False,
     micro_batch: int = MICRO_BATCH,
 ) -> argparse.Namespace:
     """The arguments of a training, with the values that Megatron-LM derives."""
@@ -138,7 +144,7 @@ def arguments_of(
     batch = {"seq_length": LENGTH, "micro_batch_size": micro_batch, "global_batch_size": BATCH}
     default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
     rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
-    rest |= {"bf16": bf16, "use_distributed_optimizer": distributed}
+    rest |= {"bf16": bf16, "fp16": fp16, "use_distributed_optimizer": distributed}
     default[SIZES["etp"]] = sizes.get(SIZES["tp"], 1)
     found = default | shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
     return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
@@ -213,13 +219,19 @@ class Training:
         *,
         distributed: bool = False,
         bf16: bool = False,
+        fp16: bool = False,
         chunks: int = 1,
         vocabulary: int = VOCABULARY,
         micro_batch: int = MICRO_BATCH,
         data: Callable[[int], Tensor] = tokens_of,
     ) -> None:
         from megatron.core import parallel_state
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_mup_config_overrides,
+            get_standard_config_overrides,
+        )
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.shape, self.iteration, self.distributed, self.data = shape, 0, distributed, data
@@ -231,15 +243,20 @@ class Training:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, **virtual)
         self.args = arguments_of(
-            shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16, micro_batch=micro_batch
+            shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16, fp16=fp16, micro_batch=micro_batch
         )
-        self.config = self._transformer_config(sizes | virtual, bf16)
+        self.config = self._transformer_config(sizes | virtual)
         self.chunks = [self._model(chunk if chunks > 1 else None) for chunk in range(chunks)]
         names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
         settings = {name: SCHEDULE[name] for name in names}
-        precision = {"bf16": bf16, "params_dtype": self.config.params_dtype}
+        precision = {"bf16": bf16, "fp16": fp16, "params_dtype": self.config.params_dtype}
+        names = ("decoupled_lr", "decoupled_min_lr", "initial_loss_scale")
+        settings |= {name: shape[name] for name in names if name in shape}
         of_optimizer = OptimizerConfig(use_distributed_optimizer=distributed, **settings, **precision)
-        self.optimizer = get_megatron_optimizer(of_optimizer, self.chunks)
+        overrides = get_standard_config_overrides(of_optimizer)
+        if shape.get("use_mup"):
+            overrides |= get_mup_config_overrides(of_optimizer, self.config.mup_width_mult)
+        self.optimizer = get_megatron_optimizer(of_optimizer, self.chunks, overrides)
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=SCHEDULE["lr_warmup_init"],
@@ -254,7 +271,7 @@ class Training:
             wd_incr_style="constant",
         )
 
-    def _transformer_config(self, sizes: dict[str, int], bf16: bool) -> Any:
+    def _transformer_config(self, sizes: dict[str, int]) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         shape = self.shape
@@ -266,7 +283,8 @@ class Training:
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
-        dtype = torch.bfloat16 if bf16 else torch.float32
+        bf16, fp16 = self.args.bf16, self.args.fp16
+        dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
         return kind(
             **given,
             **sizes,
@@ -281,6 +299,7 @@ class Training:
             attention_dropout=0.0,
             use_cpu_initialization=True,
             bf16=bf16,
+            fp16=fp16,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             masked_softmax_fusion=False,
@@ -304,10 +323,10 @@ class Training:
             is_end = getattr(parallel_state, f"is_pipeline_{name}_stage")(ignore_virtual=False, vp_stage=chunk)
             stage["pre_process" if name == "first" else "post_process"] = is_end
         model = self._hybrid(stage) if "hybrid_layer_pattern" in shape else self._gpt(stage)
-        if self.args.bf16:
+        if self.args.bf16 or self.args.fp16:
             model = Float16Module(self.config, model)
         reduces = DistributedDataParallelConfig(
-            use_distributed_optimizer=self.distributed, grad_reduce_in_fp32=self.args.bf16
+            use_distributed_optimizer=self.distributed, grad_reduce_in_fp32=self.args.bf16 or self.args.fp16
         )
         return DistributedDataParallel(self.config, reduces, model)
 
@@ -389,8 +408,8 @@ class Training:
             micro_batch_size=micro_batch,
             forward_only=False,
         )
-        self.optimizer.step()
-        self.schedule.step(increment=BATCH)
+        updated, *_ = self.optimizer.step()
+        self.schedule.step(increment=BATCH * bool(updated))
         self.args.consumed_train_samples += BATCH
         mine = sum(each["loss"].item() for each in losses) / count / size if losses else 0.0
         total = torch.tensor(mine)

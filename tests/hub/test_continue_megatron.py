@@ -67,6 +67,14 @@ CASES = {
     # Not from tp2, with which Megatron Core, without Transformer Engine, differs from its own losses on one rank.
     "sparse attention, dp2, flat buffers": Case(theirs.SPARSE, 2, "", "dp_reshardable", PP2, SHARDED),
     "sparse attention, pp2, torch": Case(theirs.SPARSE, 2, "pp2", "torch", DP2),
+    "decoupled rates, learned positions": Case(theirs.DECOUPLED, ours=TP2),
+    "fp16": Case(theirs.GPT | {"initial_loss_scale": 2.0**12}, settings={"fp16": True}),
+    "fp16 before the first update": Case(theirs.GPT | {"initial_loss_scale": 2.0**21}, settings={"fp16": True}),
+    "fp16 before the first update, torch": Case(
+        theirs.GPT | {"initial_loss_scale": 2.0**21}, 1, "", "torch", {}, {"fp16": True}
+    ),
+    "mup": Case(theirs.MUP, ours=TP2),
+    "capacity": Case(theirs.CAPACITY, ours=EP2),
     "mtp": Case(theirs.MTP, ours=TP2),
     "dense, experts, mtp, pp2, flat buffers": Case(theirs.DENSE_FIRST, 2, "pp2", "dp_reshardable", EP2, SHARDED),
     "latent experts": Case(theirs.LATENT_EXPERTS, ours=EP2),
@@ -141,7 +149,7 @@ def continued(load: str, settings: dict[str, Any]) -> list[float]:
     """The losses of the steps after the checkpoint."""
     run = start(settings | {"load": load, "mock_data": True, "eval_iters": 0})
     assert (run.state.iteration, run.state.consumed_samples) == (BEFORE, BEFORE * theirs.BATCH)
-    assert run.optimizer.steps_taken == BEFORE
+    assert run.optimizer.steps_taken == BEFORE - run.state.skipped_iterations
     run.train_loader = run.loader(Tokens())
     return [loss for loss, _ in train(run, AFTER)]
 

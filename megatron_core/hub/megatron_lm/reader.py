@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.run import core_sections, field_types
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
-from megatron_core.hub.megatron_lm.arguments import REMEDY, MegatronProgress, settings_of_arguments
+from megatron_core.hub.megatron_lm.arguments import REMEDY, MegatronProgress, optimizer_step, settings_of_arguments
 from megatron_core.hub.megatron_lm.fsdp_files import open_distributed
 from megatron_core.hub.megatron_lm.rank_files import RankFiles
 from megatron_core.hub.megatron_lm.tensor_map import (
@@ -33,6 +33,7 @@ from megatron_core.hub.megatron_lm.tensor_map import (
 from megatron_core.parallel.texts import listed
 from megatron_core.text_file import read_text
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
 """Version of the checkpoints that are read; earlier ones have other orders of the rows of Q, K and V."""
@@ -118,15 +119,26 @@ class MegatronReader(StateReader):
     @cached_property
     def _optimizer(self) -> dict[str, TensorParts]:
         states = self._files.optimizer_parts(self.model)
+        has_step = optimizer_step(self._files.optimizer_counts(), self.schedule) != 0
+        if not has_step and states.keys().isdisjoint(MOMENTS):
+            # Adam makes its moments in its first update, which a large loss scale of float16 delays.
+            states |= dict.fromkeys(MOMENTS, self._zeros())
         return {
             state_kind: with_offsets(tensor_parts, self.model) if state_kind == "main" else tensor_parts
             for state_kind, tensor_parts in states.items()
         }
 
+    def _zeros(self) -> TensorParts:
+        trained = {name: parts for name, parts in self._parts.items() if not name.endswith(FROZEN)}
+        return {
+            name: [TensorPart(part.box, partial(torch.zeros, part.box.shape)) for part in parts]
+            for name, parts in trained.items()
+        }
+
     @cached_property
     def kinds(self) -> list[str]:
         """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
-        state_kinds = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
+        state_kinds = list(self._optimizer) if self._optimizer.keys() >= {*MOMENTS} else []
         return [state_kind for state_kind in state_kinds if state_kind != "main" or self.dtype_of() != torch.float32]
 
     @property

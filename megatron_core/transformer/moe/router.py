@@ -178,7 +178,8 @@ class TopKRouter(nn.Module):
         capacity = math.ceil(sequences.shape[0] * k / num_experts * factor)
         policy = self.config.moe_token_drop_policy
         within = within_capacity(sequences[..., :k].long(), sequences[..., k:], num_experts, capacity, policy)
-        return within.view(*shape[:2], k)[local], batch // sharing * min(capacity, tokens.most * sharing)
+        within = within.view(*shape[:2], k)
+        return within[local], batch // sharing * min(capacity, tokens.most * sharing)
 
     def _whole_sequences(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Gather ``[n, b, ...]`` of whole sequences by position; return it and the indices of this rank's tokens."""
