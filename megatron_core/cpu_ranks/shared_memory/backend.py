@@ -23,7 +23,8 @@ def _create(opts: Any, _: Any) -> Any:
     rank = opts.group_rank
     size = opts.group_size
     ranks = list(opts.global_ranks_in_group)
-    if not ranks:  # group of all ranks
+    # The group of all ranks: the job's, or the first one of a job that has another backend.
+    if not ranks or (not _current and size == dist.get_world_size()):
         _current[:] = [Host(dist.PrefixStore("host", store), rank, size)]
         ranks = list(range(size))
     (host,) = _current
