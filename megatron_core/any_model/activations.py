@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_core.any_model.context_attention import current_forward
+from megatron_core.any_model.context_attention import current_forward, disable_cache
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.offload.activations import ActivationOffload
@@ -40,9 +40,8 @@ def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfi
     for name, wanted in (("recompute_num_layers", recompute), ("cpu_offloading_num_layers", _away(config))):
         if wanted > len(units) or (wanted and not units):
             raise ConfigError(f"{name}={wanted}: the model has {len(units)} units; choose others with unit_classes")
-    settings: Any = getattr(model, "config", None)
-    if recompute and getattr(settings, "use_cache", False):
-        settings.use_cache = False  # a recomputed forward would append to the key-value cache again
+    if recompute:
+        disable_cache(model)
     offload = ActivationOffload(_away(config))
     for number, unit in enumerate(units):
         # torch.nn.Module.__call__ reads the attribute, and its hooks run outside of it.

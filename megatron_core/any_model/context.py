@@ -15,6 +15,7 @@ from megatron_core.any_model.context_attention import (
     SequenceGroups,
     SplitForward,
     configs_of,
+    decoder_parts,
     register_with_transformers,
 )
 from megatron_core.config import RunConfig
@@ -77,6 +78,11 @@ class ContextParallel:
                 f"context_parallel_size={self.size}: {type(self.model).__name__} mixes tokens outside of "
                 f"scaled dot-product attention, in {listed(mixing)}, and no rank has the tokens of other ranks there; "
                 "set context_parallel_size=1"
+            )
+        if not decoder_parts(self.model).issuperset(self.model.modules()):
+            raise ConfigError(
+                f"context_parallel_size={self.size}: {type(self.model).__name__} joins features of images, video or "
+                "audio with the tokens of whole sequences, of which a rank has a part; set context_parallel_size=1"
             )
         for config in self.configs:
             if getattr(config, "output_router_logits", False):

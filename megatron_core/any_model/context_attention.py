@@ -297,6 +297,32 @@ def configs_of(model: nn.Module) -> list[Any]:
     return list(configs.values())
 
 
+def decoder_parts(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in the decoder of a transformers model that also encodes images, video or audio.
+
+    Micro-batches of text alone do not run its other modules. In other models: all modules.
+    """
+    module: Any
+    for module in model.modules():
+        find_encoder = getattr(module, "get_encoder", None)
+        if find_encoder is None:
+            continue
+        # The outermost model of transformers. One with a text encoder always runs it.
+        if module.can_generate() and not module.config.is_encoder_decoder:
+            parts = {*module.get_decoder().modules()}
+            if any(parts.isdisjoint(find_encoder(kind).modules()) for kind in ("image", "video", "audio")):
+                return parts
+        break
+    return {*model.modules()}
+
+
+def disable_cache(model: nn.Module) -> None:
+    """Let transformers modules keep no keys and values, which recomputed layers and those of other stages falsify."""
+    for config in configs_of(model):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
 def _attention_of_transformers(
     module: nn.Module,
     query: Tensor,

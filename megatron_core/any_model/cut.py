@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from megatron_core.any_model.context_attention import configs_of, decoder_parts, disable_cache
 from megatron_core.any_model.data import call_with
 from megatron_core.any_model.module import outermost
 from megatron_core.any_model.partition import stage_ranges
@@ -41,6 +42,10 @@ class _Passage:
     """Output of the last replaced layer, which the next layer must get."""
     output: Any = None
     """Output of the stage's last layer; None before it has run."""
+    has_begun: bool = False
+    """Whether the stage's first layer has run."""
+    undefined: str = ""
+    """First layer that reads a value of another stage which no message contains."""
 
 
 class _Elsewhere(nn.Module):
@@ -63,15 +68,17 @@ def find_layers(model: nn.Module) -> tuple[str, nn.Module]:
 
     It is the only ``nn.ModuleList`` or ``nn.Sequential`` whose entries have the classes that a transformers model names
     as indivisible (``_no_split_modules``), else the only outermost one with several entries that have parameters, else
-    the one with most of the model's parameters. Errors: ``ConfigError`` if there is none, or several.
+    the one with most of the model's parameters. Lists in towers do not count. Errors: ``ConfigError`` if there is none,
+    or several.
     """
     if isinstance(model, nn.Sequential):
         return "", model
-    names = {module: name for name, module in model.named_modules()}
+    parts = decoder_parts(model)
+    names = {module: name for name, module in model.named_modules() if module in parts}
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in names if _is_list(m) and all(type(layer).__name__ in kinds for layer in m.children())]
     if not lists:
-        lists = outermost(model, _is_list)
+        lists = [layers for layers in outermost(model, _is_list) if layers in names]
         total = sum(p.numel() for p in model.parameters())
         most = [layers for layers in lists if 2 * sum(p.numel() for p in layers.parameters()) > total]
         lists = most if len(lists) > 1 and most else lists
@@ -107,14 +114,13 @@ class ModelCut:
         self.model = model
         self.stage_to_rank = stage_to_rank
         self.head_modules = tuple(head_modules)
-        settings: Any = getattr(model, "config", None)
-        if getattr(settings, "output_router_logits", False):
-            raise ConfigError(
-                f"pipeline_model_parallel_size: {type(model).__name__} adds up the router logits of all layers "
-                f"(output_router_logits=True), which are on several ranks; set it to False, or {HINT}"
-            )
-        if getattr(settings, "use_cache", False):
-            settings.use_cache = False  # the key-value cache of the layers of other stages would be empty
+        for settings in configs_of(model):
+            if getattr(settings, "output_router_logits", False):
+                raise ConfigError(
+                    f"pipeline_model_parallel_size: {type(model).__name__} adds up the router logits of all layers "
+                    f"(output_router_logits=True), which are on several ranks; set it to False, or {HINT}"
+                )
+        disable_cache(model)
         self.path, self.container = find_layers(model)
         self.keys, self.layers = list(self.container._modules), [*filter(None, self.container._modules.values())]
         self.bounds = stage_ranges(
@@ -124,6 +130,8 @@ class ModelCut:
             parameters=lambda: [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in self.layers],
         )
         self._passage: _Passage | None = None
+        self.checks_values = False
+        """Whether to look for values that a stage lacks, which costs a wait for the device."""
         self._users: dict[nn.Module, set[int]] = {}
         """Stages of each module outside of layers that has parameters of its own."""
         self.all_places = self._find_places()
@@ -177,7 +185,8 @@ class ModelCut:
         self._rest()
         for stage in self.mine:
             layers = self.bounds[stage]
-            self.layers[layers.start].register_forward_pre_hook(self._check_input(stage), with_kwargs=True)
+            for number in layers:
+                self.layers[number].register_forward_pre_hook(self._before_layer(stage, number), with_kwargs=True)
             self.layers[layers.stop - 1].register_forward_hook(self._keep_output(stage))
         for module, stages in self._users.items():
             module.register_forward_pre_hook(self._check_user(module, stages))
@@ -235,16 +244,24 @@ class ModelCut:
         with self._active(stage):
             try:
                 output = call_with(self.model, batch)
+                has_ended = stage == len(self.stage_to_rank) - 1 and passage.output is not None
             except _StageEnd:
-                return passage.output
+                output = passage.output
+                has_ended = True
             finally:
                 self._passage = None
-        if stage == len(self.stage_to_rank) - 1 and passage.output is not None:
-            return output
-        raise ConfigError(
-            f"{self._name(self.bounds[stage].stop - 1)} does not run in each forward of {type(self.model).__name__}, "
-            f"so the model cannot be cut after it; {HINT}"
-        )
+        if not has_ended or output is None:
+            raise ConfigError(
+                f"{self._name(self.bounds[stage].stop - 1)} does not run in each forward of "
+                f"{type(self.model).__name__}, so the model cannot be cut after it; {HINT}"
+            )
+        if passage.undefined and _has_nan(output):
+            raise ConfigError(
+                f"{passage.undefined} of {type(self.model).__name__} reads values that only the first stage computes "
+                "(features of images, states of an encoder), besides the output of the layer before it; put more "
+                f"layers into the first stage with partition_method=[...], or {HINT}"
+            )
+        return output
 
     def pass_on(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Replace the layer ``number``."""
@@ -252,30 +269,55 @@ class ModelCut:
         if passage is None:
             raise LayoutError(f"{self._name(number)} is on another pipeline rank; call engine.train_batch(iterator)")
         if number >= passage.layers.stop:
-            self._check_chain(number, passage.output, args, kwargs)
+            changed = None
+            if passage.output is not None:
+                changed = self._changed_output(number, passage.output, args, kwargs)
+            if changed is not None:
+                passage.output = changed
+                self._note_undefined(passage, number, changed)
             raise _StageEnd
-        if number > 0:
-            self._check_chain(number, passage.before, args, kwargs)
         is_last = number == passage.layers.start - 1
         passage.before = passage.received if is_last else _nothing_in(passage.received)
         return passage.before
 
-    def _check_chain(self, number: int, before: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check that a layer gets the output of the layer before it, unchanged."""
-        expected = next(_tensors(before), None)
-        if expected is None or not any(tensor is expected for tensor in _tensors([args, dict(kwargs)])):
+    def _changed_output(
+        self, number: int, before: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return the input of a layer if code between the layers has changed the output ``before``, else None."""
+        outputs = [*_tensors(before)]
+        inputs = [*_tensors([args, dict(kwargs)])]
+        if outputs and any(tensor is outputs[0] for tensor in inputs):
+            return None
+        # The stage before the cut runs such code, which may read values of that stage alone (features of images).
+        if len(outputs) != 1 or not inputs or inputs[0].shape != outputs[0].shape:
             raise ConfigError(
                 f"{type(self.model).__name__} changes the output of {self._name(number - 1)} before "
-                f"{self._name(number)}, which a cut between them would lose; {HINT}"
+                f"{self._name(number)}, which a cut between them would lose: only the first argument of a layer may be "
+                f"another tensor of the same shape; {HINT}"
             )
+        return inputs[0]
 
-    def _check_input(self, stage: int) -> Callable[..., None]:
-        def check(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_layer(self, stage: int, number: int) -> Callable[..., Any]:
+        def give_received(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             passage = self._passage
-            if passage is not None and passage.stage == stage and passage.layers.start > 0:
-                self._check_chain(passage.layers.start, passage.before, args, kwargs)
+            if passage is None or passage.stage != stage:
+                return None
+            passage.has_begun = True
+            if stage == 0:
+                return None
+            if number == passage.layers.start:
+                changed = self._changed_output(number, passage.before, args, kwargs)
+                if changed is not None:  # by the code that the stage before has run
+                    received = next(_tensors(passage.before))
+                    args, kwargs = tree_map_only(Tensor, lambda x: received if x is changed else x, (args, kwargs))
+            self._note_undefined(passage, number, [args, kwargs])
+            return args, kwargs
 
-        return check
+        return give_received
+
+    def _note_undefined(self, passage: _Passage, number: int, inputs: Any) -> None:
+        if self.checks_values and passage.stage > 0 and not passage.undefined and _has_nan(inputs):
+            passage.undefined = self._name(number)
 
     def _keep_output(self, stage: int) -> Callable[..., None]:
         def keep(_: nn.Module, args: Any, output: Any) -> None:
@@ -292,10 +334,9 @@ class ModelCut:
             passage = self._passage
             if passage is None or passage.stage in stages:
                 return
-            is_first = passage.stage == 0
-            is_over = passage.output is not None
-            if (is_first and not is_over) or (is_over and passage.stage == len(self.stage_to_rank) - 1):
-                where = "before" if is_first else "after"
+            # Before its layers another stage than the first computes NaN, which it does not use.
+            if passage.stage == 0 or passage.has_begun:
+                where = "after" if passage.has_begun else "before"
                 raise ConfigError(
                     f"{name} runs {where} the layers of {type(self.model).__name__}, but it is registered on the other "
                     f"side of {self.path or 'them'}; give head_modules= with the modules that run after the layers "
@@ -310,7 +351,10 @@ class ModelCut:
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return NaN of this shape, without memory for its elements."""
-    return nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=device).expand(shape), requires_grad=False)
+    values = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    nothing: Any = nn.Parameter(values, requires_grad=False)
+    nothing.of_other_stage = True
+    return nothing
 
 
 def _nothing_in(value: Any) -> Any:
@@ -320,6 +364,10 @@ def _nothing_in(value: Any) -> Any:
         return _nothing(tensor.shape, tensor.dtype, tensor.device).data if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, nothing, value)
+
+
+def _has_nan(value: Any) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in _tensors(value) if tensor.is_floating_point())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -306,6 +306,8 @@ class PipelineEngine(Engine):
             received = None
             if tensors is not None:
                 received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
+            if isinstance(self.staged, ModelCut):
+                self.staged.checks_values = message.posts_late
             output = self.stages[stage](batch, received)
             if stage == final:
                 return self._loss_in(output, batch, loss_function)

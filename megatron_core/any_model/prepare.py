@@ -10,6 +10,7 @@ from torch import nn
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.context import ContextParallel
+from megatron_core.any_model.context_attention import decoder_parts
 from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.module import (
@@ -111,5 +112,9 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     units = find_units(module, choices.unit_classes)
     compile_units(units, config.section(CompilationConfig))
     save_memory(module, [child for modules in units for child in modules], config.model)
+    if choices.unit_classes is None and config.parallel.dp_zero_stage == 3:
+        # A rank whose micro-batch has no images does not run a tower; outside of units all ranks gather their weights.
+        always_run = decoder_parts(module)
+        units = [modules for modules in units if always_run.issuperset(modules)]
     histories = histories_of(module, config, groups, world.device)
     return Prepared(groups, {0: module}, {0: units}, param_groups, local, histories, context)

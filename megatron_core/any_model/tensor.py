@@ -290,7 +290,7 @@ class _Splitting:
         if style not in ("colwise", "rowwise") or self.plan.get(name.rpartition(".")[0]) != ("moe_tp_experts", 1):
             raise ConfigError(
                 f"plan: {name!r} is a parameter; it can have the style replicated_with_grad_allreduce, or, in a module "
-                "with the style moe_tp_experts, colwise, packed_colwise and rowwise; name the module instead"
+                "with the style moe_tp_experts, colwise, rowwise and their packed forms; name the module instead"
             )
         dim = parameter.dim() - (2 if style == "colwise" else 1)
         self._split(name, parameter, dim, matrices)
@@ -311,6 +311,10 @@ class _Splitting:
             raise ConfigError(
                 f"plan: {name!r} ({type(module).__name__}) has the style {style!r}; it must be an nn.Linear without "
                 "hooks; remove it from the plan, or its hooks"
+            )
+        if style.startswith("rowwise") and matrices > 1:
+            raise ConfigError(
+                f"plan: {name!r} is a layer with the style packed_rowwise, which is for parameters; use rowwise"
             )
         out_dim, in_dim = (1, 0) if type(module) in self.conv else (0, 1)
         weight = module.weight

@@ -17,6 +17,7 @@ Plan = Mapping[str, str]
 STYLES = {
     "colwise": "output features are split",
     "packed_colwise": "the output concatenates 2 matrices (`packed_colwise:3`: 3), each of which is split",
+    "packed_rowwise": "for a parameter of experts `[..., in, out]` whose last dim concatenates 2 matrices",
     "colwise_gather_output": "output features are split and gathered",
     "rowwise": "input features are split; outputs are summed",
     "rowwise_split_input": "as rowwise, for an input that every rank has whole",
@@ -35,6 +36,8 @@ ROWWISE = r"(o_proj|out_proj|down_proj|fc2|c_proj|w2|output\.dense|out_lin|lin2)
 RULES = {rf".*\.\d+\..*\b{COLWISE}": "colwise", rf".*\.\d+\.(.*\.)?{ROWWISE}": "rowwise"}
 RULES |= {r".*\.\d+\..*\bc_attn": "packed_colwise:3"}
 """Styles of linear layers inside the layers of a model, by regular expressions of their names."""
+HEAD_NORMS = r".*\.\d+\..*\b[qk]_(norm|layernorm)"
+"""Names of norms of heads, whose gradients are sums over the heads of all ranks."""
 
 
 def check_plan_type(name: str, plan: object) -> None:
@@ -70,6 +73,9 @@ def styles_of_plan(
             )
         if parsed is not None:
             styles.update(dict.fromkeys(matches, parsed))
+    if chosen is None and not any(re.search(r"\.\d+\.", name) for name in styles):
+        # The plan of Qwen3-VL has the embedding and the output layer alone.
+        return {**_by_rules(model, is_linear), **styles}
     return styles
 
 
@@ -78,9 +84,10 @@ def _style(pattern: str, style: str) -> tuple[str, int] | None:
     name = ALIASES.get(name, name)
     if name in WITHOUT_SPLIT:
         return None
-    if name not in STYLES or (matrices and (name != "packed_colwise" or not matrices.isdecimal() or int(matrices) < 1)):
+    base = name.removeprefix("packed_")
+    if name not in STYLES or (matrices and (base == name or not matrices.isdecimal() or int(matrices) < 1)):
         raise ConfigError(f"plan: {pattern!r} has the style {style!r}, which is not supported; use {listed([*STYLES])}")
-    return ("colwise", int(matrices or 2)) if name == "packed_colwise" else (name, 1)
+    return (name, 1) if base == name else (base, int(matrices or 2))
 
 
 def _by_rules(model: nn.Module, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
@@ -107,7 +114,11 @@ def _by_rules(model: nn.Module, is_linear: type | tuple[type, ...]) -> dict[str,
             "their input or sums their output; give plan= to megatron_core.parallelize to split them",
             stacklevel=2,
         )
-    return {name: style for name, style in styles.items() if name in regions}
+    split = {name: style for name, style in styles.items() if name in regions}
+    inside_regions = {*regions.values()}
+    norms = [name for name in modules if re.fullmatch(HEAD_NORMS, f".{name}")]
+    partial = [name for name in norms if name.rpartition(".")[0] in inside_regions]
+    return {**split, **dict.fromkeys(partial, ("replicated_with_grad_allreduce", 1))}
 
 
 def is_inside(name: str, path: str) -> bool:

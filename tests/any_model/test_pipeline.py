@@ -373,7 +373,7 @@ def _layers(*classes: type[nn.Module]) -> Callable[[], PipelineModule]:
 FAULTS: dict[str, tuple[Any, ...]] = {
     "code between layers": (
         *(Tangled, lambda index: [torch.ones(1, 5, dtype=torch.int64)] * 2, {}),
-        "Tangled changes the output of layers.1 before layers.2",
+        "frozen runs after the layers of Tangled",
     ),
     "head before layers": (Misplaced, lambda index: _rows(), {}, "head runs after the layers of Misplaced"),
     "a layer is left out": (

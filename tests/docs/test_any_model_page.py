@@ -50,3 +50,16 @@ def test_the_program_with_long_sequences_prints_the_losses_of_the_page(tmp_path:
     assert result.returncode == 0, result.stderr
     lines = re.findall(r"step \d+: loss \S+", result.stdout)
     assert len(lines) == 3 and "\n".join(lines) in page
+
+
+def test_the_program_with_images_prints_the_losses_of_the_page(tmp_path: Path) -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Images and text")[1].split("\n## ")[0]
+    (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (shown,) = re.findall(r"```\n(step 1: .*?)```", section, flags=re.DOTALL)
+    commands = re.findall(r"(?:python|torchrun .*) train_images\.py.*", section)
+    assert len(commands) == 4
+    (tmp_path / "train_images.py").write_text(program, encoding="utf-8")
+    for command in commands:
+        result = run_ranks_of(command, tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "\n".join(re.findall(r"step \d+: loss \S+", result.stdout)) == shown.strip()
