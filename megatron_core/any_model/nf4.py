@@ -101,8 +101,9 @@ class _Product(torch.autograd.Function):
         return nn.functional.linear(x, dequantize(codes, scales, outer, shape, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        weight = dequantize(*ctx.saved_tensors, ctx.shape, gradient.dtype)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        codes, scales, outer = ctx.saved_tensors
+        weight = dequantize(codes, scales, outer, ctx.shape, gradient.dtype)
         return gradient @ weight, None, None, None, None
 
 
