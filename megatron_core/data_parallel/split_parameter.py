@@ -111,8 +111,8 @@ def users_of(flat: Tensor) -> int:
 class FreedWeights:
     """The whole weights of the parameters of a flat buffer, which are freed and gathered again.
 
-    While they are freed, ``parameter.data`` is one NaN in the shape of the parameter: functions that ignore the class
-    (``torch.tensor(parameter)``) read it instead of freed memory.
+    While they are freed, ``parameter.data`` is one NaN, or the largest integer, in the shape of the parameter:
+    functions that ignore the class (``torch.tensor(parameter)``) read it instead of freed memory.
     """
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], names: Sequence[str], ranks: int) -> None:
@@ -121,7 +121,9 @@ class FreedWeights:
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         # One element expanded: the freed parameter keeps its shape without memory.
-        self._freed = [parameter.data.new_full((), math.nan).expand(parameter.shape) for parameter in parameters]
+        self._freed = [
+            parameter.data.new_full((), _unlikely(parameter)).expand(parameter.shape) for parameter in parameters
+        ]
         self._users: int | None = None
         for parameter, name in zip(parameters, names, strict=True):
             vars(parameter).update(split_as=(name, ranks), is_closed=False)
@@ -167,6 +169,11 @@ class FreedWeights:
     def count_users(self) -> None:
         """When the weights are freed, keep their memory if tensors created from now on still use it."""
         self._users = users_of(self.flat)
+
+
+def _unlikely(parameter: Tensor) -> float:
+    """NaN, or the largest integer."""
+    return math.nan if parameter.is_floating_point() else torch.iinfo(parameter.dtype).max
 
 
 @cache

@@ -1,0 +1,166 @@
+"""QLoRA: weights of 4 bits are those of the paper's formula, and adapters train as with the restored weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import megatron_core
+from megatron_core.any_model.nf4 import NF4Linear
+from megatron_core.errors import ConfigError
+from megatron_core.verify.ranks import run_ranks
+
+# Dettmers et al. 2023, appendix E.
+PAPER = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def _expected(weight: np.ndarray) -> np.ndarray:
+    """Equation 5 of the paper without double quantization, in float64."""
+    flat = np.pad(weight.ravel(), (0, -weight.size % 64)).reshape(-1, 64)
+    maxima = np.abs(flat).max(1, keepdims=True)
+    nearest = np.abs((flat / maxima)[..., None] - np.array(PAPER)).argmin(-1)
+    return (np.array(PAPER)[nearest] * maxima).ravel()[: weight.size].reshape(weight.shape)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (7, 33)])
+def test_weights_are_those_of_the_paper(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(shape[1], shape[0], bias=False)
+    weight = linear.weight.detach().double().numpy()
+    expected = _expected(weight)
+    identity = torch.eye(shape[1], dtype=torch.float64)
+    restored = NF4Linear(linear, double_quantization=False)(identity).T.numpy()
+    assert np.abs(restored - expected).max() < 1e-12
+    # Double quantization rounds a maximum by at most 2^-4 of the largest difference to their mean.
+    maxima = np.abs(np.pad(weight.ravel(), (0, -weight.size % 64)).reshape(-1, 64)).max(1)
+    doubled = NF4Linear(linear)
+    error = np.abs(doubled(identity).T.numpy() - expected).max()
+    assert 0 < error < 2**-4 * np.abs(maxima - maxima.mean()).max() * 1.01
+
+
+def test_bits_of_a_weight() -> None:
+    layer = NF4Linear(nn.Linear(1024, 1024, bias=False))
+    bits = 8 * sum(tensor.nbytes for tensor in layer.state_dict().values()) / 1024**2
+    assert 4 + 8 / 64 < bits < 4.128  # the paper: 0.127 bits for scales
+
+
+def test_gradients_are_those_of_the_restored_weights() -> None:
+    torch.manual_seed(0)
+    layer = NF4Linear(nn.Linear(10, 6).double())
+    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    restored = layer(torch.eye(10, dtype=torch.float64)).T - layer.bias[:, None]
+    (layer(x) ** 2).sum().backward()
+    again = x.detach().requires_grad_()
+    (functional.linear(again, restored, layer.bias) ** 2).sum().backward()
+    assert (x.grad - again.grad).abs().max() < 1e-12
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter, named as peft's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the adapter."""
+        return x + torch.tanh(self.base_layer(x) + self.up(self.down(x)))
+
+
+def _model(*, restored: bool = False, width: int = 24) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted(width) for _ in range(3))).double()
+    assert megatron_core.quantize_frozen(model) == ["0.base_layer", "1.base_layer", "2.base_layer"]
+    for layer in model if restored else ():
+        linear = nn.Linear(width, width).double().requires_grad_(False)
+        with torch.no_grad():
+            linear.weight.copy_(
+                layer.base_layer(torch.eye(width, dtype=torch.float64)).T - layer.base_layer.bias[:, None]
+            )
+            linear.bias.copy_(layer.base_layer.bias)
+        layer.base_layer = linear
+    return model
+
+
+def _batches() -> torch.Tensor:
+    return torch.randn(3, 4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _plain() -> list[float]:
+    model = _model(restored=True)
+    update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for batch in _batches():
+        loss = model(batch).square().mean()
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _engine(stage: int, folder: str) -> tuple[list[float], int]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    config = {"zero_stage": stage, "fp64": True, "micro_batch_size": 4 // ranks, "global_batch_size": 4, "lr": 1e-2}
+    config |= {"weight_decay": 0.01, "clip_grad": 0.0}
+    engine = megatron_core.initialize(_model(), config, lambda p: torch.optim.AdamW(p, lr=1e-2)).engine
+    losses = []
+    for batch in _batches():
+        engine.backward(engine(batch.chunk(ranks)[rank]).square().mean())
+        losses.append(engine.step().loss)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    return losses, engine.data_parallel.resident_bytes()["weights"]
+
+
+def _fully_shard(_: None) -> list[float]:
+    model: Any = _model()
+    for layer in model:
+        megatron_core.fully_shard(layer)
+    megatron_core.fully_shard(model)
+    update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for batch in _batches():
+        loss = model(batch.chunk(dist.get_world_size())[dist.get_rank()]).square().mean()
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_trains_as_one_process_with_the_restored_weights(stage: int, tmp_path) -> None:
+    expected = _plain()
+    whole = sum(parameter.nbytes for parameter in _model().parameters())
+    for losses, weights in run_ranks(2, _engine, stage, str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert weights == whole if stage == 0 else weights < 0.8 * whole  # biases stay whole
+
+
+def test_fully_shard_trains_as_one_process_with_the_restored_weights() -> None:
+    for losses in run_ranks(2, _fully_shard, None, backend="gloo"):
+        assert losses == pytest.approx(_plain(), rel=1e-9)
+
+
+def test_layers_that_cannot_be_quantized_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"no module of the model has a name like \*\.base_layer"):
+        megatron_core.quantize_frozen(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"0\.weight is trained"):
+        megatron_core.quantize_frozen(nn.Sequential(nn.Linear(2, 2)), ["0"])
+    with pytest.raises(ConfigError, match="0 is a LayerNorm"):
+        megatron_core.quantize_frozen(nn.Sequential(nn.LayerNorm(2)), ["*"])
