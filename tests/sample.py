@@ -5,7 +5,7 @@
 3. Of another test that starts ranks or programs, ``CASES`` cases are kept, unless it is marked ``every_case``.
 4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps
    one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
-   others if the part or the core changed.
+   others if the part or the core changed. Modules ``test_planted*`` keep all of theirs.
 5. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
 Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
@@ -66,7 +66,9 @@ def _left_out_of_optional_parts(tests: dict[tuple[Path, str], list[pytest.Functi
     """Rule 4: cases of tests that start ranks or programs, in folders of optional parts."""
     by_module: dict[Path, list[list[pytest.Function]]] = {}
     for (path, _), cases in tests.items():
-        if is_optional(path) and starts_processes(cases[0].function):
+        # Planted defects show what the sample finds.
+        plants = path.stem.startswith("test_planted")
+        if not plants and is_optional(path) and starts_processes(cases[0].function):
             by_module.setdefault(path, []).append(cases)
     left: set[pytest.Function] = set()
     for of_module in by_module.values():

@@ -102,9 +102,9 @@ def configured(
     config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
 ) -> RunConfig:
     """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
-    precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
-    if not precision["bf16"]:  # the residual stream has the dtype of the weights
-        precision["fp32_residual_connection"] = False
+    precision: dict[str, object] = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    if not precision["bf16"]:  # the residual stream and the main weights have the dtype of the weights
+        precision |= {"fp32_residual_connection": False, "main_params_dtype": "fp32"}
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 

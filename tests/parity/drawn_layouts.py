@@ -165,6 +165,8 @@ NOT_DRAWN: dict[str, str] = {
         disable_bf16_reduced_precision_matmul muon_fp32_matmul_prec""",
     "a course over more than two steps: tests/optimizer": """
         initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
+    "results of Megatron-LM, two of which depend on the micro-batches: tests/plain": """
+        calculate_per_token_loss moe_capacity_per positions_as_matrices""",
     "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
         log_interval log_format log_max_attention_logit quiet metrics_file progress trace_pipeline peak_tflops

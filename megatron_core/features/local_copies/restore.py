@@ -143,15 +143,15 @@ def open_copies(
         for text in gather_from_all_ranks(json.dumps(saves), device)
     ]
     for save in sorted(set().union(*by_rank), reverse=True):
-        iteration, having = save[0], [host for host, found in enumerate(by_rank) if save in found]
-        own = iteration_folder(folder, iteration)
+        iteration, having = save[0], [host for host, saves_of_host in enumerate(by_rank) if save in saves_of_host]
+        local_folder = iteration_folder(folder, iteration)
         manifest = broadcast_from_rank(
-            having[0], (own / MANIFEST).read_text() if hosts.rank == having[0] else "", device
+            having[0], (local_folder / MANIFEST).read_text() if hosts.rank == having[0] else "", device
         )
-        held, faults = _held(own if hosts.own in having else None, hosts, verify, device)
+        files_by_host, faults = _held(local_folder if hosts.own in having else None, hosts, verify, device)
         for fault in faults:
             note(f"warning: skipped a damaged copy: {fault}")
-        missing = sorted(set(json.loads(manifest)["files"]) - set().union(*held.values()))
+        missing = sorted(set(json.loads(manifest)["files"]) - set().union(*files_by_host.values()))
         if missing:
             note(
                 f"warning: iteration {iteration} in memory is incomplete: no host has an intact copy of "
@@ -159,9 +159,11 @@ def open_copies(
             )
             continue
         loading = folder / f".iter_{iteration:07d}{LOADING}"
-        raise_on_all_ranks(_lay_out(loading, manifest, own, held[hosts.own]) if hosts.is_first else "", device)
-        note(f"loading iteration {iteration} from the memory of {len(having)} of {len(held)} hosts")
-        return CopiesReader(loading, hosts, held, device)
+        raise_on_all_ranks(
+            _lay_out(loading, manifest, local_folder, files_by_host[hosts.own]) if hosts.is_first else "", device
+        )
+        note(f"loading iteration {iteration} from the memory of {len(having)} of {len(files_by_host)} hosts")
+        return CopiesReader(loading, hosts, files_by_host, device)
     if newest >= 0 and sound is None:
         note(f"no newer checkpoint in memory: loading the newest in {load}")
     return None
@@ -184,33 +186,39 @@ def _saves_of(folder: Path, run: str, newest: int) -> tuple[list[Save], list[str
     return saves, faults
 
 
-def _held(own: Path | None, hosts: Hosts, verify: bool, device: torch.device) -> tuple[dict[int, set[str]], list[str]]:
+def _held(
+    local_folder: Path | None, hosts: Hosts, verify: bool, device: torch.device
+) -> tuple[dict[int, set[str]], list[str]]:
     """The intact files of every host, and descriptions of damaged ones; each rank hashes a share of the files in
-    ``own``."""
+    ``local_folder``."""
     present, faults = set[str](), dict[str, str]()
-    if own is not None:
-        files = {name: file for name, file in Manifest.read(own / MANIFEST).files.items() if (own / name).is_file()}
+    if local_folder is not None:
+        files = {
+            name: file
+            for name, file in Manifest.read(local_folder / MANIFEST).files.items()
+            if (local_folder / name).is_file()
+        }
         ranks, present = hosts.ranks(hosts.own), set(files)
-        faults = damage(own, files, share=ranks.index(hosts.rank), shares=len(ranks)) if verify else {}
-    held: dict[int, set[str]] = {host: set() for host in hosts.of_rank}
+        faults = damage(local_folder, files, share=ranks.index(hosts.rank), shares=len(ranks)) if verify else {}
+    files_by_host: dict[int, set[str]] = {host: set() for host in hosts.of_rank}
     damaged, sentences = defaultdict[int, set[str]](set), list[str]()
     for rank, text in enumerate(gather_from_all_ranks(json.dumps([sorted(present), faults]), device)):
-        found, wrong = json.loads(text)
-        held[hosts.of_rank[rank]] |= set(found)
+        names, wrong = json.loads(text)
+        files_by_host[hosts.of_rank[rank]] |= set(names)
         damaged[hosts.of_rank[rank]] |= set(wrong)
         sentences += wrong.values()
-    return {host: held[host] - damaged[host] for host in held}, sentences
+    return {host: files_by_host[host] - damaged[host] for host in files_by_host}, sentences
 
 
-def _lay_out(loading: Path, manifest: str, own: Path, held: set[str]) -> str:
+def _lay_out(loading: Path, manifest: str, local_folder: Path, names: set[str]) -> str:
     """Create the folder that this host loads from and remove older ones; returns the error, or ""."""
     try:
         for left in loading.parent.glob(f".iter_*{LOADING}"):
             discard(left)
         loading.mkdir()
         (loading / MANIFEST).write_text(manifest)
-        for name in held:
-            os.link(own / name, loading / name)
+        for name in names:
+            os.link(local_folder / name, loading / name)
     except OSError as error:
         return f"{loading} cannot be written: {error}; {WAY_OUT}"
     return ""

@@ -329,8 +329,8 @@ def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
         ),
         (
             "features.local_copies.restore:_held",
-            "held[host] - damaged[host]",
-            "held[host]",
+            "files_by_host[host] - damaged[host]",
+            "files_by_host[host]",
             of_a_damaged_file_the_other_copy_is_loaded,
         ),
         (
