@@ -119,11 +119,19 @@ def _shard_parameters(
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for module in choices.modules:
+        inner_units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+        sharded = {row.sharded for inner in inner_units for row in _choices_of(inner).rows}
         for path, inner in module.named_modules():
             for name, parameter in inner._parameters.items():
-                if parameter is not None and parameter not in ignored and not isinstance(parameter, DTensor):
-                    slots.setdefault(parameter, []).append((inner, name))
-                    names.setdefault(parameter, f"{path}.{name}".lstrip("."))
+                if parameter is None or parameter in ignored or parameter in sharded:
+                    continue
+                if isinstance(parameter, DTensor):
+                    raise ConfigError(
+                        f"fully_shard: {path}.{name} is a DTensor already, whose gradients would not be summed over "
+                        "the ranks; shard it first, or name it in ignored_params"
+                    )
+                slots.setdefault(parameter, []).append((inner, name))
+                names.setdefault(parameter, f"{path}.{name}".lstrip("."))
         for tensor in [*module.buffers()]:
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(choices.device)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -326,6 +327,7 @@ def _refusals(_: None) -> dict[str, str]:
         "compiled": lambda: shard(compiled),
         "ModuleList has no forward": lambda: shard(_made().blocks),
         "sharded already": lambda: shard(sharded),
+        "a DTensor already": lambda: shard(_split_by_torch()),
         "has no dims": lambda: shard(_scalar()),
         "set_custom_all_gather": lambda: sharded.set_custom_all_gather(None),
         "meta device": lambda: on_meta(torch.zeros(1, 2)),
@@ -343,6 +345,11 @@ def _refusals(_: None) -> dict[str, str]:
     sharded.reset_iter_state()
     sharded(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
     return messages
+
+
+def _split_by_torch() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    return parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
 
 
 def _scalar() -> nn.Module:
