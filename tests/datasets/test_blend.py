@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.datasets import BlendedDataset, KeyedGPTDataset, parse_blend
-from megatron_core.datasets.blend import PERIOD, slots
+from megatron_core.datasets.blend import PERIOD, _period, slots
 from megatron_core.errors import ConfigError
 from tests.datasets.files import FakeIndexed
 
@@ -114,3 +114,10 @@ def test_refusals() -> None:
         BlendedDataset([], None)
     with pytest.raises(IndexError):
         BlendedDataset(parts(9, 9), None).locate(-1)
+
+
+def test_items_lie_in_the_middle_of_their_stretches() -> None:
+    """Item k of n is at (k + 1/2) / n, so that a rare data set comes neither first nor last."""
+    datasets, items = _period((4, 2, 1))
+    assert datasets.tolist() == [0, 1, 0, 2, 0, 1, 0]
+    assert items.tolist() == [0, 0, 1, 0, 2, 1, 3]

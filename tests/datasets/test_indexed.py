@@ -66,6 +66,13 @@ def test_multimodal_bytes(tmp_path: Path) -> None:
     assert IndexedDataset(prefix)[2].tolist() == [20, 21]
 
 
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_one_file_of_two_does_not_exist(missing: str, tmp_path: Path) -> None:
+    prefix, _, _ = by_hand(tmp_path, 4)
+    Path(prefix + missing).unlink()
+    assert not IndexedDataset.exists(prefix)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("code", CODES)
 def test_reading_a_file_made_by_hand(code: int, mmap: bool, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ STEPS = 3
 FOLDERS = (
     *("ops", "tensor_parallel", "context_parallel", "transformer", "models", "pipeline_parallel", "data_parallel"),
     *("optimizer", "parallel", "training", "datasets", "parity"),
-    "features/compression",  # the only tests of sums with other bytes on the wire
+    # The only tests of sums with other bytes on the wire, of means over groups of ranks, and of adapters.
+    *("features/compression", "features/outer_steps", "features/lora"),
 )
 """Folders of tests that claim the mutated packages."""
 FILES = tuple(f"tests/plain/test_{name}.py" for name in ("initial", "loop", "data", "groups", "precisions"))

@@ -19,6 +19,7 @@ from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.transformer import MLP, LayerContext, LayerSpec, SequenceContext, layer_spec
+from megatron_core.transformer.layer_spec import auxiliary_loss_names
 from megatron_core.verify.bounds import FLOAT64_BOUND, relative_errors
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -157,3 +158,12 @@ def test_a_loss_without_a_collector_is_an_error() -> None:
         model(tokens, sequences=SequenceDetails(sample_index=numbers))
     with torch.no_grad():
         assert model(tokens, sequences=SequenceDetails(sample_index=numbers)).shape == (1, 8, 61)
+
+
+@pytest.mark.parametrize("pattern", [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_losses_of_a_single_layer_are_named(pattern: tuple[int, ...]) -> None:
+    config = RunConfig.from_flat(
+        {"num_layers": 3, "num_experts": 2, "moe_layer_freq": pattern, "moe_aux_loss_coeff": 0.1}
+    ).model
+    assert auxiliary_loss_names(config) == ("load_balancing_loss",)
+    assert auxiliary_loss_names(replace(config, num_experts=None)) == ()
