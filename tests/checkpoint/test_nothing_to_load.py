@@ -23,8 +23,8 @@ MODEL = {"num_layers": 1}
 def test_another_folder_without_a_checkpoint_is_an_error(load: str, save: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     saves = {} if save is None else {"save": str(tmp_path / save)}
-    is_there = " holds" if load == "empty" else ", which does not exist, holds"
-    with pytest.raises(CheckpointError, match=rf"load='.*{load}'{is_there} no checkpoint; give a folder") as error:
+    lack = "holds no checkpoint" if load == "empty" else "does not exist"
+    with pytest.raises(CheckpointError, match=rf"load='.*{load}' {lack}; give a folder") as error:
         start(MODEL | saves | {"load": str(tmp_path / load)})
     assert str(error.value).endswith("for a job that is restarted")
     assert not (tmp_path / "saved").exists()

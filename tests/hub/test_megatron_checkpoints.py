@@ -213,7 +213,6 @@ def test_bad_folders_are_one_sentence_and_run_nothing(
             r"decoder.layers.0.mlp.linear_fc1.weight has the shape \[128, 32\], .* ask for \[64, 32\]",
         ),
         ({"tensor_model_parallel_size": "x"}, "tensor_model_parallel_size of the checkpoint is 'x'; it must be an int"),
-        ({"use_mup": True}, "use_mup=True, which is not supported"),
         ({"position_embedding_type": "mrope"}, "position_embedding_type='mrope', which is not supported"),
         ({"hybrid_layer_pattern": "D-"}, "hybrid_layer_pattern='D-', which is not supported: layers D have indexers"),
     ],

@@ -18,8 +18,8 @@ OF_OTHERS = {
     *(f"longrope_{length}_{name}" for length in ("short", "long") for name in ("factor", "mscale")),
 }
 """They matter only with settings that are refused."""
-OF_TRAINING = {"moe_further_balancing_types", "output_z_loss_coeff"}
-"""Losses."""
+OF_TRAINING = {"moe_further_balancing_types", "moe_capacity_per", "output_z_loss_coeff"}
+"""Losses, and the tokens that share a capacity in training."""
 OF_PATTERN = {"mtp_layer_pattern"}
 """The end of ``hybrid_layer_pattern`` in Megatron-LM."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.flags import to_flag
 from megatron_core.config.parallel import compression_of
 from megatron_core.config.run import RunConfig
 from megatron_core.features.qk_clip.settings import QKClipConfig, recording_setting
@@ -42,17 +43,18 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 def _record_problems(config: RunConfig, name: str) -> Iterator[str]:
     """Settings with which the logits are not those of queries and keys alone, or that leave none."""
     model = config.model
+    flag = to_flag(name)
     if config.optional("compile"):
         yield f"compile=True cannot be used with {name}=True: compiled layers do not record logits; remove one of them"
     if model.position_embedding_type == "alibi":
         yield (
             f"position_embedding_type=alibi cannot be used with {name}=True: the slopes of positions are not in the "
-            f"recorded logits; remove it, or use --position-embedding-type rope"
+            f"recorded logits; remove {flag}, or use --position-embedding-type rope"
         )
     if not model.may_have_attention:
         yield (
             f"{name}=True has no effect with hybrid_layer_pattern={config.value('hybrid_layer_pattern')}, which has "
-            "no layer * or H with attention; remove it"
+            f"no layer * or H with attention; remove {flag}"
         )
     pattern = config.optional("linear_attention_freq") or (1,)
     layers = model.num_layers
@@ -60,5 +62,5 @@ def _record_problems(config: RunConfig, name: str) -> Iterator[str]:
     if model.experimental_attention_variant is not None and only_recurrent:
         yield (
             f"{name}=True has no effect with linear_attention_freq={pattern}, which leaves no layer with attention; "
-            "remove it"
+            f"remove {flag}"
         )
