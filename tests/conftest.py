@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # OpenMP reads it when torch is imported. Its threads spin while they wait for each other: with two workers on two cores
@@ -106,6 +107,15 @@ def _is_short(module: ModuleType) -> bool:
     folder = path.relative_to(Path(__file__).parent).parts[0]
     is_long = folder in LONG_FOLDERS or path.stem in LONG_MODULES
     return not is_long and not PROCESS_STARTERS & vars(module).keys()
+
+
+@pytest.fixture(autouse=True)
+def deterministic_mode_is_not_left_on() -> Iterator[None]:
+    """Restore torch's mode: with it new memory is filled, also in the ranks of later tests."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    yield
+    if torch.are_deterministic_algorithms_enabled() != was_on:
+        torch.use_deterministic_algorithms(was_on)
 
 
 @pytest.fixture(autouse=True)

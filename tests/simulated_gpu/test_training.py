@@ -38,6 +38,12 @@ from tests.simulated_gpu.runtime import simulated_gpu
 NATIVE = {"kernel_backend": "native"}
 
 
+@pytest.fixture(autouse=True)
+def new_memory_is_not_filled() -> None:
+    """The simulation takes memory that torch's deterministic mode fills for memory that the program has changed."""
+    torch.use_deterministic_algorithms(False)
+
+
 def drawn(names: list[str], part: int) -> list[str]:
     """All names in the whole matrix, else one of ``part``."""
     return names if WHOLE_MATRIX else [name for name in names if crc32(name.encode()) % part == 1]
