@@ -125,13 +125,14 @@ def _shard_parameters(
             for name, parameter in inner._parameters.items():
                 if parameter is None or parameter in ignored or parameter in sharded:
                     continue
+                full_name = f"{path}.{name}".lstrip(".")
                 if isinstance(parameter, DTensor):
                     raise ConfigError(
-                        f"fully_shard: {path}.{name} is a DTensor already, whose gradients would not be summed over "
+                        f"fully_shard: {full_name} is a DTensor already, whose gradients would not be summed over "
                         "the ranks; shard it first, or name it in ignored_params"
                     )
                 slots.setdefault(parameter, []).append((inner, name))
-                names.setdefault(parameter, f"{path}.{name}".lstrip("."))
+                names.setdefault(parameter, full_name)
         for tensor in [*module.buffers()]:
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(choices.device)
