@@ -146,12 +146,13 @@ def _grown(settings: dict) -> tuple[int, int, int]:
 @needs_proc
 def test_state_on_disk_is_in_memory_a_chunk_at_a_time(tmp_path: Path) -> None:
     """Weights and gradients are 85 MB and the moments as much, of which only a few chunks are in memory."""
-    (inside, _, state), (away, risen, _) = (
+    (inside, by_steps, state), (away, risen, _) = (
         run_ranks(1, _grown, settings)[0] for settings in ({}, {"optimizer_offload_dir": str(tmp_path)})
     )
     assert state > 80e6
     assert away < inside - 0.8 * state
-    assert risen < 0.2 * state
+    # Both trainings need memory for activations, 14 MB, of which setup may have had as much or not.
+    assert risen < by_steps + 0.1 * state
 
 
 def _losses(settings: dict) -> list[float]:
