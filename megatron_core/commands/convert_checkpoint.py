@@ -25,24 +25,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.hub.adapter_export import export_adapter
-from megatron_core.hub.conversion import (
-    export_distributed,
-    export_hugging_face,
-    import_hugging_face,
-    import_megatron,
-)
-from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
-from megatron_core.hub.megatron_lm.writer import Format
 from megatron_core.locations import location
 from megatron_core.output_file import refuse_url
 from megatron_core.terminal import parse_flags
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_core.hub.megatron_lm.writer import Format
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
 FORMATS: dict[str, Format] = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"}
@@ -89,6 +84,16 @@ class ConvertFlags:
 
 def convert_checkpoint(settings: ConvertFlags) -> str:
     """Convert; returns a line that describes the result."""
+    import torch  # takes a second, which --help does not need
+
+    from megatron_core.hub.adapter_export import export_adapter
+    from megatron_core.hub.conversion import (
+        export_distributed,
+        export_hugging_face,
+        import_hugging_face,
+        import_megatron,
+    )
+
     load = location(settings.load)
     save = location(settings.save)
     if settings.source != "native":
@@ -139,6 +144,8 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
 
 def convert_deepspeed(settings: ConvertFlags, load: Path, save: Path, dtype: torch.dtype | None) -> str:
     """Convert a checkpoint of DeepSpeed; returns a description."""
+    from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
+
     tag = settings.tag
     config = settings.hf_config
     if settings.ckpt_step is not None:
@@ -157,6 +164,8 @@ def native_folder(settings: ConvertFlags, load: Path, save: Path) -> Iterator[tu
     if settings.source == "native":
         yield load, settings.ckpt_step
         return
+    from megatron_core.hub.conversion import import_megatron
+
     save = save.absolute()
     try:
         save.parent.mkdir(parents=True, exist_ok=True)

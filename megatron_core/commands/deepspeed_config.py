@@ -19,9 +19,6 @@ from dataclasses import dataclass
 import yaml
 
 import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
-from deepspeed.key_table import known_keys
-from deepspeed.reverse import of_run, to_deepspeed
-from deepspeed.translation import translate
 from megatron_core.config import RunConfig
 from megatron_core.config.file import read_settings
 from megatron_core.config.run import field_types
@@ -89,6 +86,8 @@ def main() -> None:
 
 def translate_json(settings: DeepspeedConfigFlags) -> str:
     """The settings of a JSON file, as YAML."""
+    from deepspeed.translation import translate  # loads torch, which --help does not need
+
     translated = translate(str(settings.from_json), settings.world_size)
     for note in translated.notes:
         print(note, file=sys.stderr)
@@ -113,6 +112,8 @@ def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunCo
     They override those of flags, but flags select optimizer, schedule and batch sizes, as in Megatron-DeepSpeed. Raises
     ConfigError for a JSON that cannot be used, and for one that contradicts these flags.
     """
+    from deepspeed.translation import translate
+
     if names := UNKNOWN.findall(text):
         raise ConfigError(f"values of {', '.join(dict.fromkeys(names))} are not known; give --set {names[0]}=VALUE")
     try:
@@ -142,6 +143,8 @@ def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunCo
 
 def from_yaml(name: str) -> str:
     """The JSON of a YAML file of settings, flat or by section; settings without a key are printed on standard error."""
+    from deepspeed.reverse import of_run, to_deepspeed
+
     translated, left = to_deepspeed(of_run(read_settings(name, flag="--from-yaml")))
     if left:
         unwritten = ", ".join(f"{setting}={value!r}" for setting, value in left.items())
@@ -151,6 +154,8 @@ def from_yaml(name: str) -> str:
 
 def key_page() -> str:
     """The page of all keys, in Markdown."""
+    from deepspeed.key_table import known_keys
+
     lines = [HEAD]
     titles = {"translated": ("Translated", "setting"), "without_effect": ("Without effect", "reason")}
     for use, (title, column) in {**titles, "refused": ("Refused", "fix")}.items():

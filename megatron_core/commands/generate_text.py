@@ -9,7 +9,7 @@ megatron-generate --nproc-per-node 2 --load ... --prompt ... --tensor-model-para
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import run_ranked, start
 
 if __name__ == "__main__":
     start("generate_text")
@@ -18,20 +18,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_core.errors import CheckpointError, ConfigError, DataError
-from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, TokenTexts
-from megatron_core.inference.generator import GenerationLayout, start_generator
-from megatron_core.inference.settings import InferenceConfig
+from megatron_core.inference.settings import GenerationLayout, InferenceConfig
 from megatron_core.output_file import Kind, Output, json_keys, prepare_output
-from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import gather_strings
-from megatron_core.terminal import parse_flags
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers import Tokenizer, end_ids
-from megatron_core.training.compatibility import open_model
+
+if TYPE_CHECKING:
+    from megatron_core.inference import Generator, Progress, TextStream
+    from megatron_core.parallel import World
 
 INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
 """Minutes for which the other ranks wait for typed input."""
@@ -114,6 +112,9 @@ class PromptText:
 
 def generate_text(settings: GenerateFlags, world: World) -> None:
     """Load the model, generate, and print on rank 0 during generation."""
+    from megatron_core.inference.generator import start_generator
+    from megatron_core.training.compatibility import open_model
+
     if settings.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={settings.max_new_tokens}: give 1 or more")
     prompts = [*settings.prompt, *(read_prompts(settings.prompt_file) if settings.prompt_file else ())]
@@ -141,6 +142,8 @@ def continue_all(
     settings: GenerateFlags, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
 ) -> list[PromptText]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
+    from megatron_core.inference import Engine, Request, Sampling, TextStream
+
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=settings.max_length, config=settings)
     tokens = [generator.before_prompt(ids) for ids in tokenizer.tokenize_batch(prompts)]
     texts = [PromptText(p, TextStream(tokenizer, settings.stop, ids)) for p, ids in zip(prompts, tokens, strict=True)]
@@ -183,6 +186,8 @@ def continue_all(
 
 def conclusion(text: PromptText, tokenizer: Tokenizer, alone: bool) -> str:
     """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
+    from megatron_core.inference import TokenTexts
+
     text_of = TokenTexts(tokenizer)
     output = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
     for progress in text.progress:
@@ -224,6 +229,8 @@ def check_unicode(prompt: str) -> None:
 
 def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
     """Yield lines typed on rank 0 on all ranks."""
+    from megatron_core.parallel.texts import gather_strings
+
     while True:
         line = ""
         if world.rank == 0:
@@ -249,8 +256,4 @@ def print_on_first_rank(text: str, world: World) -> None:
 
 def main() -> None:
     """Parse the flags, run and exit."""
-    run_job(_job)
-
-
-def _job(world: World) -> None:
-    generate_text(parse_flags(GenerateFlags, description=__doc__, console_outputs=world.rank == 0), world)
+    run_ranked(GenerateFlags, __doc__, generate_text)

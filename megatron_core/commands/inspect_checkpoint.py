@@ -19,18 +19,18 @@ if __name__ == "__main__":
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import tyro
-from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint
-from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.tensor_hash import combined
-from megatron_core.reports.tensor_hashes import checkpoint_hashes
 from megatron_core.terminal import parse_flags
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_core.checkpoint import CheckpointReader
+    from megatron_core.checkpoint.manifest import StoredTensor
 
 MOST_LINES = 50
 """Maximum number of listed differences without --tensors."""
@@ -60,6 +60,8 @@ class InspectCheckpointFlags:
 
 def open_reader(folder: str, step: int | None) -> CheckpointReader:
     """The checkpoint in ``folder``. Errors: ``CheckpointError``."""
+    from megatron_core.checkpoint import CheckpointReader, find_checkpoint  # loads torch, which --help does not need
+
     checkpoint = find_checkpoint(folder, step)
     if checkpoint is None:
         raise CheckpointError(f"{folder} has no checkpoint; give a --save folder of a training run")
@@ -98,6 +100,8 @@ def verified(reader: CheckpointReader) -> str:
 
 def contents(reader: CheckpointReader) -> list[str]:
     """The state of the run, its layout, and the sizes of tensors and files."""
+    from megatron_core.checkpoint.manifest import TORCH_DTYPES
+
     manifest = reader.manifest
     state = manifest.state
     config = manifest.state.get("config") or {}
@@ -140,6 +144,9 @@ def by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]
 
 def hash_lines(reader: CheckpointReader, *, by_tensor: bool) -> Iterator[str]:
     """The hash of all tensors, of each part of the checkpoint, and with ``by_tensor`` of each tensor."""
+    from megatron_core.parallel.tensor_hash import combined
+    from megatron_core.reports.tensor_hashes import checkpoint_hashes
+
     hashes = checkpoint_hashes(reader)
     sections: dict[str, dict[str, str]] = {}
     for name, value in hashes.items():
@@ -224,6 +231,8 @@ def difference(name: str, one: CheckpointReader, other: CheckpointReader) -> str
 
 def as_integers(tensor: Tensor) -> Tensor:
     """The elements as integers, so that NaN equals itself and the two zeros differ."""
+    import torch
+
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 

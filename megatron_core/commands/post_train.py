@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from megatron_core.commands.serve import LOOPBACK_NAMES, is_loopback, listen, run_server, stop_between_steps
 from megatron_core.config.flags import grouped, plain, to_flag
 from megatron_core.errors import ConfigError
-from megatron_core.parallel import World, run_job
 from megatron_core.terminal import parse_flags
 
 if TYPE_CHECKING:
+    from megatron_core.parallel import World
     from megatron_core.post_training import Trainer
 
 DEFAULTS = {
@@ -104,6 +104,8 @@ def main() -> None:
     """Parse the flags, run and exit."""
     if sys.argv[1:2] in (["--help"], ["-h"]):
         parse_flags(PostTrainFlags, description=__doc__)
+    from megatron_core.parallel import run_job  # loads torch, which --help does not need
+
     run_job(_job)
 
 

@@ -14,24 +14,13 @@ from megatron_core.commands.start import start, status_of
 if __name__ == "__main__":
     start("replay_step")
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
 import tyro
-from torch import Tensor, nn
 
-from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig, RunConfig
 from megatron_core.locations import location
-from megatron_core.parallel import World
-from megatron_core.parallel.texts import listed
 from megatron_core.terminal import parse_flags
-from megatron_core.training.compatibility import stored_config
-from megatron_core.training.driver import StepHooks
-from megatron_core.training.setup import Run, set_up
-from megatron_core.training.step import train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,65 +31,9 @@ class ReplayFlags:
     """Folder of the step in bad_steps, in the --save folder."""
 
 
-def config_of(folder: Path) -> RunConfig:
-    """The run's configuration for one process that loads the weights in ``folder`` and writes nothing."""
-    config = stored_config(folder)
-    return replace(
-        config,
-        parallel=ParallelConfig(),
-        checkpoint=CheckpointConfig(load=str(folder), no_load_optim=True),
-        monitor=MonitorConfig(record_times=False),
-    )
-
-
-class Finder:
-    """Finds the first module whose output is not finite, and the gradients that are not."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.module = ""
-        self.gradients = list[str]()
-        for stage in run.stages.values():
-            for name, module in stage.named_modules():
-                module.register_forward_hook(lambda _, __, output, name=name: self._look(name, output))
-
-    def _look(self, name: str, output: object) -> None:
-        if not self.module and isinstance(output, Tensor) and not is_finite(output):
-            self.module = name or "the whole model"
-
-    def look_at_gradients(self) -> None:
-        """Check the gradients after they are complete."""
-        self.gradients = [name for name, p in self.parameters() if not is_finite(p.main_grad)]  # type: ignore[attr-defined]  # of data_parallel
-
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters of the model."""
-        return [
-            pair for stage in self.run.stages.values() for pair in stage.named_parameters() if pair[1].requires_grad
-        ]
-
-
-def is_finite(x: Tensor) -> bool:
-    """Whether every element is finite."""
-    return not x.is_floating_point() or bool(torch.isfinite(x).all())
-
-
-def replay(folder: Path) -> bool:
-    """Repeat the step and print its results; returns whether loss and gradients are finite."""
-    world = World(0, 1, 0, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    run = set_up(config_of(folder), world)
-    finder = Finder(run)
-    weights = [name for name, parameter in finder.parameters() if not is_finite(parameter)]
-    result = train_step(run, hooks=StepHooks(before_update=finder.look_at_gradients, is_bad=lambda loss, norm: True))
-    size = result.size
-    print(f"iteration {run.state.iteration}, samples {size.consumed_samples} to {size.end - 1}")
-    print(f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}")
-    for what, names in (("weights", weights), ("gradients", finder.gradients)):
-        print(f"{what} that are not finite: {listed(names) if names else 'none'}")
-    print(f"the first module whose output is not finite: {finder.module or 'none'}")
-    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, repeat the step and exit."""
     settings = parse_flags(ReplayFlags, args=arguments, description=__doc__)
+    from megatron_core.resilience.replay import replay  # loads torch, which --help does not need
+
     return status_of(lambda: 0 if replay(location(settings.step)) else 1, failed=2)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import tyro
 
-from megatron_core.reports.report import write_report
 from megatron_core.terminal import parse_flags
 
 
@@ -38,6 +37,8 @@ class ReportFlags:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, write the page and exit."""
     settings = parse_flags(ReportFlags, args=arguments, description=__doc__)
+    from megatron_core.reports.report import write_report  # loads torch, which --help does not need
+
     status = status_of(lambda: write_report(settings.run, settings.out, settings.compare))
     print("" if status else f"wrote {settings.out}\n", end="")
     return status

@@ -9,7 +9,7 @@ Needs pip install starlette uvicorn h11 pydantic, or the extra "server" of this 
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import run_ranked, start
 
 if __name__ == "__main__":
     start("serve")
@@ -22,17 +22,13 @@ import threading
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_core.errors import ConfigError
-from megatron_core.features.conversations.chat_template import chat_template_of
-from megatron_core.inference import Engine
-from megatron_core.inference.generator import GenerationLayout, start_generator
-from megatron_core.inference.service import GenerationService
-from megatron_core.inference.settings import InferenceConfig
-from megatron_core.parallel import World, run_job
-from megatron_core.terminal import parse_flags
-from megatron_core.training.compatibility import open_model
+from megatron_core.inference.settings import GenerationLayout, InferenceConfig
+
+if TYPE_CHECKING:
+    from megatron_core.parallel import World
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -70,6 +66,12 @@ class ServeFlags(InferenceConfig, GenerationLayout):
 
 def serve_requests(settings: ServeFlags, world: World) -> None:
     """Load the model, listen on rank 0, and generate on all ranks until interrupted."""
+    from megatron_core.features.conversations.chat_template import chat_template_of
+    from megatron_core.inference.engine import Engine
+    from megatron_core.inference.generator import start_generator
+    from megatron_core.inference.service import GenerationService
+    from megatron_core.training.compatibility import open_model
+
     try:
         from megatron_core.inference.openai import Protocol, RequestLimits
         from megatron_core.inference.web import Server
@@ -177,8 +179,4 @@ def is_loopback(host: str) -> bool:
 
 def main() -> None:
     """Parse the flags, run and exit."""
-    run_job(_job)
-
-
-def _job(world: World) -> None:
-    serve_requests(parse_flags(ServeFlags, description=__doc__, console_outputs=world.rank == 0), world)
+    run_ranked(ServeFlags, __doc__, serve_requests)

@@ -12,12 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_core.command import end_on_interrupt, program, run_tool
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_launcher
-from megatron_core.terminal import PRINT_COMPLETION
+from megatron_core.terminal import PRINT_COMPLETION, parse_flags
+
+if TYPE_CHECKING:
+    from megatron_core.parallel import World
 
 DISTRIBUTION = "megatron-native"
 _SHORT = {
@@ -84,6 +87,19 @@ def status_of(tool: Callable[[], int | None], *, failed: int = 1) -> int:
     except (MegatronError, OSError) as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return failed
+
+
+def run_ranked(kind: Callable[..., Any], description: str | None, job: Callable[[Any, World], None]) -> NoReturn:
+    """Parse the flags of ``kind``, run ``job`` with them on this rank, and exit."""
+    # A process without a launcher answers --help and wrong flags before it loads torch, which takes a second. The ranks
+    # of a job report one error together, for which they need the job.
+    settings = None if "WORLD_SIZE" in os.environ else parse_flags(kind, description=description)
+    from megatron_core.parallel import run_job
+
+    def run(world: World) -> None:
+        job(settings or parse_flags(kind, description=description, console_outputs=world.rank == 0), world)
+
+    run_job(run)
 
 
 def _start_ranks(module: str, words: list[str]) -> NoReturn:

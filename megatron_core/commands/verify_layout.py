@@ -7,16 +7,15 @@ from megatron_core.commands.start import start
 if __name__ == "__main__":
     start("verify_layout")
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
+from megatron_core import verify
 from megatron_core.command import program
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
@@ -27,11 +26,12 @@ from megatron_core.output_file import Output, json_with, prepare_output, startin
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.build import vocabulary_size
-from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
+from megatron_core.verify import Layout, fitting_layouts, shrunk
 from megatron_core.verify.comparison import (
+    BITS_HEADING,
+    HEADING,
     OF_EVERY_LAYOUT,
     Task,
-    changed_lines,
     changed_values,
     configured,
     layout_task,
@@ -39,23 +39,8 @@ from megatron_core.verify.comparison import (
     pairwise,
     require_legal,
     said_of_stages,
-    switches,
 )
-from megatron_core.verify.parity import ParityReport
-from megatron_core.verify.resumed import check_resumed, why_not_resumed
 from megatron_core.verify.shrink import at_full_size, small_run
-from megatron_core.verify.table import (
-    BITS_HEADING,
-    HEADING,
-    TerminalTable,
-    Verdict,
-    bits_page,
-    layout_page,
-    print_wrapped,
-    setting_words,
-    summary_line,
-    verdict_line,
-)
 from megatron_core.verify.together import incomparable
 
 MOST_RANKS = 4096
@@ -123,13 +108,13 @@ class LayoutOptions:
         return [self.compared_dtype, *(dtype for dtype, is_own in own.items() if is_own and both)]
 
 
-Outputs = Mapping[str, Output]
-"""Output files by the names of their settings."""
-
-
-def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -> int:
+def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Mapping[str, Output]) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog=program()), options)
+    from megatron_core.verify import GPTExperiment  # loads torch, which --help and refused settings do not need
+    from megatron_core.verify.compare_layouts import compare_bits, compare_values
+    from megatron_core.verify.table import print_wrapped
+
     device = options.device if options.device != "auto" else available_device(task.layouts)
     if device == "simulated" and task.config.section(CompilationConfig).compile:
         raise ConfigError(
@@ -141,87 +126,8 @@ def verify_layouts(options: LayoutOptions, flags: list[str], outputs: Outputs) -
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
     if not options.bits:
         experiment = replace(experiment, thorough=options.thorough, plain_reference=True)
-    return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what, outputs)
-
-
-def compare_values(
-    experiment: GPTExperiment, task: Task, options: LayoutOptions, device: str, what: str, outputs: Outputs
-) -> int:
-    """Compare within the bounds of rounding."""
-    backend = task.config.parallel.distributed_backend
-    left_out = setting_words(task.not_compared)
-    reports = list[ParityReport]()
-    for dtype in task.dtypes:
-        table = TerminalTable([str(layout) for layout in task.layouts], dtype)
-        print(table.head(), flush=True)
-        reports.append(
-            check_parity(
-                experiment,
-                task.layouts,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                on_row=table.print_row,
-            )
-        )
-        print_wrapped(verdict_line(summary_line(reports[-1]), left_out))
-    unresumed = why_not_resumed(task, device) if options.thorough else "add --thorough"
-    if not unresumed:
-        table = TerminalTable([f"1 process from {layout}" for layout in task.layouts], "float64")
-        print(table.head(), flush=True)
-        reports.append(
-            check_resumed(
-                experiment,
-                task.layouts,
-                backend=backend,
-                on_row=table.print_row,
-            )
-        )
-        print_wrapped(summary_line(reports[-1]))
-    verdict = Verdict(options.steps, options.thorough, unresumed, switches(task.config), task.changed)
-    print_wrapped(*verdict.lines(), *refusals(task))
-    first, *further = reports
-    if "json" in outputs:
-        written = first.as_dict() | {"not_compared": left_out, "refused": task.refused} | verdict.as_dict()
-        written["further"] = [report.as_dict() for report in further]
-        outputs["json"].write(json.dumps(written, indent=1) + "\n")
-    if "markdown" in outputs:
-        pages = [*layout_page(first, what, left_out), "", *(f"- {line}" for line in verdict.lines())]
-        for report in further:
-            pages += ["", *layout_page(report, what)]
-        outputs["markdown"].write("\n".join(pages) + "\n")
-    return 0 if all(report.holds for report in reports) else 1
-
-
-def compare_bits(
-    experiment: GPTExperiment, task: Task, options: LayoutOptions, device: str, what: str, outputs: Outputs
-) -> int:
-    """Compare hashes."""
-    width = max(len(str(layout)) for layout in task.layouts)
-    report = check_bits(
-        experiment,
-        task.layouts,
-        dtype=options.compared_dtype,
-        device=device,
-        backend=task.config.parallel.distributed_backend,
-        on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
-    )
-    left_out = setting_words(task.not_compared)
-    print_wrapped(verdict_line(report.summary, left_out), *changed_lines(task.changed), *refusals(task))
-    if "json" in outputs:
-        written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
-        outputs["json"].write(json.dumps(written, indent=1) + "\n")
-    if "markdown" in outputs:
-        outputs["markdown"].write("\n".join(bits_page(report, what, task.refused, left_out)) + "\n")
-    return 0 if report.holds else 1
-
-
-def refusals(task: Task) -> list[str]:
-    """A line for each reason why layouts of --all are not compared."""
-    names: dict[str, list[str]] = {}
-    for name, reason in task.refused.items():
-        names.setdefault(reason, []).append(name)
-    return [f"refused: {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
+    compared = (compare_bits if options.bits else compare_values)(experiment, task, device, what, outputs)
+    return 0 if compared else 1
 
 
 def task_of(config: RunConfig, options: LayoutOptions) -> Task:
@@ -351,7 +257,7 @@ def refuse_contradictions(options: LayoutOptions) -> None:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
 
 
-def prepare_outputs(options: LayoutOptions, flags: list[str]) -> Outputs:
+def prepare_outputs(options: LayoutOptions, flags: list[str]) -> Mapping[str, Output]:
     """Check the files that will be written, before the work starts."""
     heading = BITS_HEADING if options.bits else HEADING
     kinds = {
@@ -367,6 +273,8 @@ def prepare_outputs(options: LayoutOptions, flags: list[str]) -> Outputs:
 
 def available_device(layouts: list[Layout]) -> str:
     """cuda if there is a GPU for every rank of every layout, else cpu for small worlds and simulated for large ones."""
+    import torch
+
     most = max(layout.world_size for layout in layouts)
     if torch.cuda.device_count() >= most:
         return "cuda"
@@ -392,7 +300,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         refuse_contradictions(options)
         return verify_layouts(options, flags, prepare_outputs(options, flags))
-    except RankFailure as error:
+    except verify.RankFailure as error:
         print(f"{program()}: training in one process failed: {error}", file=sys.stderr)
         return 1
     except MegatronError as error:

@@ -18,7 +18,6 @@ import tyro
 
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import parse_flags
-from megatron_core.verify import Layout, verify_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,8 @@ class ModuleOptions:
 
 def run_comparison(options: ModuleOptions) -> int:
     """Run the comparison and print its result; return the exit status."""
+    from megatron_core.verify import Layout, verify_module  # loads torch, which --help does not need
+
     file, _, function = options.target.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(f"{options.target!r} must be FILE:FUNCTION, with the path of a Python file; correct it")

@@ -1,7 +1,8 @@
-"""Generating text from a checkpoint."""
+"""Generating text from a checkpoint.
 
-from megatron_core.inference.engine import Engine, generate
-from megatron_core.inference.generator import Generator
-from megatron_core.inference.requests import Progress, Request, TokenScore
-from megatron_core.inference.sampling import Sampling
-from megatron_core.inference.text import TextStream, TokenTexts, until_stop
+Names are imported on first use, because the flags of a command do not need torch; ``__init__.pyi`` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import AttentionKind
 from megatron_core.config.mixers import mixer_of
-from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.equal_bits.kernels import check_same_kernels
@@ -23,6 +21,7 @@ from megatron_core.features.equal_bits.rules import invariance_problems
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.inference.sampling import Losses
+from megatron_core.inference.settings import GenerationLayout
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.models.gpt.model import HeadOptions
@@ -186,37 +185,6 @@ class Generator:
         hidden, handle = self._p2p.receive(shape, dtype, self.device, sender)
         handle.wait()
         return hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationLayout:
-    """Layout of the model for generation."""
-
-    tensor_model_parallel_size: int = 1
-    """Number of ranks over which the matrices of each layer are split."""
-    pipeline_model_parallel_size: int = 1
-    """Number of ranks over which the layers are split."""
-    layout_invariant: bool = False
-    """Compute logits and log probabilities with the bits of a training with --layout-invariant, in every layout and
-    independent of the other texts of a step. Each step takes longer, because its products have fixed shapes."""
-
-    def applied(self, config: RunConfig) -> RunConfig:
-        """Return the configuration of the training run with this layout."""
-        balanced: dict[str, Any] = BALANCED_STAGES
-        parallel = replace(
-            config.parallel,
-            **balanced,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            pipeline_schedule=None,
-            pipeline_plan=None,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-            expert_tensor_parallel_size=None,
-            layout_invariant=self.layout_invariant,
-            sequence_parallel=False,  # a single new position cannot be split
-        )
-        return replace(config, parallel=parallel)
 
 
 def start_generator(

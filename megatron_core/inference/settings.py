@@ -1,8 +1,11 @@
-"""Settings of the key-value cache and of the steps of generation, with Megatron-LM's names."""
+"""Settings of the layout, of the key-value cache and of the steps of generation, with Megatron-LM's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from megatron_core.config import RunConfig
 from megatron_core.config import ranges as r
+from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.setting import ALWAYS, declarations, section, setting
 from megatron_core.errors import ConfigError
 
@@ -33,3 +36,34 @@ class InferenceConfig:
             legal = declared.legal
             if legal is not None and value is not None and not legal.contains(value):
                 raise ConfigError(f"{name}={value} {legal.fault}: it must be {legal.words}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationLayout:
+    """Layout of the model for generation."""
+
+    tensor_model_parallel_size: int = 1
+    """Number of ranks over which the matrices of each layer are split."""
+    pipeline_model_parallel_size: int = 1
+    """Number of ranks over which the layers are split."""
+    layout_invariant: bool = False
+    """Compute logits and log probabilities with the bits of a training with --layout-invariant, in every layout and
+    independent of the other texts of a step. Each step takes longer, because its products have fixed shapes."""
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of the training run with this layout."""
+        balanced: dict[str, Any] = BALANCED_STAGES
+        parallel = replace(
+            config.parallel,
+            **balanced,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            pipeline_schedule=None,
+            pipeline_plan=None,
+            context_parallel_size=1,
+            expert_model_parallel_size=1,
+            expert_tensor_parallel_size=None,
+            layout_invariant=self.layout_invariant,
+            sequence_parallel=False,  # a single new position cannot be split
+        )
+        return replace(config, parallel=parallel)

@@ -28,6 +28,9 @@ NOT_IN_NAMES = (
 """Settings of a layout that its name does not have."""
 
 
+HEADING = "# Layouts compared with one process"
+"""First line of a page of values."""
+BITS_HEADING = "# Layouts with the bits of one process"
 OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 

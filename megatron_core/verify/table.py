@@ -7,11 +7,9 @@ from typing import Any
 
 from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.bounds import EPSILON
-from megatron_core.verify.comparison import changed_lines
+from megatron_core.verify.comparison import BITS_HEADING, HEADING, changed_lines
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
-HEADING = "# Layouts compared with one process"
-BITS_HEADING = "# Layouts with the bits of one process"
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict")
 _TERMINAL_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "verdict", "s")
 _COLUMNS = 100

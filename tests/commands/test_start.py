@@ -44,8 +44,9 @@ def test_each_command_is_a_script_and_an_entry_point() -> None:
 def test_every_module_starts_itself_before_its_imports(name: str) -> None:
     found = [node for node in ast.parse((FOLDER / f"{name}.py").read_text()).body if not isinstance(node, ast.Expr)]
     found = [node for node in found if getattr(node, "module", None) != "__future__"]
-    first = ast.unparse(found[0]).removesuffix(", status_of")
-    assert first == "from megatron_core.commands.start import start"
+    first = ast.unparse(found[0])
+    others = ("run_ranked, start", "start, status_of", "start")
+    assert first in {f"from megatron_core.commands.start import {names}" for names in others}
     assert ast.unparse(found[1]) == f"if __name__ == '__main__':\n    start('{name}')"
     assert "main" in {getattr(node, "name", None) for node in found}
 
@@ -61,6 +62,34 @@ def test_version_and_completion() -> None:
     done = run("megatron_core.commands.train", "--print-completion", "bash")
     assert done.returncode == 0 and "complete" in done.stdout
     assert "megatron-train" in done.stdout and "tensor-model-parallel-size" in done.stdout
+
+
+@pytest.mark.every_case
+def test_help_and_wrong_flags_of_every_command_do_not_load_torch() -> None:
+    """Each command answers in a child of one process that has imported only what all commands start with."""
+    program = """
+import os, sys
+from megatron_core.commands.start import modules, start
+for module in modules().values():
+    for flag, status in (("--help", 0), ("--no-such-flag", 2)):
+        child = os.fork()
+        if not child:
+            sys.argv = [module, flag]
+            try:
+                start(module)
+            except SystemExit as end:
+                failed = isinstance(end.code, str) or bool(end.code)
+                os._exit(2 if "torch" in sys.modules else int(failed != bool(status)))
+            os._exit(3)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended:
+            print(module, flag, {1: "status", 2: "loads torch", 3: "runs"}.get(ended, ended), file=sys.__stderr__)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    call = [sys.executable, "-c", program]
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    faults = [line for line in done.stderr.splitlines() if line.endswith(("status", "loads torch", "runs"))]
+    assert not faults, faults
 
 
 @pytest.mark.every_case

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_core.commands import doctor
 from megatron_core.cpu_ranks.shared_memory.backend import expected
 from megatron_core.ops import native
 from megatron_core.ops.libraries import LIBRARIES
+from megatron_core.verify import installation
 from megatron_core.verify.ranks import RankFailure
 from tests.ops import libraries
 
@@ -36,9 +36,9 @@ def test_the_doctor_as_users_start_it() -> None:
 
 
 def test_five_lines_say_what_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [[], []])
+    monkeypatch.setattr(installation, "run_ranks", lambda *args, **kwargs: [[], []])
     libraries.use(libraries.cpu, monkeypatch)
-    assert doctor.examine(doctor.DoctorFlags()) == 0
+    assert installation.examine(with_collectives=True, verbose=False) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["versions:", "devices:", "kernels:", "collectives:", "recommended:"]
     assert [line.split()[0] for line in lines] == names
@@ -52,7 +52,7 @@ def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatc
     for cached in (native.library, native.unavailable_reason):
         cached.cache_clear()
     try:
-        said = "\n".join([*doctor.kernel_lines(), *doctor.advice()])
+        said = "\n".join([*installation.kernel_lines(), *installation.advice()])
     finally:
         for cached in (native.library, native.unavailable_reason):
             cached.cache_clear()
@@ -63,14 +63,14 @@ def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatc
 
 def test_the_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.use(libraries.cpu, monkeypatch)
-    assert doctor.selected("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
+    assert installation.selected("rms_norm", "cpu", torch.float32).startswith("native, libmegatron_cpu_")
 
 
 def test_partly_supported_operations_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         LIBRARIES["apex"], "unavailable_reason", lambda op, *_: "no layer_norm" if op == "layer_norm" else None
     )
-    said = [line for line in doctor.other_libraries() if "apex" in line]
+    said = [line for line in installation.other_libraries() if "apex" in line]
     assert said == [
         "--kernel-backend apex, for layer_norm on cuda: no layer_norm",
         "--kernel-backend apex, for multi_tensor, rms_norm on cuda: available; multi_tensor only for some arguments, "
@@ -79,14 +79,14 @@ def test_partly_supported_operations_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wrong_and_failed_collectives_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [["broadcast"], ["all_reduce", "broadcast"]])
-    assert doctor.collectives("gloo") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
+    monkeypatch.setattr(installation, "run_ranks", lambda *args, **kwargs: [["broadcast"], ["all_reduce", "broadcast"]])
+    assert installation.collectives("gloo") == (False, "gloo, 2 ranks: wrong results of all_reduce, broadcast")
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RankFailure("rank 1 failed:\nTraceback (most recent call last):\nrank 1 exited without a result")
 
-    monkeypatch.setattr(doctor, "run_ranks", fail)
-    good, sentence = doctor.collectives("gloo")
+    monkeypatch.setattr(installation, "run_ranks", fail)
+    good, sentence = installation.collectives("gloo")
     assert (good, sentence) == (False, "gloo, 2 ranks: failed: rank 1 exited without a result")
-    assert doctor.examine(doctor.DoctorFlags()) == 1
-    assert doctor.examine(doctor.DoctorFlags(collectives=False)) == 0
+    assert installation.examine(with_collectives=True, verbose=False) == 1
+    assert installation.examine(with_collectives=False, verbose=False) == 0

@@ -1,0 +1,10 @@
+from .engine import Engine as Engine
+from .engine import generate as generate
+from .generator import Generator as Generator
+from .requests import Progress as Progress
+from .requests import Request as Request
+from .requests import TokenScore as TokenScore
+from .sampling import Sampling as Sampling
+from .text import TextStream as TextStream
+from .text import TokenTexts as TokenTexts
+from .text import until_stop as until_stop
