@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is 
 BEFORE, AFTER = 3, 4
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 DP2, ZERO1 = {"use_distributed_optimizer": False}, {"use_distributed_optimizer": True}
+ZERO3 = {"use_distributed_optimizer": False, "zero_stage": 3}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Case:
     """``--ckpt-format torch``, or how ``torch_dist`` stores the optimizer's state."""
     ours: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    our_ranks: int = 2
+    """Number of ranks that continue with ``ours``."""
+    after: int = AFTER
+    """Number of steps that are compared."""
 
 
 SHARDED = {"distributed": True}
@@ -93,6 +98,13 @@ CASES = {
     "layers of different sizes tp2, flat buffers": Case(theirs.HETEROGENEOUS, 2, "tp2", "dp_reshardable", PP2, SHARDED),
     "layers of different sizes, torch": Case(theirs.HETEROGENEOUS, 1, "", "torch", TP2, {}),
     "experts ep2 etp1, torch, flat buffers": Case(theirs.EXPERTS, 2, "tp2 ep2 etp1", "torch", PP2, SHARDED),
+    "llama tp2 dp2 on 4 ranks": Case(theirs.LLAMA, 4, "tp2", "dp_reshardable", TP2 | PP2, SHARDED, 4, 7),
+    "llama pp2 dp2 on 4 ranks": Case(theirs.LLAMA, 4, "pp2", "fully_reshardable", TP2 | ZERO3, SHARDED, 4, 7),
+    "llama tp2 pp2, 2 chunks": Case(LAYERS4, 4, "tp2 pp2", "torch", PP2 | ZERO1, {"chunks": 2}, 4, 7),
+    "experts ep2 dp2 on 4 ranks": Case(
+        theirs.EXPERTS, 4, "ep2", "dp_reshardable", EP2 | PP2, SHARDED | {"micro_batch": 1}, 4, 7
+    ),
+    "gpt tp2 pp2, tied": Case(theirs.GPT, 4, "tp2 pp2", "torch", TP2 | ZERO3, {}, 4, 7),
     "llama bf16": Case(theirs.LLAMA, 1, "", "fully_reshardable", {}, {"bf16": True}),
     "llama bf16, torch": Case(theirs.LLAMA, 1, "", "torch", {}, {"bf16": True}),
 }
@@ -113,7 +125,7 @@ def _write(folder: Path, names: list[str]) -> None:
             training.save_rank_files(folder / name)
         else:
             training.save(folder / name, case.how)
-        losses = [training.step() for _ in range(AFTER)]
+        losses = [training.step() for _ in range(case.after)]
         (folder / name / "losses.json").write_text(json.dumps(losses))
 
 
@@ -124,7 +136,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = {item.callspec.params["name"] for item in tests if hasattr(item, "callspec")} | {READ_AGAIN}
     import_module("torch._inductor.compile_fx")  # inherited by the ranks
-    for ranks in (1, 2):
+    for ranks in (1, 2, 4):
         run_ranks(
             ranks,
             _write,
@@ -145,13 +157,13 @@ class Tokens:
         return {"tokens": row[:-1], "labels": row[1:], "loss_mask": np.ones(self.sequence_length, np.float32)}
 
 
-def continued(load: str, settings: dict[str, Any]) -> list[float]:
+def continued(load: str, settings: dict[str, Any], steps: int = AFTER) -> list[float]:
     """The losses of the steps after the checkpoint."""
     run = start(settings | {"load": load, "mock_data": True, "eval_iters": 0})
     assert (run.state.iteration, run.state.consumed_samples) == (BEFORE, BEFORE * theirs.BATCH)
     assert run.optimizer.steps_taken == BEFORE - run.state.skipped_iterations
     run.train_loader = run.loader(Tokens())
-    return [loss for loss, _ in train(run, AFTER)]
+    return [loss for loss, _ in train(run, steps)]
 
 
 @pytest.mark.drawn(2)
@@ -159,11 +171,10 @@ def continued(load: str, settings: dict[str, Any]) -> list[float]:
 def test_training_continues_with_the_losses_of_megatron(name: str, folder: Path) -> None:
     case, stored = CASES[name], folder / name
     settings = megatron_config(stored / f"iter_{BEFORE:07d}").flat() | case.ours
-    ranks = 2 if case.ours else 1
-    losses = run_ranks(ranks, continued, str(stored), settings)[0]
+    losses = run_ranks(case.our_ranks if case.ours else 1, continued, str(stored), settings, case.after)[0]
     expected = json.loads((stored / "losses.json").read_text())
     assert losses == pytest.approx(expected, abs=TOLERANCE[case.settings.get("bf16", False)])
-    assert len({round(loss, 3) for loss in expected}) > AFTER // 2, "the losses do not change"
+    assert len({round(loss, 3) for loss in expected}) > case.after // 2, "the losses do not change"
 
 
 def test_a_converted_checkpoint_continues(folder: Path, tmp_path: Path) -> None:

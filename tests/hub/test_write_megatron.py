@@ -24,7 +24,7 @@ from megatron_core.training.compatibility import stored_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.hub import megatron_training as theirs
-from tests.hub.test_continue_megatron import BEFORE, BIASED, DP2, EP2, PP2, SHARDED, TP2, Tokens, continued
+from tests.hub.test_continue_megatron import BEFORE, BIASED, DP2, EP2, PP2, SHARDED, TP2, ZERO3, Tokens, continued
 
 installed = pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is not installed (make install-test)")
 AFTER = 4
@@ -32,12 +32,15 @@ AFTER = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A model, our layout on two ranks, and the layout and optimizer of Megatron Core that continue."""
+    """A model, our layout, and the layout and optimizer of Megatron Core that continue on as many ranks."""
 
     shape: dict[str, Any]
     ours: dict[str, Any]
     layout: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    after: int = AFTER
+    """Number of steps that are compared."""
 
 
 ZERO1 = {"use_distributed_optimizer": True}
@@ -57,6 +60,9 @@ CASES = {
     "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
     "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
+    "llama on 4 ranks": Case(theirs.LLAMA, TP2 | PP2, "tp2", SHARDED, 4, 7),
+    "gpt on 4 ranks": Case(theirs.GPT, TP2 | ZERO3, "tp2 pp2", {}, 4, 7),
+    "experts on 4 ranks": Case(theirs.EXPERTS, EP2 | PP2, "pp2 ep2", SHARDED, 4, 7),
 }
 
 
@@ -75,7 +81,7 @@ def _train(folder: Path, name: str) -> None:
         train(run, steps)
         run.saver.save(run.state)
     run.saver.close()
-    losses = [loss for loss, _ in train(run, AFTER)]
+    losses = [loss for loss, _ in train(run, CASES[name].after)]
     (folder / name / "losses.json").write_text(json.dumps(losses))
 
 
@@ -87,7 +93,7 @@ def _continue(folder: Path, names: list[str]) -> None:
         training = theirs.Training(case.shape, case.layout, **case.settings)
         training.load(folder / name / "torch_dist" / f"iter_{BEFORE:07d}")
         assert (training.iteration, training.args.consumed_train_samples) == (BEFORE, BEFORE * theirs.BATCH)
-        losses = [training.step() for _ in range(AFTER)]
+        losses = [training.step() for _ in range(case.after)]
         (folder / name / "theirs.json").write_text(json.dumps(losses))
 
 
@@ -98,10 +104,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = {item.callspec.params["name"] for item in tests if hasattr(item, "callspec")} | {READ_AGAIN}
     for name in names:
-        run_ranks(2, _train, made, name)
+        run_ranks(CASES[name].ranks, _train, made, name)
     if MEGATRON.is_dir():
         import_module("torch._inductor.compile_fx")  # inherited by the ranks
-        run_ranks(2, _continue, made, sorted(names), backend="gloo")
+        for ranks in {CASES[name].ranks for name in names}:
+            run_ranks(
+                ranks,
+                _continue,
+                made,
+                sorted(name for name in names if CASES[name].ranks == ranks),
+                backend="gloo",
+            )
     return made
 
 
