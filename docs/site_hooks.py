@@ -52,8 +52,17 @@ def exported_names(package: str) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(PACKAGE if not node.level else "")
         for alias in node.names
-        if not alias.name.startswith("_")
+        if not alias.name.startswith("_") and not is_of_torch(package, node, alias.name)
     ]
+
+
+def is_of_torch(package: str, node: ast.ImportFrom, name: str) -> bool:
+    """Whether the module that ``node`` imports ``name`` from has it from torch, whose documentation describes it."""
+    path = (ROOT / PACKAGE / package / f"{node.module}".replace(".", "/")).with_suffix(".py")
+    if not node.level or not path.is_file():
+        return False
+    imports = [each for each in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(each, ast.ImportFrom)]
+    return any(f"{each.module}".split(".")[0] == "torch" and name in {a.name for a in each.names} for each in imports)
 
 
 def interface_page(package: str, title: str) -> str:
