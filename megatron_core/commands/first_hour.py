@@ -170,8 +170,8 @@ class TimedSteps:
             for line in process.stdout:
                 log.write(line)
                 latest = [*latest, line][-LINES_OF_A_FAILURE:]
-                if shown := SHOWN.match(line.rstrip()):
-                    print(f"    {shown[0]}", flush=True)
+                if line_to_show := SHOWN.match(line.rstrip()):
+                    print(f"    {line_to_show[0]}", flush=True)
         if process.returncode:
             raise MegatronError(
                 f"the step {title!r} failed with status {process.returncode}; {self.log} has its output:\n"
