@@ -44,7 +44,8 @@ print(timeline_picture(even, "even stages", width=90))
 
 # %% [markdown]
 # **One slow stage.** Stage 1 takes twice as long. The other ranks wait after every micro-batch, and their gaps repeat
-# through the whole step; the slow rank has almost none. The cure is another division of the layers, not another schedule.
+# through the whole step; the slow rank has almost none. The cure is another division of the layers, not another
+# schedule.
 
 # %%
 SLOW = 2.0
