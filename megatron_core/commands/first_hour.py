@@ -13,7 +13,7 @@ The chat page needs pip install starlette uvicorn h11 pydantic, or the extra "se
 
 from __future__ import annotations
 
-from megatron_core.commands.start import command_name, start
+from megatron_core.commands.start import start
 
 if __name__ == "__main__":
     start("first_hour")
@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 
 from megatron_core.commands.collect_corpus import library_conversations
+from megatron_core.commands.start import command_name
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.output_file import make_output_folder
 from megatron_core.reports.metrics import read_metrics
