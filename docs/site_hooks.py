@@ -39,7 +39,7 @@ OPTIONS = """\
     options:
       heading_level: 2
 """
-LOW_IN_SEARCH = "---\nsearch:\n  boost: 0.3\n---\n\n"
+LOW_IN_SEARCH = "---\nsearch:\n  boost: 0.1\n---\n\n"
 """Head of a page that the search ranks below guides with the same words."""
 NAMED_BY_FILE = re.compile(r"\[`?([\w/.]*?\w+\.md)`?\]\(([\w/.]+\.md)(#[^)\s]*)?\)")
 TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
