@@ -34,14 +34,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_core.commands.collect_corpus import library_conversations
 from megatron_core.commands.start import command_name
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.output_file import make_output_folder
 from megatron_core.reports.metrics import read_metrics
-from megatron_core.reports.reference_rate import measure_product_rate
 from megatron_core.terminal import parse_flags
 
 TOKENS_PER_PARAMETER = 20
@@ -73,7 +70,6 @@ TEMPLATE = (
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 SHOWN = re.compile(r".*  iteration \d.*|validation loss at.*|.* documents, \S+ (MB|tokens)$|.* layouts hold")
 """The output of a step that is shown; all of it is in the log."""
-LINES_OF_A_FAILURE = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +166,7 @@ class TimedSteps:
             assert process.stdout is not None
             for line in process.stdout:
                 log.write(line)
-                latest = [*latest, line][-LINES_OF_A_FAILURE:]
+                latest = [*latest, line][-15:]
                 if line_to_show := SHOWN.match(line.rstrip()):
                     print(f"    {line_to_show[0]}", flush=True)
         if process.returncode:
@@ -214,6 +210,7 @@ class FirstHour:
         self.steps = TimedSteps(self.folder / "log.txt")
         self.corpus = self.folder / "corpus.jsonl"
         self.tokenizer = self.folder / "tokenizer.json"
+        self.tokenizer_flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
         self.template = self.folder / "chat_template.jinja"
         self.talks = {split: self.folder / f"conversations.{split}.jsonl" for split in ("train", "valid")}
         self.pretrained = self.folder / "pretrained"
@@ -221,6 +218,10 @@ class FirstHour:
 
     def make_plan(self) -> HourPlan:
         """Choose the model, measure a few of its steps, and print the price, here and on a GPU."""
+        import torch  # here, so that --help and wrong flags are answered at once
+
+        from megatron_core.reports.reference_rate import measure_product_rate
+
         seconds = training_seconds(self.settings.minutes)
         torch.set_num_threads(1)  # as each of the two ranks
         rate = measure_product_rate(torch.device("cpu"), torch.float32)
@@ -267,7 +268,7 @@ class FirstHour:
         )  # fmt: skip
         self.steps.run(
             "tokens", "preprocess_data", "--input", self.corpus, "--output-prefix", self.folder / "corpus",
-            *self.tokenizer_flags(), "--append-eod", "--workers", 2, "--overwrite",
+            *self.tokenizer_flags, "--append-eod", "--workers", 2, "--overwrite",
         )  # fmt: skip
         self.template.write_text(TEMPLATE)
         path = self.settings.conversations
@@ -283,7 +284,7 @@ class FirstHour:
     def pretrain(self, plan: HourPlan) -> None:
         """A quarter of the steps in each layout; each continues from the checkpoint of the one before."""
         common = [
-            *self.tokenizer_flags(), "--data-path", self.folder / "corpus_text_document", "--split", "95,5,0",
+            *self.tokenizer_flags, "--data-path", self.folder / "corpus_text_document", "--split", "95,5,0",
             "--lr", "3e-3", "--lr-warmup-iters", plan.pretraining // 20,
             "--lr-decay-style", "cosine", "--lr-decay-iters", plan.pretraining, "--min-lr", "3e-4",
             "--weight-decay", "0.1", "--adam-beta2", "0.98", "--save", self.pretrained, "--eval-iters", 4,
@@ -299,7 +300,7 @@ class FirstHour:
         """Train on conversations; evaluate the loss of held-out answers before and after it."""
         steps = plan.fine_tuning
         common = [
-            *self.tokenizer_flags(), *LAYOUTS["dp2 zero2"], "--sft", "--chat-template", self.template,
+            *self.tokenizer_flags, *LAYOUTS["dp2 zero2"], "--sft", "--chat-template", self.template,
             "--train-data-path", self.talks["train"], "--valid-data-path", self.talks["valid"],
             "--train-iters", steps, "--eval-iters", 8, "--load", self.pretrained, "--finetune",
         ]  # fmt: skip
@@ -339,10 +340,6 @@ class FirstHour:
             f"## The four layouts compared with one process\n\n{proof[proof.index('|') :]}"
         )
         return card
-
-    def tokenizer_flags(self) -> list[object]:
-        """The flags that select the tokenizer, the same for every command."""
-        return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
 
     def chat(self) -> None:
         """Print the command of the chat page, or start it, ask it a question, and open it in the browser."""
