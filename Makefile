@@ -56,7 +56,7 @@ quickstart: install
 
 first-hour: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[server]"
-	$(BIN)/python examples/first_hour.py --minutes $(MINUTES) --serve $(if $(CORPUS),--corpus "$(CORPUS)")
+	$(BIN)/megatron-first-hour --minutes $(MINUTES) --output runs/first_hour $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test-fast: install-test
 	$(BIN)/python -m pytest -q -m fast

@@ -7,6 +7,7 @@ tree of its ``__init__``; mkdocstrings reads signatures and docstrings in the sa
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ OPTIONS = """\
     options:
       heading_level: 2
 """
+LOW_IN_SEARCH = "---\nsearch:\n  boost: 0.1\n---\n\n"
+"""Head of a page that the search ranks below guides with the same words."""
+NAMED_BY_FILE = re.compile(r"\[`?([\w/.]*?\w+\.md)`?\]\(([\w/.]+\.md)(#[^)\s]*)?\)")
+TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -52,14 +57,23 @@ def exported_names(package: str) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(PACKAGE if not node.level else "")
         for alias in node.names
-        if not alias.name.startswith("_")
+        if not alias.name.startswith("_") and not is_of_torch(package, node, alias.name)
     ]
+
+
+def is_of_torch(package: str, node: ast.ImportFrom, name: str) -> bool:
+    """Whether the module that ``node`` imports ``name`` from has it from torch, whose documentation describes it."""
+    path = (ROOT / PACKAGE / package / f"{node.module}".replace(".", "/")).with_suffix(".py")
+    if not node.level or not path.is_file():
+        return False
+    imports = [each for each in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(each, ast.ImportFrom)]
+    return any(f"{each.module}".split(".")[0] == "torch" and name in {a.name for a in each.names} for each in imports)
 
 
 def interface_page(package: str, title: str) -> str:
     """The page of a package, for mkdocstrings."""
     dotted = f"{PACKAGE}.{package}" if package else PACKAGE
-    parts = [f"# {dotted}\n\n{title}: `from {dotted} import ...`\n"]
+    parts = [f"{LOW_IN_SEARCH}# {dotted}\n\n{title}: `from {dotted} import ...`\n"]
     parts += [f"::: {name}\n{OPTIONS}" for name in exported_names(package)]
     return "\n".join(parts)
 
@@ -79,8 +93,10 @@ def with_interface(nav: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Add the pages of the interface to the navigation."""
+    """Add the pages of the interface to the navigation; without mike there is no list of versions to select from."""
     config.nav = with_interface(config.nav)
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        del config.extra["version"]
     return config
 
 
@@ -94,11 +110,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files outside of docs/, which the site does not have, by their text."""
+    """Name pages by their titles, and replace links to files outside of docs/, which the site does not have, by their
+    text."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
 
     def without(found: re.Match[str]) -> str:
         target = (folder / found[2]).resolve()
         return found[0] if target.is_relative_to(ROOT / "docs") or not target.exists() else found[1]
 
-    return LINK.sub(without, markdown)
+    def titled(found: re.Match[str]) -> str:
+        target = folder / found[2]
+        title = TITLE.search(target.read_text(encoding="utf-8")) if target.is_file() else None
+        return f"[{title[1]}]({found[2]}{found[3] or ''})" if title else found[0]
+
+    return LINK.sub(without, NAMED_BY_FILE.sub(titled, markdown))

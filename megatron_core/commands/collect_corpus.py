@@ -14,6 +14,7 @@ from megatron_core.commands.start import start
 if __name__ == "__main__":
     start("collect_corpus")
 
+import ast
 import json
 import os
 import sys
@@ -39,6 +40,14 @@ SKIPPED_IN_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "encod
 
 CORPUS = json_line_with("corpus that this tool wrote", "text", "path")
 NAMES_SHOWN = 5
+
+LONGEST_ANSWER = 400
+"""Characters of a docstring's first paragraph; conversations leave longer ones out."""
+QUESTIONS = (
+    ("What does {name} do?", "{summary}"),
+    ("How do I call {name}?", "{name}({arguments})"),
+    ("Explain {name} of Python's module {module}.", "{name}({arguments}): {summary}"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,33 @@ def left_out(names: Sequence[str]) -> str:
     """The message about files that are not UTF-8, with the first names."""
     listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
     return f"skipped {len(names)} files that are not UTF-8: {listed}"
+
+
+def library_conversations() -> Iterator[dict[str, object]]:
+    """Questions and answers from the docstrings of public functions and classes of the standard library."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in find(root, LIBRARY_PATTERNS, SKIPPED | SKIPPED_IN_LIBRARY):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if module.startswith("_") or "._" in module:
+            continue
+        try:
+            nodes = list(ast.parse(path.read_text(encoding="utf-8")).body)
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                yield from _questions_about(node, module)
+
+
+def _questions_about(node: ast.ClassDef | ast.FunctionDef, module: str) -> Iterator[dict[str, object]]:
+    summary = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    if not 0 < len(summary) <= LONGEST_ANSWER:
+        return
+    arguments = ast.unparse(node.args) if isinstance(node, ast.FunctionDef) else ""
+    facts = {"name": f"{module}.{node.name}", "module": module, "arguments": arguments, "summary": summary}
+    for question, answer in QUESTIONS if isinstance(node, ast.FunctionDef) else QUESTIONS[:1]:
+        texts = {"user": question.format(**facts), "assistant": answer.format(**facts)}
+        yield {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A whole pretraining job on this rank."""
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
+
+NOTE_KINDS = ("trains otherwise", "fast path off", "without effect")  # the start prints notes by kind, then advice
 
 
 def read_settings(
@@ -163,8 +166,8 @@ def introduce(run: Run) -> None:
             print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe_transport()}")
-    for note in notes(run):
-        print(f"note: {note}")
+    for note in sorted(notes(run), key=lambda note: [not note.startswith(kind) for kind in NOTE_KINDS]):
+        print(*textwrap.wrap(f"note: {note}", 96, break_long_words=False, break_on_hyphens=False), sep="\n    ")
     if run.state.iteration:
         print(f"resuming from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()
@@ -175,8 +178,7 @@ def introduce(run: Run) -> None:
 def kernels(run: Run) -> str:
     """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
-    text = backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
-    return text
+    return backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
 
 
 def missing_validation(run: Run) -> str | None:

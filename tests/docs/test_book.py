@@ -19,8 +19,8 @@ builder = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = builder  # its dataclass looks itself up
 SPEC.loader.exec_module(builder)
 CHAPTERS = builder.chapters()
-MEASURED = {"10_precision"}
-"""Chapters with numbers of less than 64 bits, which differ between machines."""
+MEASURED = {"10_precision", "15_reading_a_trace"}
+"""Chapters with numbers of less than 64 bits, or times, which differ between machines."""
 SHORT = {"03_zero"}
 """A chapter that takes a few seconds, and whose numbers are defined: state and traffic, but no saved activations."""
 EXPERIMENT = re.compile(

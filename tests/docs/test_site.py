@@ -65,6 +65,28 @@ def test_links_that_leave_the_folder_become_text() -> None:
     assert hooks.on_page_markdown(f"{kept} [rules](../../CONTRIBUTING.md#walks).", page) == f"{kept} rules."
 
 
+def test_pages_are_named_by_their_titles() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="book/index.md"))
+    text = "[data.md](../data.md#blends), [`fp8.md`](../fp8.md), [here](../train.md), [no.md](../no.md)"
+    titled = "[Data: from text to batches](../data.md#blends), [Train in FP8](../fp8.md), "
+    assert hooks.on_page_markdown(text, page) == titled + "[here](../train.md), [no.md](../no.md)"
+
+
+def test_the_selector_of_versions_is_left_out_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It requests versions.json, which only ``make site-version`` writes."""
+    for version in ("", "0.2"):
+        config = SimpleNamespace(nav=[], extra={"version": {"provider": "mike"}})
+        if version:
+            monkeypatch.setenv("MIKE_DOCS_VERSION", version)
+        assert ("version" in hooks.on_config(config).extra) == bool(version)
+
+
+def test_guides_rank_above_the_interface_which_leaves_out_names_of_torch() -> None:
+    page = hooks.interface_page("", "Title")
+    assert page.startswith("---\nsearch:\n  boost: 0.1\n---\n\n# megatron_core\n")
+    assert "sharded_module.fully_shard\n" in page and "CPUOffloadPolicy" not in page
+
+
 def test_the_package_deepspeed_imports_its_modules_by_their_full_names() -> None:
     """``make site`` reads megatron_core/drop_in/deepspeed under this path, where it cannot resolve ``deepspeed``."""
     folder = ROOT / hooks.PACKAGE / "drop_in" / "deepspeed"

@@ -119,9 +119,16 @@ def test_a_text_is_continued(page: Any, server: Client, reference: Reference) ->
     page.select_option("#mode", "text")
     send(page, PROMPTS[0], 8)
     has_status(page, "8 tokens, ended: length")
-    assert page.text_content(".assistant .content") == PROMPTS[0] + reference.greedy(PROMPTS[0])
+    expected = PROMPTS[0] + reference.greedy(PROMPTS[0])
+    assert page.text_content(".assistant .content") == expected
+    page.get_by_role("button", name="Regenerate").click()
+    playwright.expect(page.locator(".regenerate")).to_have_count(1)
+    assert page.locator(".assistant .content").all_text_contents() == [expected]
     page.click("#new")
     send(page, "the cat " * 7000, 4)
+    has_status(page, "the request has more than 50000 bytes")
+    page.get_by_role("button", name="Retry").click()
+    playwright.expect(page.get_by_role("button", name="Retry")).to_have_count(1)
     has_status(page, "the request has more than 50000 bytes")
     page.click("#new")
     send(page, ENDLESS, 7900)
@@ -195,4 +202,18 @@ def test_colours_and_narrow_screens(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 640})
     send(page, "the cat", 4)
     has_status(page, "4 tokens")
+    assert page.get_attribute("#settings", "open") is None, "closed, so that the answer can be seen"
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_model_without_a_template(page: Any, reference: Reference) -> None:
+    """The page continues texts, and says why."""
+    models = {"data": [{"id": "tiny-llama", "has_chat_template": False}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
+    has_status(page, "This model has no chat template: it continues texts.")
+    page.click("summary")
+    playwright.expect(page.locator("#mode")).to_be_disabled()
+    send(page, PROMPTS[0], 8)
+    has_status(page, "8 tokens, ended: length")
+    assert page.text_content(".assistant .content") == PROMPTS[0] + reference.greedy(PROMPTS[0])

@@ -31,6 +31,7 @@ async function start() {
     if (abort) return;
     const text = at("prompt").value;
     at("prompt").value = "";
+    if (matchMedia("(max-width: 40rem)").matches) at("settings").open = false; // on a phone it hides the answer
     if (at("mode").value === "chat") ask(text);
     else answer("/v1/completions", { prompt: text }, text);
   };
@@ -113,7 +114,12 @@ async function answer(path, body, given) {
   if (!turn.isConnected) return; // a new chat began
   if (chat && received.text) turns.push({ role: "assistant", content: received.text });
   else if (chat) turns.pop(); // a message without an answer: the next request does not repeat it
-  turn.append(actions(turn, received, chat ? () => { turns.splice(0, turns.length, ...asked); turn.remove(); answerTurns(); } : null));
+  turn.append(actions(turn, received, () => {
+    turn.remove();
+    turns.splice(0, turns.length, ...asked);
+    if (chat) answerTurns();
+    else answer(path, body, given);
+  }));
   at("prompt").focus();
 
   function read(event, into) {
@@ -195,7 +201,7 @@ function setRunning(running) {
 }
 
 /** Buttons below an answer. */
-function actions(turn, received, regenerate) {
+function actions(turn, received, again) {
   const row = element("div", [], { className: "actions" });
   const button = (text, onclick) => row.append(element("button", text, { type: "button", onclick }));
   if (received.text) {
@@ -204,10 +210,8 @@ function actions(turn, received, regenerate) {
       event.target.textContent = "Copied";
     });
   }
-  if (regenerate) {
-    button("Regenerate", () => abort || regenerate());
-    row.lastChild.classList.add("regenerate");
-  }
+  button(received.text ? "Regenerate" : "Retry", () => abort || again());
+  row.lastChild.classList.add("regenerate");
   if (received.tokens.length) {
     button("Probabilities", () => {
       const shown = turn.querySelector(".tokens");
@@ -228,7 +232,7 @@ function tokenView(tokens) {
 
   function show(token) {
     const made = element("button", token.text.replaceAll("\n", "↵\n") || "∅", { type: "button", title: percent(token.probability) });
-    made.style.setProperty("--probability", token.probability);
+    made.style.setProperty("--probability", Math.sqrt(token.probability)); // shades also tell 1 % from 10 %
     made.setAttribute("aria-pressed", "false");
     made.onclick = () => {
       for (const other of view.querySelectorAll("[aria-pressed=true]")) other.setAttribute("aria-pressed", "false");
