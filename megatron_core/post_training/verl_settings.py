@@ -62,7 +62,7 @@ def run_config(model_config: Any, engine_config: Any, optimizer_config: Any, wor
 
 def config_of_model(path: str, settings: Mapping[str, Any], world_size: int) -> RunConfig:
     """The configuration of the model in a folder of Hugging Face, with ``settings``."""
-    config = RunConfig.from_flat(config_of_folder(path).flat() | settings)
+    config = RunConfig.from_flat({**config_of_folder(path).flat(), **settings})
     # Each step has the texts that the other program sends; the configured number must only be legal.
     batch = config.training.micro_batch_size * grid_of(config.parallel, world_size).size("dp")
     return RunConfig.from_flat(config.flat() | {"global_batch_size": batch})
