@@ -57,8 +57,10 @@ class TemperedLoss(VocabularyLoss):
     def parts(self, logits: Tensor, target: Tensor) -> Tensor:
         """See ``VocabularyLoss.parts``; with the three parts of the entropy ``[1, 7, n]``."""
         logits = logits / self.temperature
-        parts = super().parts(logits, target)
-        return torch.cat([parts, _parts(logits, self.valid)[None]], dim=1) if self.with_entropy else parts
+        statistics = super().parts(logits, target)
+        if not self.with_entropy:
+            return statistics
+        return torch.cat([statistics, _parts(logits, self.valid)[None]], dim=1)
 
     def joined(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
         """See ``VocabularyLoss.joined``."""
@@ -83,9 +85,9 @@ class TemperedLoss(VocabularyLoss):
         return (gradient if slopes is None else gradient.add_(slopes)).div_(self.temperature)
 
 
-def _joined(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _joined(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """From ``[3, n]``: the largest logit of all ranks; relative to it, the sum of exponentials and the mean logit."""
-    gathered, handle = start_gather_sequence(parts[None], group)
+    gathered, handle = start_gather_sequence(statistics[None], group)
     handle.wait()
     largest, exp_sum, mean = gathered.unbind(1)
     top = largest.amax(0)
@@ -102,12 +104,12 @@ def _slopes(rows: Tensor, valid: int, statistics: Tensor, grad: Tensor) -> Tenso
     result = torch.zeros_like(rows)
     start = 0
     for piece in _pieces(rows, valid):
-        part = slice(start, start + len(piece))
-        top, total, mean = statistics[:, part, None]
+        piece_rows = slice(start, start + len(piece))
+        top, total, mean = statistics[:, piece_rows, None]
         centered = piece[:, :valid].double() - top
-        slope = -(centered.exp() / total) * (centered - mean) * grad[part, None]
-        result[part, :valid] = slope.to(result.dtype)
-        start = part.stop
+        slope = -(centered.exp() / total) * (centered - mean) * grad[piece_rows, None]
+        result[piece_rows, :valid] = slope.to(result.dtype)
+        start = piece_rows.stop
     return result
 
 

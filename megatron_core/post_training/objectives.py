@@ -200,8 +200,10 @@ def with_kl(loss: TokenLoss, coefficient: float, estimator: KLEstimator = "k3", 
     return combined
 
 
-def with_sampler_correction(loss: TokenLoss, cap: float, level: Literal["token", "trajectory"] = "token") -> TokenLoss:
-    """Weight a loss by min(mu / sampler, ``cap``), if another program has sampled with ``sampler_log_probs``.
+def with_sampler_correction(
+    loss: TokenLoss, cap: float, level: Literal["token", "trajectory"] = "token", *, floor: float = 0.0
+) -> TokenLoss:
+    """Weight a loss by mu / sampler, from ``floor`` to ``cap``, if another program has sampled (``sampler_log_probs``).
 
     mu are the log-probabilities of the trainer before the update (``old_log_probs``). ``trajectory``: the weight is the
     product over the trajectory. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -214,7 +216,7 @@ def with_sampler_correction(loss: TokenLoss, cap: float, level: Literal["token",
             log_weight = batch.trajectory_sum(log_weight)
         weight = log_weight.exp()
         batch.report("truncated fraction", (weight > cap).to(weight.dtype))
-        return loss(log_probs, batch) * weight.clamp_max(cap)
+        return loss(log_probs, batch) * weight.clamp(floor, cap)
 
     return combined
 

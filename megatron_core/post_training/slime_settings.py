@@ -43,14 +43,14 @@ NOT_READ: Mapping[str, Any] = {
 """Arguments that this trainer does not support, with the values that do not need it."""
 
 
-def run_config(args: Any, role: str, flags: Mapping[str, Any], world_size: int) -> RunConfig:
+def config_of_arguments(args: Any, role: str, flags: Mapping[str, Any], world_size: int) -> RunConfig:
     """Our configuration for ``args``; ``flags``: settings of ``megatron-train``, which take precedence.
 
     The model is that of ``hf_checkpoint``. Errors: ``ConfigError`` for arguments that this trainer does not support.
     """
-    others = {name: value for name, none in NOT_READ.items() if (value := getattr(args, name, none)) != none}
-    if others:
-        values = ", ".join(f"{name}={value}" for name, value in others.items())
+    unsupported = {name: value for name, none in NOT_READ.items() if (value := getattr(args, name, none)) != none}
+    if unsupported:
+        values = ", ".join(f"{name}={value}" for name, value in unsupported.items())
         raise ConfigError(f"{values}: this trainer of slime does not support these arguments; leave them out")
     if args.colocate and args.update_weight_transport != "disk":
         raise ConfigError(

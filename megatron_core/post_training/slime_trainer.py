@@ -32,8 +32,9 @@ from megatron_core.post_training.objectives import (
     value_loss,
     weight_clipped_loss,
     with_kl,
+    with_sampler_correction,
 )
-from megatron_core.post_training.slime_settings import run_config
+from megatron_core.post_training.slime_settings import config_of_arguments
 from megatron_core.post_training.step_data import gather_by_data_rank
 from megatron_core.post_training.token_batch import TokenBatch, TokenLoss
 from megatron_core.post_training.trainer import FrozenPolicy, Trainer
@@ -48,7 +49,7 @@ SENDER = "slime.backends.megatron_utils.update_weight.update_weight_from_distrib
 
 
 @dataclass
-class Sample:
+class RolloutText:
     """A text of a rollout, with numbers for each of the r tokens of its response, float64 ``[r]``."""
 
     tokens: list[int]
@@ -56,7 +57,7 @@ class Sample:
     reward: float
     mask_sum: float
     """Number of learned tokens of all texts of its rollout."""
-    place: tuple[int, int]
+    position: tuple[int, int]
     """The data-parallel rank that received it, and its number there."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -94,7 +95,7 @@ class SlimeTrainer:
             return 0
         super().init(args, role, with_ref, with_opd_teacher)  # type: ignore[misc]
         self._world = World.from_environment()
-        config = run_config(args, role, self.flags, self._world.size)
+        config = config_of_arguments(args, role, self.flags, self._world.size)
         self._trainer = Trainer(config, self._world)
         self.train_parallel_config = self._get_parallel_config()
         self._reference = self._frozen("ref_load") if with_ref else None
@@ -152,24 +153,24 @@ class SlimeTrainer:
             self.sleep()
         return result
 
-    def _steps_of(self, references: Sequence[Any]) -> tuple[list[list[Sample]], list[int]]:
+    def _steps_of(self, references: Sequence[Any]) -> tuple[list[list[RolloutText]], list[int]]:
         """The texts of all data-parallel ranks by step, and the number of rollouts of each step."""
         ray = importlib.import_module("ray")
-        parts = [ray.get(reference.inner) for reference in references]
-        if len(parts) != self.train_parallel_config["dp_size"]:
+        by_rank = [ray.get(reference.inner) for reference in references]
+        if len(by_rank) != self.train_parallel_config["dp_size"]:
             raise DataError(
-                f"{len(parts)} parts of a rollout for {self.train_parallel_config['dp_size']} data-parallel ranks; "
+                f"{len(by_rank)} parts of a rollout for {self.train_parallel_config['dp_size']} data-parallel ranks; "
                 "give one for each"
             )
-        sizes = list(parts[0]["global_batch_sizes"])
-        steps: list[list[Sample]] = [[] for _ in sizes]
-        for rank, part in enumerate(parts):
-            micro_batches: Iterator[list[int]] = iter(part["micro_batch_indices"])
-            for step, count in zip(steps, part["num_microbatches"], strict=True):
-                step += [_sample(part, rank, text) for text in chain(*islice(micro_batches, count))]
+        sizes = list(by_rank[0]["global_batch_sizes"])
+        steps: list[list[RolloutText]] = [[] for _ in sizes]
+        for rank, rollout in enumerate(by_rank):
+            micro_batches: Iterator[list[int]] = iter(rollout["micro_batch_indices"])
+            for step, count in zip(steps, rollout["num_microbatches"], strict=True):
+                step += [_sample(rollout, rank, text) for text in chain(*islice(micro_batches, count))]
         return steps, sizes
 
-    def _score(self, samples: list[Sample], external_data: Any) -> None:
+    def _score(self, samples: list[RolloutText], external_data: Any) -> None:
         """Compute the log-probabilities that advantages and the loss read."""
         args = self.args
         texts = [sample.scored for sample in samples]
@@ -191,15 +192,15 @@ class SlimeTrainer:
                     f"{sum(map(len, by_rank))} rows of values in external_data for {len(samples)} texts; pass those "
                     "that the critic's train() has returned on each rank"
                 )
-            rows_of_texts = [by_rank[rank][text] for rank, text in map(_place, samples)]
+            rows_of_texts = [by_rank[rank][text] for rank, text in map(_position, samples)]
             _set(samples, "values", [torch.tensor(row, dtype=torch.float64) for row in rows_of_texts])
 
-    def _score_values(self, samples: list[Sample]) -> dict[str, list[Tensor]]:
+    def _score_values(self, samples: list[RolloutText]) -> dict[str, list[Tensor]]:
         _set(samples, "values", self._trainer.values([sample.scored for sample in samples]))
-        local = [sample for sample in samples if sample.place[0] == self._trainer.run.groups.index("dp")]
-        return {"values": [sample.numbers["values"] for sample in sorted(local, key=_place)]}
+        local = [sample for sample in samples if sample.position[0] == self._trainer.run.groups.index("dp")]
+        return {"values": [sample.numbers["values"] for sample in sorted(local, key=_position)]}
 
-    def _take_step(self, step: list[Sample], size: int) -> dict[str, float]:
+    def _take_step(self, step: list[RolloutText], size: int) -> dict[str, float]:
         """Take an optimizer step on texts of ``size`` rollouts; returns its metrics."""
         args = self.args
         total = sum(max(float(sample.mask.sum()), 1.0) for sample in step)
@@ -285,7 +286,7 @@ def slime_trainer(**flags: Any) -> type:
 
 
 def objective_of(args: Any, role: str) -> tuple[TokenObjective, dict[str, str], float]:
-    """slime's loss: an objective, the numbers of a ``Sample`` that it reads, and its temperature.
+    """slime's loss: an objective, the numbers of a ``RolloutText`` that it reads, and its temperature.
 
     Each token has a ``weight`` by which sums are slime's means. Errors: ``ConfigError`` for a loss of the user.
     """
@@ -308,7 +309,7 @@ def objective_of(args: Any, role: str) -> tuple[TokenObjective, dict[str, str], 
         names["old_log_probs"] = "rollout_log_probs"
     if args.use_tis:
         names["sampler_log_probs"] = "rollout_log_probs"
-        loss = _with_limited_weights(loss, args.tis_clip_low, args.tis_clip)
+        loss = with_sampler_correction(loss, args.tis_clip, floor=args.tis_clip_low)
     if args.use_kl_loss:
         names["reference_log_probs"] = "ref_log_probs"
         metrics.append("kl")
@@ -331,17 +332,7 @@ def _weighted(
     return TokenObjective(loss=weighted, mean_over="sum", metrics=metrics, reports_entropy=reports, **settings)
 
 
-def _with_limited_weights(loss: TokenLoss, least: float, most: float) -> TokenLoss:
-    """slime's truncated importance sampling: times mu / sampler within limits, also a lower one."""
-
-    def combined(log_probs: Tensor, batch: TokenBatch) -> Tensor:
-        weight = ((batch["old_log_probs"] - batch["sampler_log_probs"]) * batch.mask).exp()
-        return loss(log_probs, batch) * weight.clamp(least, most)
-
-    return combined
-
-
-def set_advantages(args: Any, samples: Sequence[Sample]) -> None:
+def set_advantages(args: Any, samples: Sequence[RolloutText]) -> None:
     """Set ``advantages`` and ``returns`` of each token as slime's ``compute_advantages_and_returns`` does."""
     for sample in samples:
         old = sample.numbers.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
@@ -359,7 +350,7 @@ def set_advantages(args: Any, samples: Sequence[Sample]) -> None:
             sample.numbers["advantages"] = (sample.numbers["advantages"] - learned.mean()) * scale
 
 
-def _advantages_of(args: Any, sample: Sample, penalty: Tensor) -> tuple[Tensor, Tensor]:
+def _advantages_of(args: Any, sample: RolloutText, penalty: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a text; ``penalty`` ``[r]``: the divergence from the reference as a reward."""
     estimator = args.advantage_estimator
     if estimator in ("grpo", "gspo", "cispo"):
@@ -382,22 +373,24 @@ def _advantages_of(args: Any, sample: Sample, penalty: Tensor) -> tuple[Tensor, 
     return advantages, returns
 
 
-def _sample(part: Mapping[str, Any], rank: int, text: int) -> Sample:
+def _sample(rollout: Mapping[str, Any], rank: int, text: int) -> RolloutText:
     """A text of the part that slime sends to a data-parallel rank."""
-    mask = torch.as_tensor(part["loss_masks"][text], dtype=torch.float64)
-    tokens = torch.as_tensor(part["tokens"][text]).tolist()
-    sample = Sample(tokens, mask, float(part["rewards"][text]), float(part["rollout_mask_sums"][text]), (rank, text))
+    mask = torch.as_tensor(rollout["loss_masks"][text], dtype=torch.float64)
+    tokens = torch.as_tensor(rollout["tokens"][text]).tolist()
+    sample = RolloutText(
+        tokens, mask, float(rollout["rewards"][text]), float(rollout["rollout_mask_sums"][text]), (rank, text)
+    )
     for name in ("rollout_log_probs", "teacher_log_probs"):
-        if name in part:
-            sample.numbers[name] = torch.as_tensor(part[name][text], dtype=torch.float64)
+        if name in rollout:
+            sample.numbers[name] = torch.as_tensor(rollout[name][text], dtype=torch.float64)
     return sample
 
 
-def _place(sample: Sample) -> tuple[int, int]:
-    return sample.place
+def _position(sample: RolloutText) -> tuple[int, int]:
+    return sample.position
 
 
-def _set(samples: Sequence[Sample], name: str, rows: Sequence[Tensor]) -> None:
+def _set(samples: Sequence[RolloutText], name: str, rows: Sequence[Tensor]) -> None:
     """Set a number of each token of the responses."""
     for sample, row in zip(samples, rows, strict=True):
         sample.numbers[name] = row.detach().double().cpu()

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.post_training import Trajectory
-from megatron_core.post_training.slime_settings import NOT_READ, run_config
+from megatron_core.post_training.slime_settings import NOT_READ, config_of_arguments
 from megatron_core.post_training.slime_trainer import (
     SENDER,
-    Sample,
+    RolloutText,
     SlimeTrainer,
     objective_of,
     set_advantages,
@@ -462,10 +462,10 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         ({"use_dynamic_batch_size": False}, "use_dynamic_batch_size=False: give slime_trainer"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run_config(arguments(tmp_path, settings), "actor", {}, 1)
+            config_of_arguments(arguments(tmp_path, settings), "actor", {}, 1)
     with pytest.raises(ConfigError, match="loss_type=custom_loss"):
         objective_of(arguments(tmp_path, {"loss_type": "custom_loss"}), "actor")
     with pytest.raises(ConfigError, match="advantage_estimator=mine is not one of slime's"):
         set_advantages(
-            arguments(tmp_path, {"advantage_estimator": "mine"}), [Sample([1, 2], torch.ones(1), 0, 1, (0, 0))]
+            arguments(tmp_path, {"advantage_estimator": "mine"}), [RolloutText([1, 2], torch.ones(1), 0, 1, (0, 0))]
         )
