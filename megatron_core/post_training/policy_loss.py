@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron_core.post_training.entropy import TemperedLoss, vocab_parallel_ent
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.training.objective import LossReport, Objective, StepLoss
 from megatron_core.training.setup import Run
@@ -59,9 +61,9 @@ class Scores:
     ) -> Tensor:
         """As ``losses`` of the output layer's logits, of which a few tokens' are in memory at a time."""
         run = self._run
-        loss = TemperedLoss.of(len(weight), run.vocab_size, 0.0, comm.group, run.config.model.kernel_backend)
-        settings = {"temperature": self._temperature, "with_entropy": self.with_entropy, "dtype": wide(weight.dtype)}
-        loss = replace(loss, **settings)
+        vocabulary = VocabularyLoss.of(len(weight), run.vocab_size, 0.0, comm.group, run.config.model.kernel_backend)
+        settings: dict[str, Any] = vars(vocabulary) | {"temperature": self._temperature, "dtype": wide(weight.dtype)}
+        loss = TemperedLoss(with_entropy=self.with_entropy, **settings)
         losses = linear_cross_entropy(hidden, weight, target, comm, loss=loss)
         if self.with_entropy:
             losses, entropies = losses.unbind(-1)
