@@ -10,7 +10,7 @@ python -m benchmarks.bench_log_probs
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,9 +60,12 @@ def measure(call: str, settings: dict[str, Any], tokens: int, repeats: int) -> t
     trainer = Trainer(RunConfig.from_flat(MODEL | {"seq_length": tokens} | settings), this_world())
     text = torch.randint(0, 49152, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
     texts = [Trajectory(text, [1] * tokens)]
+    with_entropy = replace(objectives.cross_entropy(), entropy_coefficient=0.1)
     calls = {
         "log_probs": lambda: trainer.log_probs(texts),
         "train_on": lambda: trainer.train_on(texts, objectives.cross_entropy()),
+        "log_probs with entropy": lambda: trainer.log_probs(texts, temperature=0.7, with_entropy=True),
+        "train_on with entropy": lambda: trainer.train_on(texts, with_entropy, temperature=0.7),
     }
     calls[call]()
     give_back()
@@ -81,7 +84,7 @@ def measure(call: str, settings: dict[str, Any], tokens: int, repeats: int) -> t
 def main(settings: Settings) -> None:
     """Measure both calls with both ways, print and append the results."""
     rows = []
-    for call in ("log_probs", "train_on"):
+    for call in ("log_probs", "train_on", "log_probs with entropy", "train_on with entropy"):
         found = {}
         for name, flags in (("complete", {}), ("chunks", CHUNKS)):
             ((growth, seconds),) = run_ranks(1, measure, call, flags, settings.tokens, settings.repeats, timeout=600.0)

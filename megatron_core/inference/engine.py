@@ -99,17 +99,20 @@ class Engine:
         """Largest number of positions in the key-value cache."""
         return self.cache.capacity * self.cache.block_size
 
-    def submit(self, request: Request, *, paused: bool = False) -> int:
+    def submit(self, request: Request, *, paused: bool = False, written: Sequence[int] = ()) -> int:
         """Queue a request, with ``max_new_tokens`` limited to the model's positions; return its number.
 
-        A ``paused`` one is not computed before ``resume``.
+        A ``paused`` one is not computed before ``resume``. ``written``: the new tokens that it has already.
         ``ConfigError`` for a prompt that is empty, too long, or has tokens outside of the vocabulary, and for a request
         that does not fit the key-value cache even alone.
         """
         request = self.checked(request)
         number = next(self._numbers)
         random = torch.Generator().manual_seed(request.sampling.seed)
-        self._paused[number] = RequestText(number, request, random, list(request.prompt))
+        if request.sampling.temperature > 0.0:
+            for _ in written:
+                torch.rand(1, dtype=torch.float64, generator=random)  # the number that ``draw`` has taken for it
+        self._paused[number] = RequestText(number, request, random, [*request.prompt, *written], len(written))
         if not paused:
             self.resume(number)
         return number

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from megatron_core.inference.requests import Progress, Request, TokenScore
+from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.text import TextStream
 
 
@@ -51,6 +52,7 @@ class Answer:
 class UnfinishedAnswer:
     """An answer that this replica samples."""
 
+    request: Request
     text: TextStream | None
     """The text in which stop strings are looked for."""
     engine_number: int
@@ -88,6 +90,18 @@ class UnfinishedAnswer:
         alternatives = self.alternatives if any(self.alternatives) else []
         fields = self.tokens, self.log_probs, self.finished, self.versions, self.error, alternatives, scores
         return [number, *fields]
+
+
+def request_fields(request: Request) -> dict[str, Any]:
+    """A request as JSON."""
+    return {**asdict(request), "ends": sorted(request.ends)}
+
+
+def request_of(fields: Mapping[str, Any]) -> RolloutRequest:
+    """The request of ``request_fields``."""
+    strings = tuple(fields.get("stop_strings", ()))
+    sets = {"ends": frozenset(fields["ends"]), "stop_strings": strings, "sampling": Sampling(**fields["sampling"])}
+    return RolloutRequest(**{**fields, **sets, "prompt": tuple(fields["prompt"])})
 
 
 def answer_of(row: Sequence[Any], experts: np.ndarray | None) -> Answer:

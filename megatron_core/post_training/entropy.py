@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,16 +31,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Group, valid: int) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
-        parts = torch.cat([_parts(piece, valid) for piece in _pieces(rows, valid)], dim=-1)
-        gathered, handle = start_gather_sequence(parts[None], group)
-        handle.wait()
-        largest, exp_sum, mean = gathered.unbind(1)
-        top = largest.amax(0)
-        # Each rank's sums are relative to its own largest logit.
-        factor = (largest - top).exp()
-        total = (exp_sum * factor).sum(0)
-        # The mean of z - top, which is exact where p is nearly 1 at one token.
-        mean = ((mean + (largest - top) * exp_sum) * factor).where(exp_sum > 0, 0.0).sum(0) / total
+        top, total, mean = _joined(_parts(rows, valid), group)
         ctx.valid = valid
         ctx.save_for_backward(logits, top, total, mean)
         return (total.log() - mean).to(wide(logits.dtype)).view(logits.shape[:-1])
@@ -47,19 +39,78 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """dH / dz_v = -p_v (z_v - sum_u p_u z_u)."""
         logits, top, total, mean = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
-        result = torch.zeros_like(rows)
-        start = 0
-        for piece in _pieces(rows, ctx.valid):
-            part = slice(start, start + len(piece))
-            centered = piece[:, : ctx.valid].double() - top[part, None]
-            probs = centered.exp() / total[part, None]
-            slope = -probs * (centered - mean[part, None]) * grad.reshape(-1)[part, None]
-            result[part, : ctx.valid] = slope.to(result.dtype)
-            start = part.stop
-        return result.view_as(logits), None, None
+        slopes = _slopes(rows, ctx.valid, torch.stack([top, total, mean]), grad.reshape(-1))
+        return slopes.view_as(logits), None, None
+
+
+@dataclass(frozen=True)
+class TemperedLoss(VocabularyLoss):
+    """For chunks of logits: -log softmax(z / temperature) at the target ``[n]``, or with the entropy ``[n, 2]``."""
+
+    temperature: float = 1.0
+    with_entropy: bool = False
+    dtype: torch.dtype = torch.float32
+    """Dtype of both."""
+
+    def parts(self, logits: Tensor, target: Tensor) -> Tensor:
+        """See ``VocabularyLoss.parts``; with the three parts of the entropy ``[1, 7, n]``."""
+        logits = logits / self.temperature
+        statistics = super().parts(logits, target)
+        if not self.with_entropy:
+            return statistics
+        return torch.cat([statistics, _parts(logits, self.valid)[None]], dim=1)
+
+    def joined(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``VocabularyLoss.joined``."""
+        if not self.with_entropy:
+            return super().joined(statistics)
+        losses, of_losses = super().joined(statistics[:, :4].to(self.dtype))
+        of_entropy = torch.stack(_joined(statistics[0, 4:], self.group))
+        entropy = (of_entropy[1].log() - of_entropy[2]).to(self.dtype)
+        return torch.stack([losses, entropy], -1), torch.cat([of_losses, of_entropy])
+
+    def gradient(
+        self, grad_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, *, overwrite: bool
+    ) -> Tensor:
+        """See ``VocabularyLoss.gradient``."""
+        logits = logits / self.temperature
+        slopes = None
+        if self.with_entropy:
+            slopes = _slopes(logits, self.valid, statistics[2:], grad_losses[..., 1])
+            grad_losses = grad_losses[..., 0].contiguous()
+            statistics = statistics[:2].to(self.dtype)
+        gradient = super().gradient(grad_losses, logits, target, statistics, overwrite=overwrite)
+        return (gradient if slopes is None else gradient.add_(slopes)).div_(self.temperature)
+
+
+def _joined(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """From ``[3, n]``: the largest logit of all ranks; relative to it, the sum of exponentials and the mean logit."""
+    gathered, handle = start_gather_sequence(statistics[None], group)
+    handle.wait()
+    largest, exp_sum, mean = gathered.unbind(1)
+    top = largest.amax(0)
+    # Each rank's sums are relative to its own largest logit.
+    factor = (largest - top).exp()
+    total = (exp_sum * factor).sum(0)
+    # The mean of z - top, which is exact where p is nearly 1 at one token.
+    mean = ((mean + (largest - top) * exp_sum) * factor).where(exp_sum > 0, 0.0).sum(0) / total
+    return top, total, mean
+
+
+def _slopes(rows: Tensor, valid: int, statistics: Tensor, grad: Tensor) -> Tensor:
+    """dH / dz_v = -p_v (z_v - sum_u p_u z_u) times ``grad``, for the statistics of ``_joined``."""
+    result = torch.zeros_like(rows)
+    start = 0
+    for piece in _pieces(rows, valid):
+        piece_rows = slice(start, start + len(piece))
+        top, total, mean = statistics[:, piece_rows, None]
+        centered = piece[:, :valid].double() - top
+        slope = -(centered.exp() / total) * (centered - mean) * grad[piece_rows, None]
+        result[piece_rows, :valid] = slope.to(result.dtype)
+        start = piece_rows.stop
+    return result
 
 
 def _pieces(rows: Tensor, valid: int) -> tuple[Tensor, ...]:
@@ -68,6 +119,10 @@ def _pieces(rows: Tensor, valid: int) -> tuple[Tensor, ...]:
 
 
 def _parts(rows: Tensor, valid: int) -> Tensor:
+    return torch.cat([_parts_of_piece(piece, valid) for piece in _pieces(rows, valid)], dim=-1)
+
+
+def _parts_of_piece(rows: Tensor, valid: int) -> Tensor:
     """This rank's largest logit, sum of exponentials, and sum of exponentials times logits, relative to it: ``[3, n]``.
 
     In float64: H is a small difference of these where the distribution is peaked.

@@ -22,7 +22,7 @@ from megatron_core.post_training.token_batch import TokenBatch, TokenLoss
 MeanOver = Literal["tokens", "trajectories", "length", "sum"]
 """Denominator of a step's loss: learned tokens; trajectories, each of which is a mean over its own tokens; trajectories
 times a constant length; 1."""
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Reads = Literal["log_probs", "values", "divergences"]
 """The numbers of tokens that a model computes: log-probabilities, or values with --value-head; and divergences of its
 distributions from those of --kd-teacher."""
@@ -121,11 +121,15 @@ def soft_gated_loss(log_probs: Tensor, batch: TokenBatch, *, positive: float, ne
     return -4.0 / sharpness * torch.sigmoid(sharpness * (_ratio(log_probs, batch) - 1.0)) * advantages
 
 
-def weight_clipped_loss(log_probs: Tensor, batch: TokenBatch, *, clip_high: float) -> Tensor:
-    """-stop(min(r, 1 + clip_high)) A log pi (MiniMax-M1 2025, CISPO, arXiv 2506.13585, equations 4 and 5)."""
+def weight_clipped_loss(log_probs: Tensor, batch: TokenBatch, *, clip_high: float, clip: float = 1.0) -> Tensor:
+    """-stop(clip(r, 1 - clip, 1 + clip_high)) A log pi (MiniMax-M1 2025, CISPO, arXiv 2506.13585, equations 4 and 5).
+
+    With ``clip=1`` there is no lower limit, as in the experiments of the paper.
+    """
     ratio = _ratio(log_probs, batch).detach()
-    batch.report("clip fraction", (ratio > 1.0 + clip_high).to(ratio.dtype))
-    return -ratio.clamp_max(1.0 + clip_high) * batch["advantages"] * log_probs
+    limited = ratio.clamp(1.0 - clip, 1.0 + clip_high)
+    batch.report("clip fraction", (ratio != limited).to(ratio.dtype))
+    return -limited * batch["advantages"] * log_probs
 
 
 def _ratio(log_probs: Tensor, batch: TokenBatch) -> Tensor:
@@ -166,31 +170,40 @@ def value_loss(values: Tensor, batch: TokenBatch, *, clip: float | None) -> Tens
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(pi || reference) of each token, which was sampled from pi, with log q = log reference - log pi.
 
-    k1 = -log q; k2 = (log q)^2 / 2; k3 = q - 1 - log q, without bias and never negative.
-    Source: Schulman 2020, "Approximating KL divergence".
+    k1 = -log q; k2 = (log q)^2 / 2; k3 = q - 1 - log q, without bias and never negative; low_var_kl is k3, at most 10,
+    as verl and slime compute it. Source: Schulman 2020, "Approximating KL divergence".
     """
     log_q = reference - log_probs
     if estimator == "k1":
         return -log_q
     if estimator == "k2":
         return 0.5 * log_q.square()
-    return torch.expm1(log_q) - log_q
+    k3 = torch.expm1(log_q) - log_q
+    return k3.clamp_max(10.0) if estimator == "low_var_kl" else k3
 
 
-def with_kl(loss: TokenLoss, coefficient: float, estimator: KLEstimator = "k3") -> TokenLoss:
-    """Add ``coefficient`` times the divergence from ``reference_log_probs`` to a loss, and report it."""
+def with_kl(loss: TokenLoss, coefficient: float, estimator: KLEstimator = "k3", *, weighted: bool = False) -> TokenLoss:
+    """Add ``coefficient`` times the divergence from ``reference_log_probs`` to a loss, and report it.
+
+    ``weighted``: times r, so that the estimate has no bias for tokens of an earlier policy (DeepSeek-AI 2025,
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
 
     def combined(log_probs: Tensor, batch: TokenBatch) -> Tensor:
         reference = batch["reference_log_probs"].where(batch.mask > 0, log_probs.detach())
         divergence = kl_estimate(log_probs, reference, estimator)
+        if weighted:
+            divergence = _ratio(log_probs, batch) * divergence
         batch.report("kl", divergence)
         return loss(log_probs, batch) + coefficient * divergence
 
     return combined
 
 
-def with_sampler_correction(loss: TokenLoss, cap: float, level: Literal["token", "trajectory"] = "token") -> TokenLoss:
-    """Weight a loss by min(mu / sampler, ``cap``), if another program has sampled with ``sampler_log_probs``.
+def with_sampler_correction(
+    loss: TokenLoss, cap: float, level: Literal["token", "trajectory"] = "token", *, floor: float = 0.0
+) -> TokenLoss:
+    """Weight a loss by mu / sampler, from ``floor`` to ``cap``, if another program has sampled (``sampler_log_probs``).
 
     mu are the log-probabilities of the trainer before the update (``old_log_probs``). ``trajectory``: the weight is the
     product over the trajectory. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -203,7 +216,7 @@ def with_sampler_correction(loss: TokenLoss, cap: float, level: Literal["token",
             log_weight = batch.trajectory_sum(log_weight)
         weight = log_weight.exp()
         batch.report("truncated fraction", (weight > cap).to(weight.dtype))
-        return loss(log_probs, batch) * weight.clamp_max(cap)
+        return loss(log_probs, batch) * weight.clamp(floor, cap)
 
     return combined
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.models.gpt.model import LogitLoss
+from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import MicroBatch
-from megatron_core.post_training.entropy import vocab_parallel_entropy
+from megatron_core.post_training.entropy import TemperedLoss, vocab_parallel_entropy
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
-from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
+from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.training.objective import LossReport, Objective, StepLoss
 from megatron_core.training.setup import Run
 from megatron_core.transformer.context import RouterReplay
@@ -33,9 +37,9 @@ class Scores:
         """The loss of logits by micro-batch; empty if the model's own cross entropy has the same result."""
         if self._temperature == 1.0 and not self.with_entropy:
             return {}
-        return {micro: partial(self._losses, micro) for micro in range(num_micro_batches)}
+        return {micro: MicroBatchLoss(self, micro) for micro in range(num_micro_batches)}
 
-    def _losses(self, micro: int, logits: Tensor, target: Tensor) -> Tensor:
+    def losses(self, micro: int, logits: Tensor, target: Tensor) -> Tensor:
         """-log softmax(z / temperature) at the target, ``[s, b]``."""
         run = self._run
         group = run.groups.group("tp")
@@ -51,6 +55,36 @@ class Scores:
             backend=run.config.model.kernel_backend,
             num_parts=run.data_parallel.settings.arithmetic.parts_on(group),
         )
+
+    def losses_in_chunks(
+        self, micro: int, hidden: Tensor, weight: nn.Parameter, target: Tensor, comm: LinearComm
+    ) -> Tensor:
+        """As ``losses`` of the output layer's logits, of which a few tokens' are in memory at a time."""
+        run = self._run
+        vocabulary = VocabularyLoss.of(len(weight), run.vocab_size, 0.0, comm.group, run.config.model.kernel_backend)
+        settings: dict[str, Any] = vars(vocabulary) | {"temperature": self._temperature, "dtype": wide(weight.dtype)}
+        loss = TemperedLoss(with_entropy=self.with_entropy, **settings)
+        losses = linear_cross_entropy(hidden, weight, target, comm, loss=loss)
+        if self.with_entropy:
+            losses, entropies = losses.unbind(-1)
+            self.entropies[micro] = entropies.transpose(0, 1)
+        return losses
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """The ``LogitLoss`` of a micro-batch, from complete logits or in chunks of them."""
+
+    scores: Scores
+    micro: int
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Logits ``[s, b, v/tp]`` -> losses ``[s, b]``."""
+        return self.scores.losses(self.micro, logits, target)
+
+    def in_chunks(self, hidden: Tensor, weight: nn.Parameter, target: Tensor, comm: LinearComm) -> Tensor:
+        """Input of the output layer ``[s, b, h]`` -> losses ``[s, b]``."""
+        return self.scores.losses_in_chunks(self.micro, hidden, weight, target, comm)
 
 
 class Values(Scores):

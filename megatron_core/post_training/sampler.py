@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -27,7 +29,14 @@ from megatron_core.models.build import build_stages
 from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
-from megatron_core.post_training.answers import Answer, RolloutRequest, UnfinishedAnswer, answer_of
+from megatron_core.post_training.answers import (
+    Answer,
+    RolloutRequest,
+    UnfinishedAnswer,
+    answer_of,
+    request_fields,
+    request_of,
+)
 from megatron_core.post_training.expert_recorder import ExpertRecorder
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.weights import WeightTransfer
@@ -118,6 +127,7 @@ class RolloutSampler:
         """
         self.free_cache()
         self.version += 1
+        self._iteration = self.run.state.iteration
         return self._transfer.run()
 
     def free_cache(self) -> None:
@@ -225,20 +235,27 @@ class RolloutSampler:
             numbers.append(number)
             # Without the order of a set, which may differ between processes.
             self._note((request.prompt, request.max_new_tokens, request.sampling, sorted(request.ends)))
-            group = request.group if isinstance(request, RolloutRequest) else None
-            replica = (number if group is None else group) % self._groups.size("dp")
-            self._prompt_lengths[number] = len(request.prompt)
-            self._unfinished[number] = self._start(request) if replica == self._groups.index("dp") else None
+            self._add(number, request)
         return numbers
 
-    def _start(self, request: Request) -> UnfinishedAnswer:
+    def _add(self, number: int, request: Request, tokens: Sequence[int] = ()) -> UnfinishedAnswer | None:
+        """Add a request with the ``tokens`` that its answer has; None if another replica samples it."""
+        group = request.group if isinstance(request, RolloutRequest) else None
+        replica = (number if group is None else group) % self._groups.size("dp")
+        self._prompt_lengths[number] = len(request.prompt)
+        answer = self._start(request, tokens) if replica == self._groups.index("dp") else None
+        self._unfinished[number] = answer
+        return answer
+
+    def _start(self, request: Request, tokens: Sequence[int]) -> UnfinishedAnswer:
         """Add a request to the engine of this replica."""
         text = None
         if isinstance(request, RolloutRequest) and request.stop_strings:
             assert self.run.tokenizer is not None, "checked by problem"
             text = TextStream(self.run.tokenizer, request.stop_strings, request.prompt)
         # Only ``advance`` computes, and only the requests of its call.
-        return UnfinishedAnswer(text, self.engine.submit(replace(request, logprobs=request.logprobs or 0), paused=True))
+        scored = replace(request, logprobs=request.logprobs or 0)
+        return UnfinishedAnswer(request, text, self.engine.submit(scored, paused=True, written=tokens))
 
     def advance(self, max_new_tokens: int | None = None, numbers: Sequence[int] | None = None) -> dict[int, Answer]:
         """Continue all unfinished answers, or ``numbers`` of them, by at most ``max_new_tokens`` tokens each; without
@@ -267,6 +284,47 @@ class RolloutSampler:
                 self.engine.cancel(answer.engine_number)
                 answer.finished = "aborted"
         return self._collect()
+
+    def unfinished_state(self) -> dict[str, Any]:
+        """The unfinished answers as JSON, equal on all ranks, such as for ``Trainer.stored``; a collective call.
+
+        Errors: ``ConfigError`` if the trainer has taken a step since ``update_weights``.
+        """
+        if self.run.state.iteration != self._iteration:
+            raise ConfigError(
+                f"the sampler has the weights of iteration {self._iteration}, and the trainer those of "
+                f"{self.run.state.iteration}, which a checkpoint would have; call update_weights() before"
+            )
+        reports = self._groups.index("tp") == 0 and self._groups.index("pp") == 0
+        answers = [(number, answer) for number, answer in self._unfinished.items() if answer is not None and reports]
+        rows = [[*answer.row(number), request_fields(answer.request)] for number, answer in answers]
+        texts = gather_from_all_ranks(json.dumps(rows), self.run.world.device)
+        answers_of_all = sorted((row for text in texts for row in json.loads(text)), key=itemgetter(0))
+        return {"version": self.version, "next_number": self._next_number, "answers": answers_of_all}
+
+    def restore_unfinished(self, state: Mapping[str, Any]) -> None:
+        """Continue the answers of ``unfinished_state``, also in another layout; they keep their numbers.
+
+        Call it on a new sampler, after the trainer has loaded the checkpoint.
+        """
+        if self._next_number:
+            raise ConfigError(f"the sampler has had {self._next_number} requests; restore answers in a new one")
+        self.version = state["version"]
+        self._next_number = state["next_number"]
+        self._note(("restore", state))
+        for *row, fields in state["answers"]:
+            restored = answer_of(row, None)
+            answer = self._add(row[0], request_of(fields), restored.tokens)
+            if answer is None:
+                continue
+            answer.tokens += restored.tokens
+            answer.log_probs += restored.log_probs
+            answer.versions += restored.versions
+            answer.alternatives += restored.alternatives or [()] * len(restored.tokens)
+            answer.prompt_scores = restored.prompt_scores
+            if answer.text is not None:
+                for token in restored.tokens:
+                    answer.text.add(token)
 
     def _note(self, call: object) -> None:
         """Note a call, which all ranks must make."""

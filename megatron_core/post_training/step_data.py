@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from megatron_core.config import RunConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, batch_of, check_experts
@@ -24,6 +27,13 @@ from megatron_core.transformer.moe.layer import routed_rows
 def score_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of log-probabilities and values: float64 if the model computes in it, else float32."""
     return torch.float64 if config.training.compute_dtype == "float64" else torch.float32
+
+
+def gather_by_data_rank(rows: list[Any] | None, data_rank: int, device: torch.device) -> list[list[Any]]:
+    """The rows of each data-parallel rank, on all ranks; None on those that repeat the rows of others."""
+    gathered = map(json.loads, gather_from_all_ranks(json.dumps([data_rank, rows]), device))
+    by_rank = {number: rows_of_rank for number, rows_of_rank in gathered if rows_of_rank is not None}
+    return [by_rank[number] for number in sorted(by_rank)]
 
 
 class StepData:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -297,6 +298,11 @@ class Trainer:
         return rows
 
     # State.
+
+    @property
+    def stored(self) -> dict[str, dict[str, Any]]:
+        """Values of the program by name, as JSON has them and equal on all ranks: ``save`` writes them, too."""
+        return self.run.state.callbacks
 
     def save(self) -> None:
         """Save model, optimizer and counters in the folder ``--save``."""

@@ -8,7 +8,6 @@ verl's controller, samplers, rewards and losses stay as they are. Give the worke
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -26,9 +25,10 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
 from megatron_core.parallel import World
 from megatron_core.parallel.configured import grid_of
-from megatron_core.parallel.texts import all_agree, gather_from_all_ranks
+from megatron_core.parallel.texts import all_agree
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.run_state import load_run, open_run, save_run
+from megatron_core.post_training.step_data import gather_by_data_rank
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.trajectories import Trajectory
@@ -244,10 +244,8 @@ class VerlEngine:
 
     def _gather(self, rows: list[Any]) -> list[list[Any]]:
         """The rows of each data-parallel rank, on all ranks."""
-        mine = [self.get_data_parallel_rank(), rows] if self.is_mp_src_rank_with_outputs() else None
-        texts = gather_from_all_ranks(json.dumps(mine), self._world.device)
-        of_ranks = sorted(entry for entry in map(json.loads, texts) if entry is not None)
-        return [rows_of_rank for _, rows_of_rank in of_ranks]
+        source_rows = rows if self.is_mp_src_rank_with_outputs() else None
+        return gather_by_data_rank(source_rows, self.get_data_parallel_rank(), self._world.device)
 
     def optimizer_step(self) -> float:
         """Take one step on all slopes since the last one; returns the norm of the gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
@@ -56,7 +57,12 @@ def run_config(model_config: Any, engine_config: Any, optimizer_config: Any, wor
     if betas := getattr(optimizer_config, "betas", None):
         settings |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
     settings.setdefault("train_iters", 1_000_000)
-    config = RunConfig.from_flat(config_of_folder(path).flat() | settings | flags)
-    # Each step has the texts that verl sends; the configured number must only be legal.
+    return config_of_model(path, settings | flags, world_size)
+
+
+def config_of_model(path: str, settings: Mapping[str, Any], world_size: int) -> RunConfig:
+    """The configuration of the model in a folder of Hugging Face, with ``settings``."""
+    config = RunConfig.from_flat({**config_of_folder(path).flat(), **settings})
+    # Each step has the texts that the other program sends; the configured number must only be legal.
     batch = config.training.micro_batch_size * grid_of(config.parallel, world_size).size("dp")
     return RunConfig.from_flat(config.flat() | {"global_batch_size": batch})

@@ -31,13 +31,15 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     backend: Backend = "auto",
     max_logit_bytes: int = MAX_LOGIT_BYTES,
+    loss: VocabularyLoss | None = None,
 ) -> Tensor:
     """hidden_SBI (or hidden_sBI, split along the sequence), weight_VI, target_SB (global ids) -> losses_SB.
 
     Equal to ``parallel_linear`` followed by ``vocab_parallel_cross_entropy``, but only ``max_logit_bytes`` of logits
     (or one token's) are in memory at a time. Backward recomputes them: one more matrix product. If ``weight`` has a
     ``main_grad``, its gradient is added there and never deferred, because that would keep the logits; otherwise the
-    gradients of all chunks are summed in the weight's dtype. ``LayoutError`` if the shapes do not match.
+    gradients of all chunks are summed in the weight's dtype. ``loss`` replaces cross entropy; it may have several
+    numbers for each token, losses_SB*. ``LayoutError`` if the shapes do not match.
     """
     sequence = hidden.shape[0] * (comm.group.size() if comm.gather_sequence else 1)
     if (sequence, *hidden.shape[1:-1]) != target.shape:
@@ -45,7 +47,7 @@ def linear_cross_entropy(
             f"hidden {list(hidden.shape)} and target {list(target.shape)} do not match; hidden is [s, b, h], or with "
             "sequence parallel [s/tp, b, h], and target [s, b], whole on every rank"
         )
-    loss = VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
+    loss = loss or VocabularyLoss.of(len(weight), vocab_size, label_smoothing, comm.group, backend)
     # At least one token, however large the vocabulary is.
     rows_in_memory = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
     num_chunks = max(-(-target.numel() // rows_in_memory), 1)
@@ -69,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.loss = loss
         ctx.comm = comm
         ctx.tokens = tokens
-        return losses.view(target.shape)
+        return losses.view(*target.shape, *losses.shape[1:])
 
     @staticmethod
     def backward(ctx, grad_losses):
@@ -79,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x = gather_input(hidden, ctx.comm)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         grad_weight = None
-        tensors = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.reshape(-1))
+        tensors = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.flatten(0, target.dim() - 1))
         for number, (rows, ids, statistics_of_rows, grad) in enumerate(_pieces(ctx.tokens, *tensors)):
             logits = linear(rows, weight)
             # The logits of a chunk are used up, so that their gradient takes their memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,52 @@ def _cache(config: RunConfig) -> tuple[int, int, int]:
 def test_paused_requests_take_no_memory_of_others() -> None:
     """The first has one block and the other one three: 18 positions in blocks of 8."""
     assert run_ranks(1, _cache, RunConfig.from_flat(SETTINGS)) == [(4, 3, 0)]
+
+
+def _resumed(config: RunConfig, layout: dict[str, Any], stop: str, resumes: bool) -> tuple[dict[int, Answer], int]:
+    """Answers in parts with a step between them, after a checkpoint or after its restoration; and unfinished ones."""
+    trainer = Trainer(config, this_world())
+    trainer.run.tokenizer = Letters()
+    sampler = sampler_of(trainer, record_experts=True, **layout)
+    requests = [replace(request, stop_strings=(stop,), logprobs=number % 3) for number, request in enumerate(REQUESTS)]
+    learned = trajectories_of({0: Answer((7, 8), (-4.0, -4.0), "length", (0, 0))})
+    if resumes:
+        sampler.restore_unfinished(trainer.stored["answers"])
+        with pytest.raises(ConfigError, match="the sampler has had 6 requests; restore answers in a new one"):
+            sampler.restore_unfinished(trainer.stored["answers"])
+    else:
+        sampler.submit(requests)
+        sampler.advance(3)
+        trainer.train_on(learned, objectives.cross_entropy(), lr=1e-2)
+        with pytest.raises(ConfigError, match=r"weights of iteration 0, and the trainer those of 1.*update_weights"):
+            sampler.unfinished_state()
+        sampler.update_weights()
+        trainer.stored["answers"] = sampler.unfinished_state()
+        trainer.save()
+    unfinished = len(sampler.unfinished)
+    answers = sampler.advance(2)
+    trainer.train_on(learned, objectives.cross_entropy(), lr=1e-2)
+    sampler.update_weights()
+    return answers | sampler.advance(), unfinished
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("sampled", SAMPLED)
+def test_unfinished_answers_of_a_checkpoint_continue_with_the_same_bits(sampled: str, tmp_path: Path) -> None:
+    ((whole, _, _),) = run_ranks(1, _stopped, RunConfig.from_flat(SETTINGS))
+    stop = Letters().detokenize(whole[5].tokens[2:4])
+    saving = SETTINGS | EXPERTS | {"save": str(tmp_path)}
+    ((expected, unfinished),) = run_ranks(1, _resumed, RunConfig.from_flat(saving), {}, stop, False)
+    assert unfinished >= 4
+    assert {1, 2} <= {version for answer in expected.values() for version in answer.versions[3:]}
+    resumed = RunConfig.from_flat(saving | {"load": str(tmp_path)})
+    for answers, again in run_ranks(2, _resumed, resumed, SAMPLED[sampled], stop, True):
+        assert again == unfinished and answers.keys() == expected.keys()
+        for number, answer in answers.items():
+            of_experts = answer.experts, expected[number].experts
+            assert of_experts[0] is not None and of_experts[1] is not None
+            assert of_experts[0].tolist() == of_experts[1].tolist()
+            assert replace(answer, experts=None) == replace(expected[number], experts=None)
 
 
 def _refused(config: RunConfig) -> None:

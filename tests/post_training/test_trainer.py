@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.hub.hugging_face import config_of_folder
-from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives, policy_loss
 from megatron_core.post_training.hugging_face_weights import in_buckets
+from megatron_core.tensor_parallel import chunked_loss
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from tests.post_training.trl_1_16 import policy_inputs as inputs
 from tests.runs import TINY
@@ -32,9 +35,12 @@ COMMON = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+STEPS = 3
+CHUNKS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
-    "one process, chunks": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+    "one process, chunks": CHUNKS,
+    "tp2 sp, chunks": {"tensor_model_parallel_size": 2, "sequence_parallel": True, **CHUNKS},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
@@ -81,6 +87,59 @@ def test_scores_equal_those_of_transformers(layout: str, tmp_path: Path) -> None
     for ours in run_ranks(_ranks(layout), _scores, config):
         np.testing.assert_allclose(ours[0], torch.cat(log_probs).numpy(), rtol=1e-10)
         np.testing.assert_allclose(ours[1], torch.cat(entropies).numpy(), rtol=1e-10)
+
+
+def _steps_with_entropy(config: RunConfig) -> tuple[list[float], int]:
+    """Losses, norms and entropies of steps at a temperature with an entropy bonus; and the number of chunks."""
+    sizes: list[int] = []
+    real = chunked_loss.linear
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return real(x, weight)
+
+    setattr(chunked_loss, "linear", product)  # noqa: B010
+    in_parts = partial(chunked_loss.linear_cross_entropy, max_logit_bytes=20_000)
+    setattr(policy_loss, "linear_cross_entropy", in_parts)  # noqa: B010
+    trainer = Trainer(config, this_world())
+    numbers = []
+    for _ in range(STEPS):
+        texts = [replace(text, values={"advantages": 1.0, "old_log_probs": -4.0}) for text in _answers()]
+        result = trainer.train_on(texts, objectives.ppo(entropy_coefficient=0.3), temperature=1.7)
+        numbers += [result.loss, result.grad_norm, result.breakdown["entropy"]]
+    return numbers, len(sizes)
+
+
+def _steps_of_transformers(folder: Path) -> list[float]:
+    model = load_model(folder).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), COMMON["lr"], weight_decay=0.0)
+    numbers = []
+    for _ in range(STEPS):
+        losses, entropies = [], []
+        for sample in inputs.sampled(0):
+            ids = torch.tensor([[*sample.prompt, *sample.answer]])
+            rows = (model(input_ids=ids).logits[0, inputs.PROMPT_LENGTH - 1 : -1] / 1.7).log_softmax(-1)
+            ratio = (rows.gather(1, torch.tensor(sample.answer)[:, None])[:, 0] + 4.0).exp()
+            entropies.append(-(rows.exp() * rows).sum(-1))
+            losses.append(-torch.minimum(ratio, ratio.clamp(0.8, 1.2)))
+        entropy = torch.cat(entropies).mean()
+        loss = torch.cat(losses).mean() - 0.3 * entropy
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        numbers += [float(loss.detach()), float(norm), float(entropy.detach())]
+    return numbers
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("layout", ["one process", "one process, chunks", "tp2 sp, chunks"])
+def test_temperature_and_entropy_in_chunks_equal_transformers(layout: str, tmp_path: Path) -> None:
+    config = _config(tmp_path, weight_decay=0.0, **LAYOUTS[layout])
+    expected = _steps_of_transformers(tmp_path)
+    for numbers, chunks in run_ranks(_ranks(layout), _steps_with_entropy, config):
+        np.testing.assert_allclose(numbers, expected, rtol=1e-9)
+        assert chunks > 20 if "chunks" in layout else chunks == 0
 
 
 def _reference(config: RunConfig) -> tuple[float, float, float]:

@@ -104,9 +104,12 @@ class VocabularyHead(ColumnParallelLinear):
         backend = config.kernel_backend
         # Complete logits are the largest tensor of many models; chunks of them are enough for cross entropy and its
         # gradient.
-        if config.fuses_output_layer_with_loss and logit_loss is None:
+        in_chunks = getattr(logit_loss, "in_chunks", None)
+        if config.fuses_output_layer_with_loss and (logit_loss is None or in_chunks):
             weight = self.weight if weight is None else weight
             assert weight is not None, "an output layer without a weight of its own is tied"
+            if in_chunks is not None:
+                return in_chunks(self._scaled(hidden), weight, target, self.comm)
             return tensor_parallel.linear_cross_entropy(
                 self._scaled(hidden), weight, target, self.comm, vocab_size=self.vocab_size, backend=backend
             )
