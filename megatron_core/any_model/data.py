@@ -107,17 +107,17 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = mode
 
 
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Call ``model`` with the entries of a batch: a dict by name, a tuple in order, or one tensor.
+def arguments_of(model: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``model`` for a batch: a dict by name, a tuple in order, or one tensor.
 
     An ``nn.Sequential`` gets only the first entry of a tuple, without the labels.
     """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return (), dict(batch)
     if not isinstance(batch, tuple | list):
-        return model(batch)
+        return (batch,), {}
     has_one_input = isinstance(getattr(model, "module", model), nn.Sequential)
-    return model(batch[0]) if has_one_input else model(*batch)
+    return tuple(batch[:1] if has_one_input else batch), {}
 
 
 def loss_of(output: Any) -> Tensor:
