@@ -17,6 +17,7 @@ from megatron_core.any_model.context_attention import (
     configs_of,
     decoder_parts,
     register_with_transformers,
+    split_balancing_loss,
 )
 from megatron_core.config import RunConfig
 from megatron_core.context_parallel import AllGatherExchange, HeadExchange, RingExchange
@@ -84,12 +85,12 @@ class ContextParallel:
                 f"context_parallel_size={self.size}: {type(self.model).__name__} joins features of images, video or "
                 "audio with the tokens of whole sequences, of which a rank has a part; set context_parallel_size=1"
             )
-        for config in self.configs:
-            if getattr(config, "output_router_logits", False):
+        if any(getattr(config, "output_router_logits", False) for config in self.configs):
+            if not split_balancing_loss(self.model):
                 raise ConfigError(
                     f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
-                    f"{type(self.model).__name__} is not a sum over tokens, so that parts of sequences do not give it; "
-                    "set it to False in the model's config"
+                    f"{type(self.model).__name__} is not load_balancing_loss_func of transformers' Mixtral; set it to "
+                    "False in the model's config"
                 )
 
     def local(self, sequences: Tensor) -> Tensor:
