@@ -16,6 +16,7 @@ from megatron_core.any_model.context_attention import (
     SplitForward,
     configs_of,
     decoder_parts,
+    keep_attention_out_of_graphs,
     register_with_transformers,
     split_balancing_loss,
 )
@@ -56,10 +57,7 @@ class ContextParallel:
         self.groups = SequenceGroups(context.whole, exchange, None if heads is None else HeadExchange(heads))
         self.configs = configs_of(model)
         if config.section(CompilationConfig).compile:
-            raise ConfigError(
-                f"compile=True with context_parallel_size={self.size}: graphs of a model of your own do not contain "
-                "the exchange of keys and values; set compile=False"
-            )
+            keep_attention_out_of_graphs()
         if self.configs:
             register_with_transformers()
         self._refuse_mixing()

@@ -272,6 +272,14 @@ def current_forward() -> AbstractContextManager[Any]:
     )
 
 
+def keep_attention_out_of_graphs() -> None:
+    """Let ``torch.compile`` divide graphs at the attention, which exchanges keys and values with other ranks."""
+    parts: Any = SplitForward
+    if not hasattr(parts.attention, "__wrapped__"):
+        # Here and not at the definition: it imports torch._dynamo, which takes 1.5 s.
+        parts.attention = torch.compiler.disable(parts.attention)
+
+
 def refuse_mask_and_dropout(name: str, mask: Any, dropout: float) -> None:
     """ConfigError for a mask tensor, which has only local tokens, and for dropout of attention weights."""
     if mask is not None:
@@ -296,7 +304,7 @@ def register_with_transformers() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, _attention_of_transformers)
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(_attention_of_transformers))
     AttentionMaskInterface.register(IMPLEMENTATION, _mask_of_transformers)
     # Models call it if they separate documents, which gpt-oss does not; local positions show none, because they jump
     # between two chunks.

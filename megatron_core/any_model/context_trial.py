@@ -7,6 +7,7 @@ tokens of the batch, whole and split, and the outputs of all modules are compare
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.data import evaluating
 from megatron_core.any_model.tensor_trial import BOUNDS
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.compiled import runs_graphs
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings
 
@@ -70,7 +72,7 @@ class SplitTrial:
         context = self.context
         model = context.model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with torch.random.fork_rng(_devices(model)), evaluating(model):
+        with torch.random.fork_rng(_devices(model)), evaluating(model), _without_graphs(model):
             named = {**self.named, **context.without_cache}
             output, whole = _outputs(model, lambda: run(self.args, named, received))
             for buffer, value in buffers:
@@ -107,6 +109,11 @@ class SplitTrial:
                 "the forward, or set context_parallel_size=1"
             )
         context.is_proven = True
+
+
+def _without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
+    # Hooks of modules inside of a graph would compile another one.
+    return torch.compiler.set_stance("force_eager") if any(map(runs_graphs, model.modules())) else nullcontext()
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
