@@ -39,6 +39,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": partial(_causal, "Qwen3Moe", **EXPERTS),
     "glm4": partial(_causal, "Glm4"),
 }
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+WITH_ROUTER_LOSS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral with its loss": partial(_causal, "Mixtral", num_local_experts=4, **ROUTED),
+    "qwen3-moe with its loss": partial(_causal, "Qwen3Moe", **EXPERTS, **ROUTED),
+    "gpt-oss with its loss": partial(
+        *(_causal, "GptOss"), sliding_window=5, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2, **ROUTED
+    ),
+}
 
 
 class TorchModel(nn.Module):
@@ -81,7 +89,7 @@ MODELS["torch"] = TorchModel
 def model_of(name: str) -> nn.Module:
     """A model with the same weights in each call."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = (MODELS | WITH_ROUTER_LOSS)[name]()
     with torch.no_grad():  # biases, sinks and norms that are not all 0 or 1
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +17,7 @@ import megatron_core
 from megatron_core.any_model.nf4 import NF4Linear
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import run_ranks
+from tests.any_model.models import throughout_float64
 
 # Dettmers et al. 2023, appendix E.
 PAPER = [
@@ -155,6 +158,117 @@ def test_an_engine_trains_as_one_process_with_the_restored_weights(stage: int, t
 def test_fully_shard_trains_as_one_process_with_the_restored_weights() -> None:
     for losses in run_ranks(2, _fully_shard, None, backend="gloo"):
         assert losses == pytest.approx(_plain(), rel=1e-9)
+
+
+# A model of transformers with adapters of peft, split by tensor parallelism.
+
+
+def _with_adapters() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, attention_bias=True, **sizes)
+    chosen = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear")
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), chosen)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or name.endswith("bias"):
+                parameter.normal_(std=0.05)
+    return model
+
+
+def _doubly_quantized(weight: torch.Tensor) -> torch.Tensor:
+    """Section 3 of the paper, in float64 except for the rounding of scales to float8."""
+    flat = weight.double().reshape(-1, 64)
+    maxima = flat.abs().amax(1)
+    mean = maxima.float().mean().double()
+    centred = functional.pad(maxima.float() - maxima.float().mean(), (0, -len(maxima) % 256)).view(-1, 256)
+    outer = centred.abs().amax(1, keepdim=True) / 448
+    rounded = (centred / outer).to(torch.float8_e4m3fn).double() * outer.double()
+    scales = rounded.flatten()[: len(maxima)] + mean
+    nearest = ((flat / maxima[:, None])[..., None] - torch.tensor(PAPER, dtype=torch.float64)).abs().argmin(-1)
+    return (torch.tensor(PAPER, dtype=torch.float64)[nearest] * scales[:, None]).view(weight.shape)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(32, (3, 4, 8), generator=torch.Generator().manual_seed(0))
+
+
+def _train_adapters_with_torch() -> tuple[list[float], dict[str, np.ndarray]]:
+    model = _with_adapters()
+    restored = {
+        name: _doubly_quantized(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if name.endswith("base_layer.weight")
+    }
+    assert len(restored) == 14
+    model.double()
+    with torch.no_grad():
+        for name, value in restored.items():
+            model.get_parameter(name).copy_(value)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    update = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for tokens in _tokens():
+        with throughout_float64(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach().numpy() for name, parameter in trained.items()}
+
+
+def _train_split_adapters(settings: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray], int, int]:
+    model = _with_adapters()
+    whole = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.endswith("base_layer.weight"))
+    if "tensor_model_parallel_size" in settings:
+        model = megatron_core.parallelize(model, tensor=settings["tensor_model_parallel_size"])
+    assert len(megatron_core.quantize_frozen(model)) == 14
+    config = {"fp64": True, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.0, **settings}
+    engine = megatron_core.initialize(model, config, lambda p: torch.optim.AdamW(p, lr=1e-2)).engine
+    losses = []
+    size, index = engine.groups.size("dp"), engine.groups.index("dp")
+    for tokens in _tokens():
+        local = tokens.chunk(size)[index]
+        with throughout_float64(engine):
+            engine.backward(engine(input_ids=local, labels=local).loss)
+        losses.append(engine.step().loss)
+    state = {name: tensor.numpy() for name, tensor in engine.full_state_dict().items()}
+    codes = sum(parameter.numel() for name, parameter in engine.module.named_parameters() if name.endswith(".codes"))
+    return losses, state, codes, whole // 8
+
+
+TENSOR2: dict[str, Any] = {"tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize("settings", [TENSOR2, TENSOR2 | {"zero_stage": 3, "micro_batch_size": 2}])
+def test_layers_split_by_tensor_parallelism(settings: dict[str, Any]) -> None:
+    losses, trained = _train_adapters_with_torch()
+    (state_of_one,) = run_ranks(1, _train_split_adapters, {})
+    for found, state, codes, whole in run_ranks(4 if "zero_stage" in settings else 2, _train_split_adapters, settings):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for name, expected in trained.items():
+            assert np.abs(state[name] - expected).max() < 1e-9 * np.abs(expected).max()
+        assert state.keys() == state_of_one[1].keys()
+        for name in state:  # the same codes and scales in every layout
+            if name.endswith((".codes", ".scales", ".outer_scales")):
+                assert np.array_equal(state[name], state_of_one[1][name]), name
+        assert codes == whole // 2
+
+
+def test_parts_of_blocks_are_refused() -> None:
+    for text in run_ranks(2, _refused_parts, None):
+        assert "self_attn.o_proj.base_layer.weight of shape (64, 64) over 2 tensor-parallel ranks has blocks of" in text
+
+
+def _refused_parts(_: None) -> str:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    megatron_core.parallelize(model, tensor=2)
+    with pytest.raises(ConfigError) as error:
+        megatron_core.quantize_frozen(model)
+    return str(error.value)
 
 
 def test_layers_that_cannot_be_quantized_are_named() -> None:
