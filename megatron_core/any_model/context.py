@@ -83,13 +83,13 @@ class ContextParallel:
                 f"context_parallel_size={self.size}: {type(self.model).__name__} joins features of images, video or "
                 "audio with the tokens of whole sequences, of which a rank has a part; set context_parallel_size=1"
             )
-        if any(getattr(config, "output_router_logits", False) for config in self.configs):
-            if not split_balancing_loss(self.model):
-                raise ConfigError(
-                    f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
-                    f"{type(self.model).__name__} is not load_balancing_loss_func of transformers' Mixtral; set it to "
-                    "False in the model's config"
-                )
+        has_router_loss = any(getattr(config, "output_router_logits", False) for config in self.configs)
+        if has_router_loss and not split_balancing_loss(self.model):
+            raise ConfigError(
+                f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
+                f"{type(self.model).__name__} is not load_balancing_loss_func of transformers' Mixtral; set it to "
+                "False in the model's config"
+            )
 
     def local(self, sequences: Tensor) -> Tensor:
         """Return this rank's tokens of ``[b, s, ...]``."""

@@ -236,7 +236,6 @@ class SplitForward(TorchFunctionMode):
         all_reduce_(terms, self.groups.whole)
         return total / terms
 
-
     def balancing_loss(self, gate_logits: Sequence[Tensor], experts: int, choices: int) -> Tensor:
         """Return experts * sum_e f_e P_e over the tokens of all ranks (Switch Transformer, equations 4 to 6).
 

@@ -122,7 +122,7 @@ def _devices(model: nn.Module) -> list[torch.device]:
 
 
 def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Outputs]:
-    """Return the model's output, and the tensors that modules return, by the end of their forwards, the model's last."""
+    """Return the model's output, and the tensors that modules return, in the order in which their forwards end."""
     outputs: Outputs = []
 
     def record(name: str) -> Callable[..., None]:

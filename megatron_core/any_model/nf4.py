@@ -69,6 +69,28 @@ def quantize_frozen(model: nn.Module, names: Sequence[str] = ADAPTED, *, double_
     return list(chosen)
 
 
+@torch.no_grad()
+def restore_frozen(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """Replace the layers of 4 bits by ``nn.Linear`` layers with the restored weights; return their names.
+
+    Then ``merge_and_unload`` of peft adds the adapters to them. Errors: ``ConfigError`` for a split model.
+    """
+    chosen = {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+    split = next((name for name, module in chosen.items() if isinstance(module, SplitNF4Linear)), None)
+    if split is not None:
+        raise ConfigError(
+            f"restore_frozen: {split} has a part of its weight; load engine.full_state_dict() into a whole model after "
+            "quantize_frozen, and restore that"
+        )
+    for name, module in chosen.items():
+        linear = nn.Linear(module.in_features, module.out_features, bias=False, device=module.codes.device, dtype=dtype)
+        linear.weight.copy_(module.restored(dtype))
+        linear.weight.requires_grad_(False)
+        linear.bias = module.bias
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], linear)
+    return list(chosen)
+
+
 def _has_whole_blocks(spec: ShardSpec) -> bool:
     """Whether every rank has whole blocks of whole rows."""
     columns = [edge for split in spec.splits if split.dim == 1 for own in split.ranges for run in own for edge in run]
@@ -109,6 +131,12 @@ class NF4Linear(nn.Module):
         """Return the number of the block of scales of each block of weights."""
         return torch.arange(self.codes.numel() * 2 // BLOCK, device=self.codes.device) // OUTER_BLOCK
 
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights in ``dtype``."""
+        shape = self.out_features, self.in_features
+        scales: Any = self.outer_scales
+        return dequantize(self.codes, self.scales, scales, self.outer_blocks(), shape, dtype)
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + b in the dtype of ``x``."""
         shape = self.out_features, self.in_features
@@ -129,6 +157,9 @@ class SplitNF4Linear(NF4Linear):
 
     So the model is the same in every layout: blocks of scales may be on several ranks.
     """
+
+    rows: Tensor
+    """Numbers of the local rows in the whole weight."""
 
     def __init__(self, linear: ParallelLinear, *, double_quantization: bool = True) -> None:
         super().__init__(linear, double_quantization=double_quantization)
@@ -200,7 +231,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        weight = dequantize(*ctx.saved_tensors, ctx.blocks(), ctx.shape, gradient.dtype)
+        codes, scales, outer = ctx.saved_tensors
+        weight = dequantize(codes, scales, outer, ctx.blocks(), ctx.shape, gradient.dtype)
         return gradient @ weight, None, None, None, None, None
 
 

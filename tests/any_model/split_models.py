@@ -39,6 +39,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": partial(_causal, "Qwen3Moe", **EXPERTS),
     "glm4": partial(_causal, "Glm4"),
 }
+_SHARED_EXPERTS = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_SHARED_EXPERTS["n_shared_experts"] = 1
+FURTHER: dict[str, Callable[[], nn.Module]] = {
+    "phi-3": partial(_causal, "Phi3", sliding_window=5),
+    "olmo-2": partial(_causal, "Olmo2"),
+    "granite": partial(_causal, "Granite", embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=2.0),
+    "cohere-2": partial(_causal, "Cohere2", sliding_window=5, layer_types=LAYERS),
+    "starcoder-2": partial(_causal, "Starcoder2", sliding_window=5, use_bias=True),
+    "smollm-3": partial(_causal, "SmolLM3", no_rope_layers=[1, 0]),
+    "ernie-4.5-moe": partial(_causal, "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=8),
+    "qwen2-moe": partial(_causal, "Qwen2Moe", shared_expert_intermediate_size=12, **EXPERTS),
+    "dots1": partial(_causal, "Dots1", layer_types=LAYERS, sliding_window=5, **_SHARED_EXPERTS),
+    "mistral": partial(_causal, "Mistral", sliding_window=5),
+}
+"""Architectures that are read by this table alone."""
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 WITH_ROUTER_LOSS: dict[str, Callable[[], nn.Module]] = {
     "mixtral with its loss": partial(_causal, "Mixtral", num_local_experts=4, **ROUTED),
@@ -89,7 +104,7 @@ MODELS["torch"] = TorchModel
 def model_of(name: str) -> nn.Module:
     """A model with the same weights in each call."""
     torch.manual_seed(0)
-    model = (MODELS | WITH_ROUTER_LOSS)[name]()
+    model = (MODELS | FURTHER | WITH_ROUTER_LOSS)[name]()
     with torch.no_grad():  # biases, sinks and norms that are not all 0 or 1
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
@@ -175,7 +190,8 @@ def train_with_engine(
     gradients: dict[str, np.ndarray] = {}
 
     def read_gradients() -> None:
-        for parameter_name, parameter in engine.module.named_parameters():
+        trained = ((label, p) for label, p in engine.module.named_parameters() if p.requires_grad)
+        for parameter_name, parameter in trained:
             gradients[parameter_name] = engine.whole.gradient(parameter).numpy().copy()
 
     engine.before_update = read_gradients

@@ -208,7 +208,9 @@ def test_comparison_finds(name: str) -> None:
     target, old, new, model, kind, settings = DEFECTS[name]
     train = partial(train_with_engine, is_proven=True)
     with planted(target, old, new):
-        if "divides" in name or "router loss" in name:  # the losses of the ranks differ, which the first backward reports
+        if (
+            "divides" in name or "router loss" in name
+        ):  # the losses of the ranks differ, which the first backward reports
             with pytest.raises(RankFailure, match="ranks of a sequence have losses"):
                 run_ranks(2, train, model, kind, {**CP2, **settings})
             return

@@ -16,8 +16,9 @@ from torch.nn import functional
 import megatron_core
 from megatron_core.any_model.nf4 import NF4Linear
 from megatron_core.errors import ConfigError
-from megatron_core.verify.ranks import run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.any_model.models import throughout_float64
+from tests.defects.plant import planted
 
 # Dettmers et al. 2023, appendix E.
 PAPER = [
@@ -193,7 +194,8 @@ def _tokens() -> torch.Tensor:
     return torch.randint(32, (3, 4, 8), generator=torch.Generator().manual_seed(0))
 
 
-def _train_adapters_with_torch() -> tuple[list[float], dict[str, np.ndarray]]:
+def _restored_model() -> nn.Module:
+    """The model in float64 with the weights that the codes of 4 bits stand for."""
     model = _with_adapters()
     restored = {
         name: _doubly_quantized(parameter.detach())
@@ -205,6 +207,11 @@ def _train_adapters_with_torch() -> tuple[list[float], dict[str, np.ndarray]]:
     with torch.no_grad():
         for name, value in restored.items():
             model.get_parameter(name).copy_(value)
+    return model
+
+
+def _train_adapters_with_torch() -> tuple[list[float], dict[str, np.ndarray]]:
+    model = _restored_model()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     update = torch.optim.AdamW(trained.values(), lr=1e-2)
     losses = []
@@ -256,6 +263,62 @@ def test_layers_split_by_tensor_parallelism(settings: dict[str, Any]) -> None:
         assert codes == whole // 2
 
 
+NF4, TENSOR = "any_model.nf4:", "any_model.tensor:"
+DEFECTS: dict[str, tuple[str, str, str]] = {
+    "a level is rounded down": (NF4 + "quantize", "(levels[1:] + levels[:-1]) / 2", "levels[1:]"),
+    "both weights of a byte are exchanged": (
+        *(NF4 + "quantize", "pairs[..., 0] * 16 + pairs[..., 1]", "pairs[..., 1] * 16 + pairs[..., 0]"),
+    ),
+    "scales are not moved back by their mean": (NF4 + "dequantize", " + outer_scales[-1]", ""),
+    "scales of blocks are those of the next block": (
+        *(NF4 + "SplitNF4Linear.outer_blocks", "// OUTER_BLOCK", "// OUTER_BLOCK * 0"),
+    ),
+    "every rank has the codes of the first columns": (
+        *(NF4 + "SplitNF4Linear._local", "(start // size, stop // size)", "(0, stop // size - start // size)"),
+    ),
+    "a part of the inputs is not summed": (
+        TENSOR + "split_product",
+        "reduce_from_region(product(local, None), group)",
+        "product(local, None)",
+    ),
+    "backward multiplies with the transposed weight": (
+        NF4 + "_Product.backward",
+        "gradient @ weight",
+        "gradient @ weight.t()",
+    ),
+}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_comparison_finds(name: str) -> None:
+    losses, trained = _train_adapters_with_torch()
+    with planted(*DEFECTS[name]):
+        try:
+            results = run_ranks(2, _train_split_adapters, TENSOR2, timeout=30.0)
+        except RankFailure:
+            return  # an error is found, too
+    for found, state, *_ in results:
+        errors = [np.abs(state[name] - value).max() / np.abs(value).max() for name, value in trained.items()]
+        assert max(errors, default=0.0) > 1e-6 or found != pytest.approx(losses, rel=1e-6)
+
+
+def test_adapters_are_merged_into_restored_weights() -> None:
+    model: Any = _with_adapters()
+    names = megatron_core.quantize_frozen(model)
+    assert megatron_core.restore_frozen(model, torch.float64) == names
+    merged = model.double().merge_and_unload()
+    expected: Any = _restored_model()
+    expected = expected.merge_and_unload()
+    assert not any(isinstance(module, NF4Linear) for module in merged.modules())
+    for name, parameter in expected.named_parameters():
+        assert (merged.get_parameter(name) - parameter).abs().max() < 1e-12, name
+    again: Any = _with_adapters().bfloat16()
+    megatron_core.quantize_frozen(again)
+    megatron_core.restore_frozen(again)
+    assert {parameter.dtype for parameter in again.merge_and_unload().parameters()} == {torch.bfloat16}
+
+
 def test_parts_of_blocks_are_refused() -> None:
     for text in run_ranks(2, _refused_parts, None):
         assert "self_attn.o_proj.base_layer.weight of shape (64, 64) over 2 tensor-parallel ranks has blocks of" in text
@@ -268,6 +331,9 @@ def _refused_parts(_: None) -> str:
     megatron_core.parallelize(model, tensor=2)
     with pytest.raises(ConfigError) as error:
         megatron_core.quantize_frozen(model)
+    megatron_core.quantize_frozen(model, ["*.q_proj.base_layer"])
+    with pytest.raises(ConfigError, match=r"q_proj\.base_layer has a part of its weight"):
+        megatron_core.restore_frozen(model)
     return str(error.value)
 
 
