@@ -83,7 +83,8 @@ def styles_of_plan(
 def _with_adapters(model: nn.Module, styles: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
     """Replace layers with adapters of peft, y = W x + s B A x, by W and the matrix that is split as W is.
 
-    It is B, with the outputs of W, or A, with its inputs; the other one is whole on every rank.
+    It is B, with the outputs of W, or A, with its inputs; the other one is whole on every rank. A table with an adapter
+    stays whole. Errors: ``ConfigError`` for DoRA.
     """
     modules = dict(model.named_modules())
     expanded: dict[str, tuple[str, int]] = {}
@@ -92,6 +93,13 @@ def _with_adapters(model: nn.Module, styles: Mapping[str, tuple[str, int]]) -> d
         if not isinstance(module, nn.Module) or not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
             expanded[name] = style
             continue
+        if style[0] == "embedding_rowwise":
+            continue
+        if module._modules.get("lora_magnitude_vector"):
+            raise ConfigError(
+                f"tensor parallelism: {name} has an adapter with use_dora=True, which needs the norms of whole rows; "
+                "set it to False"
+            )
         side = "lora_A" if style[0].startswith("rowwise") else "lora_B"
         labels = ["base_layer", *(f"{side}.{label}" for label in module.get_submodule(side)._modules)]
         expanded.update({f"{name}.{label}": style for label in labels})

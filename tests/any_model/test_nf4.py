@@ -324,6 +324,19 @@ def test_parts_of_blocks_are_refused() -> None:
         assert "self_attn.o_proj.base_layer.weight of shape (64, 64) over 2 tensor-parallel ranks has blocks of" in text
 
 
+def test_dora_is_not_split() -> None:
+    for text in run_ranks(2, _split_dora, None):
+        assert "q_proj has an adapter with use_dora=True" in text
+
+
+def _split_dora(_: None) -> str:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    with pytest.raises(ConfigError) as error:
+        megatron_core.parallelize(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True)))
+    return str(error.value)
+
+
 def _refused_parts(_: None) -> str:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
