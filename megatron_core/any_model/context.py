@@ -84,7 +84,8 @@ class ContextParallel:
                 "audio with the tokens of whole sequences, of which a rank has a part; set context_parallel_size=1"
             )
         has_router_loss = any(getattr(config, "output_router_logits", False) for config in self.configs)
-        if has_router_loss and not split_balancing_loss(self.model):
+        # Also without it in the configuration: a forward may have the argument.
+        if not split_balancing_loss(self.model) and has_router_loss:
             raise ConfigError(
                 f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
                 f"{type(self.model).__name__} is not load_balancing_loss_func of transformers' Mixtral; set it to "
