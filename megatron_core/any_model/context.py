@@ -18,8 +18,8 @@ from megatron_core.any_model.context_attention import (
     decoder_parts,
     keep_attention_out_of_graphs,
     register_with_transformers,
-    split_balancing_loss,
 )
+from megatron_core.any_model.router_loss import split_balancing_loss
 from megatron_core.config import RunConfig
 from megatron_core.context_parallel import AllGatherExchange, HeadExchange, RingExchange
 from megatron_core.errors import ConfigError

@@ -1,6 +1,5 @@
 """Attention and cross entropy of a model's forward whose sequences are split over context-parallel ranks."""
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,28 +235,10 @@ class SplitForward(TorchFunctionMode):
         all_reduce_(terms, self.groups.whole)
         return total / terms
 
-    def balancing_loss(self, gate_logits: Sequence[Tensor], experts: int, choices: int) -> Tensor:
-        """Return experts * sum_e f_e P_e over the tokens of all ranks (Switch Transformer, equations 4 to 6).
 
-        ``gate_logits``: ``[tokens, experts]`` of each layer. f_e is the mean number of choices of expert e per token
-        and layer, P_e the mean probability of e; padding does not count.
-        """
-        group = self.groups.whole
-        dtype = torch.promote_types(gate_logits[0].dtype, torch.float32)
-        counted = gate_logits[0].new_ones(len(gate_logits[0]), dtype=dtype)
-        if self.visible is not None:
-            split = SequenceSplit(cp_rank=group.rank(), cp_size=group.size())
-            counted = split.local(self.visible).flatten().to(dtype)
-        chosen = counted.new_zeros(experts)
-        probabilities = counted.new_zeros(experts)
-        for logits in gate_logits:
-            weights = logits.softmax(-1)
-            chosen.scatter_add_(0, weights.topk(choices).indices.flatten(), counted.repeat_interleave(choices))
-            probabilities = probabilities + counted @ weights.to(dtype)
-        rows = len(gate_logits) * counted.sum(0, keepdim=True)
-        # Both are means over all tokens before they are multiplied: a mean of the ranks' products is another loss.
-        totals = reduce_from_region(torch.cat([chosen, probabilities, rows]), group)
-        return experts * (totals[:experts] @ totals[experts:-1]) / totals[-1] ** 2
+def running_forward() -> SplitForward | None:
+    """Return the context of the running forward, if its sequences are split."""
+    return _CURRENT()
 
 
 def current_forward() -> AbstractContextManager[Any]:
@@ -318,36 +299,6 @@ def _find_documents(find: Callable[[Tensor], Tensor | None], position_ids: Tenso
         return find(position_ids)
     # Only whether there are documents matters: ``SplitForward`` has those of the whole sequences.
     return position_ids if running.documents is not None else None
-
-
-def split_balancing_loss(model: nn.Module) -> bool:
-    """Let a transformers model compute its auxiliary loss of routers over the tokens of all ranks.
-
-    Returns whether the model has this function of Mixtral, which other models copy.
-    """
-    name = "load_balancing_loss_func"
-    libraries = {sys.modules[type(module).__module__] for module in model.modules()}
-    libraries = {library for library in libraries if hasattr(library, name)}
-    for library in libraries:
-        compute = getattr(library, name)
-        if list(inspect.signature(compute).parameters) != ["gate_logits", "num_experts", "top_k", "attention_mask"]:
-            return False
-        if not hasattr(compute, "__wrapped__"):
-            setattr(library, name, wraps(compute)(partial(_balancing_loss, compute)))
-    return bool(libraries)
-
-
-def _balancing_loss(
-    compute: Callable[..., Any],
-    gate_logits: Any,
-    num_experts: int | None = None,
-    top_k: int = 2,
-    attention_mask: Tensor | None = None,
-) -> Any:
-    running = _CURRENT()
-    if running is None or not isinstance(gate_logits, tuple) or num_experts is None:
-        return compute(gate_logits, num_experts, top_k, attention_mask)
-    return running.balancing_loss(gate_logits, num_experts, top_k)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -31,7 +31,7 @@ token before, the least there is, changes one in ``CHUNK``."""
 NO_ATTENTION = "no module calls scaled_dot_product_attention or an attention function of transformers"
 
 Outputs = list[tuple[str, list[Tensor]]]
-Stage = Callable[[Sequence[Any], Mapping[str, Any], Any], Any]
+StageForward = Callable[[Sequence[Any], Mapping[str, Any], Any], Any]
 """A forward with its arguments, by order and by name, and the output of the stage before."""
 
 
@@ -64,7 +64,7 @@ class SplitTrial:
         self.args, self.named = tree_map_only(Tensor, shortened, (tuple(args), dict(named)))
 
     @torch.no_grad()
-    def compare(self, run: Stage, received: Any = None) -> Any:
+    def compare(self, run: StageForward, received: Any = None) -> Any:
         """Compare ``run`` on whole and on split sequences; return its output for whole ones.
 
         Collective over the ranks of a sequence. ``received`` is the output of the stage before for whole sequences.

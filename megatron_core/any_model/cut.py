@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.context_attention import configs_of, decoder_parts, disable_cache
-from megatron_core.any_model.data import arguments_of
+from megatron_core.any_model.data import model_arguments
 from megatron_core.any_model.module import outermost
 from megatron_core.any_model.partition import stage_ranges
 from megatron_core.any_model.stages import ModelStage, ParameterPlace
@@ -245,7 +245,7 @@ class ModelCut:
 
         ``batch`` has whole sequences; ``received`` and the output this rank's parts of them.
         """
-        args, kwargs = arguments_of(self.model, batch)
+        args, kwargs = model_arguments(self.model, batch)
         if self.context is None:
             return self.call(stage, args, kwargs, received)
         (args, kwargs), forward = self.context.split(args, kwargs)

@@ -39,8 +39,8 @@ def quantize_frozen(model: nn.Module, names: Sequence[str] = ADAPTED, *, double_
     ``names``: patterns of names, by default the layers with an adapter of peft. Call it before ``initialize`` or
     ``fully_shard``: codes and scales are frozen parameters, so ZeRO stage 3 shards them. Call it after ``parallelize``,
     on all ranks: a split layer keeps its part of the codes of the whole weight. Scales of blocks have 8 bits with
-    ``double_quantization``, else 32. Errors: ``ConfigError`` if no layer has such a name, one is trained, or the rows
-    of a split one are no multiple of 64.
+    ``double_quantization``, else 32. Errors: ``ConfigError`` if no layer has such a name, one is trained, or a part
+    of a split one does not consist of whole blocks of a row.
     """
     chosen = {
         name: module for name, module in model.named_modules() if name and any(fnmatchcase(name, p) for p in names)
@@ -93,8 +93,9 @@ def restore_frozen(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> lis
 
 def _has_whole_blocks(spec: ShardSpec) -> bool:
     """Whether every rank has whole blocks of whole rows."""
-    columns = [edge for split in spec.splits if split.dim == 1 for own in split.ranges for run in own for edge in run]
-    return all(extent % BLOCK == 0 for extent in (spec.global_shape[1], *columns))
+    of_columns = (runs for split in spec.splits if split.dim == 1 for runs in split.ranges)
+    edges = [edge for runs in of_columns for run in runs for edge in run]
+    return all(extent % BLOCK == 0 for extent in (spec.global_shape[1], *edges))
 
 
 class NF4Linear(nn.Module):
@@ -109,7 +110,7 @@ class NF4Linear(nn.Module):
 
     def __init__(self, linear: Any, *, double_quantization: bool = True) -> None:
         super().__init__()
-        weight = self._whole(linear)
+        weight = self._gathered(linear)
         self.out_features, self.in_features = weight.shape
         self.bias: nn.Parameter | None = linear.bias
         codes, maxima = quantize(weight)
@@ -123,7 +124,7 @@ class NF4Linear(nn.Module):
         self.scales = nn.Parameter(scales.view(*blocks, scales.shape[-1]), requires_grad=False)
         self.register_buffer("outer_scales", outer_scales)
 
-    def _whole(self, linear: Any) -> Tensor:
+    def _gathered(self, linear: Any) -> Tensor:
         weight: Tensor = linear.weight.detach()
         return weight
 
@@ -178,7 +179,7 @@ class SplitNF4Linear(NF4Linear):
             setattr(self, name, parameter)
         self.out_features, self.in_features = linear.weight.shape
 
-    def _whole(self, linear: ParallelLinear) -> Tensor:
+    def _gathered(self, linear: ParallelLinear) -> Tensor:
         spec = spec_of(linear.weight)
         gathered = linear.weight.new_zeros(spec.global_shape)
         for piece in spec.parts:

@@ -1,8 +1,7 @@
 """The engine of a model in pipeline stages: whole steps by a schedule, through ``take_step``."""
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from megatron_core.any_model.arguments import check_batches
 from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.context_trial import SplitTrial
 from megatron_core.any_model.cut import ModelCut
-from megatron_core.any_model.data import arguments_of, evaluating, loss_of
+from megatron_core.any_model.data import evaluating, kind_of, loss_of, model_arguments
 from megatron_core.any_model.dtype import refuse_other_dtypes
 from megatron_core.any_model.engine import Engine, LossFunction
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
@@ -39,7 +38,7 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
 from megatron_core.parallel.world import World
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
+from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
@@ -260,7 +259,7 @@ class PipelineEngine(Engine):
             micros.append(self._in_compute_dtype(batch))
             if len(micros) == count:
                 break
-        labels = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
+        labels = None if batches is None else [f"{self.module.training:d} {kind_of(batch)}" for batch in micros]
         by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(labels), self.world.device)]
         ended = [rank for rank, kinds in enumerate(by_rank) if kinds is not None and len(kinds) < count]
         if ended and len(ended) == sum(kinds is not None for kinds in by_rank):
@@ -297,15 +296,12 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def _prove_split(self, context: ContextParallel, cut: ModelCut, batch: Any) -> None:
         """Compare each stage on whole and on split sequences; the next one gets its output for whole ones."""
-        trial = SplitTrial(context, *arguments_of(self.module, batch))
+        trial = SplitTrial(context, *model_arguments(self.module, batch))
         message = StructuredMessages(self.world.device, ["trial"], True, {})
         pipeline = replace(self._trainable, message=message, overlap_p2p=True)
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
-            received = None
-            if tensors is not None:
-                received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
-            output = trial.compare(partial(cut.call, stage), received)
+            output = trial.compare(partial(cut.call, stage), message.value_of(stage - 1, micro, tensors))
             if stage == len(self.plans.stage_to_rank) - 1:
                 return torch.zeros((), device=self.world.device)
             structure, sent = flatten(output)
@@ -338,9 +334,7 @@ class PipelineEngine(Engine):
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
             batch = micros[micro] if micros else None
-            received = None
-            if tensors is not None:
-                received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
+            received = message.value_of(stage - 1, micro, tensors)
             if isinstance(self.staged, ModelCut):
                 self.staged.checks_values = message.posts_late
             output = self.stages[stage](batch, received)
@@ -402,18 +396,3 @@ class PipelineEngine(Engine):
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank saves a buffer."""
         return self.staged.owns_buffer(name) and self.groups.index("dp") == self.groups.index("tp") == 0
-
-
-def _kind_of(batch: Any) -> str:
-    """Return a digest of the nesting, shapes and dtypes of a micro-batch."""
-    return hashlib.sha256(json.dumps(_shapes(batch)).encode()).hexdigest()[:16]
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return [list(value.shape), str(value.dtype)]
-    if isinstance(value, Mapping):
-        return {str(name): _shapes(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_shapes(inner) for inner in value]
-    return type(value).__name__
