@@ -86,7 +86,7 @@ def restore_frozen(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> lis
         linear = nn.Linear(module.in_features, module.out_features, bias=False, device=module.codes.device, dtype=dtype)
         linear.weight.copy_(module.restored(dtype))
         linear.weight.requires_grad_(False)
-        linear.bias = module.bias
+        linear.register_parameter("bias", module.bias)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], linear)
     return list(chosen)
 
