@@ -254,10 +254,10 @@ def current_forward() -> AbstractContextManager[Any]:
 
 def keep_attention_out_of_graphs() -> None:
     """Let ``torch.compile`` divide graphs at the attention, which exchanges keys and values with other ranks."""
-    parts: Any = SplitForward
-    if not hasattr(parts.attention, "__wrapped__"):
+    forward_class: Any = SplitForward
+    if not hasattr(forward_class.attention, "__wrapped__"):
         # Here and not at the definition: it imports torch._dynamo, which takes 1.5 s.
-        parts.attention = torch.compiler.disable(parts.attention)
+        forward_class.attention = torch.compiler.disable(forward_class.attention)
 
 
 def refuse_mask_and_dropout(name: str, mask: Any, dropout: float) -> None:

@@ -74,16 +74,18 @@ class SplitTrial:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         with torch.random.fork_rng(_devices(model)), evaluating(model), _without_graphs(model):
             named = {**self.named, **context.without_cache}
-            output, whole = _outputs(model, lambda: run(self.args, named, received))
+            output, whole_outputs = _outputs(model, lambda: run(self.args, named, received))
             for buffer, value in buffers:
                 buffer.copy_(value)
             (local_args, local_named), forward = context.split(self.args, self.named)
             local = tree_map_only(Tensor, self._local, received)
             with forward:
-                _, split = _outputs(model, lambda: run(local_args, local_named, local))
+                _, split_outputs = _outputs(model, lambda: run(local_args, local_named, local))
         for buffer, value in buffers:
             buffer.copy_(value)
-        self._difference = self._difference or _first_difference(whole, split, (self.batch, self.length), context)
+        self._difference = self._difference or _first_difference(
+            whole_outputs, split_outputs, (self.batch, self.length), context
+        )
         self._attentions += forward.attentions
         return output
 

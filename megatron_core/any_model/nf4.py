@@ -64,8 +64,8 @@ def quantize_frozen(model: nn.Module, names: Sequence[str] = ADAPTED, *, double_
             )
     for name, module in chosen.items():
         path, _, label = name.rpartition(".")
-        kind = NF4Linear if type(module) is nn.Linear else SplitNF4Linear
-        setattr(model.get_submodule(path), label, kind(module, double_quantization=double_quantization))
+        layer_class = NF4Linear if type(module) is nn.Linear else SplitNF4Linear
+        setattr(model.get_submodule(path), label, layer_class(module, double_quantization=double_quantization))
     return list(chosen)
 
 
@@ -173,8 +173,8 @@ class SplitNF4Linear(NF4Linear):
         self.first_block = int(numbers[0, 0, 0]) % self.blocks_of_row
         self.register_buffer("rows", numbers[:, 0, 0] // self.blocks_of_row, persistent=False)
         for name in ("codes", "scales"):
-            part, part_spec = self._local(getattr(self, name).detach(), spec)
-            parameter: Any = nn.Parameter(part, requires_grad=False)
+            codes, part_spec = self._local(getattr(self, name).detach(), spec)
+            parameter: Any = nn.Parameter(codes, requires_grad=False)
             parameter.shard_spec = part_spec
             setattr(self, name, parameter)
         self.out_features, self.in_features = linear.weight.shape
@@ -198,9 +198,9 @@ class SplitNF4Linear(NF4Linear):
 
         splits = tuple(map(in_blocks, spec.splits))
         part_spec = replace(spec, global_shape=tuple(table.shape), splits=splits, fused=None)
-        part = table.new_empty(part_spec.local_shape)
-        part_spec.localise(table, part)
-        return part, part_spec
+        local_blocks = table.new_empty(part_spec.local_shape)
+        part_spec.localise(table, local_blocks)
+        return local_blocks, part_spec
 
     def outer_blocks(self) -> Tensor:
         """Return the number of the block of scales of each block of weights, from their places in the whole weight."""

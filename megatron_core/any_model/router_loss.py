@@ -44,10 +44,10 @@ def _choose_loss(
     running = running_forward()
     if running is None or not isinstance(gate_logits, tuple) or num_experts is None:
         return compute(gate_logits, num_experts, top_k, attention_mask)
-    return balancing_loss(running, gate_logits, num_experts, top_k)
+    return loss_over_ranks(running, gate_logits, num_experts, top_k)
 
 
-def balancing_loss(forward: SplitForward, gate_logits: Sequence[Tensor], experts: int, choices: int) -> Tensor:
+def loss_over_ranks(forward: SplitForward, gate_logits: Sequence[Tensor], experts: int, choices: int) -> Tensor:
     """Return experts * sum_e f_e P_e over the tokens of all ranks.
 
     ``gate_logits``: ``[tokens, experts]`` of each layer. f_e is the mean number of choices of expert e per token and

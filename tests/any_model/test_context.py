@@ -184,11 +184,11 @@ DEFECTS: dict[str, tuple[str, str, str, str, str, dict[str, Any]]] = {
         *("gpt-oss", "plain", {"cp_comm_type": "a2a"}),
     ),
     "each rank has the router loss of its own tokens": (
-        *("any_model.router_loss:balancing_loss", "reduce_from_region(torch.cat", "(lambda x, _: x)(torch.cat"),
+        *("any_model.router_loss:loss_over_ranks", "reduce_from_region(torch.cat", "(lambda x, _: x)(torch.cat"),
         *("qwen3-moe with its loss", "plain", {}),
     ),
     "padding chooses experts": (
-        *("any_model.router_loss:balancing_loss", "if forward.visible is not None:", "if False:"),
+        *("any_model.router_loss:loss_over_ranks", "if forward.visible is not None:", "if False:"),
         *("qwen3-moe with its loss", "padded", {}),
     ),
     "every rank of a sequence counts the loss of stages": (
