@@ -115,7 +115,7 @@ def test_router_loss_is_that_of_all_tokens(name: str, kind: str, settings: dict[
         assert difference(result, expected) < 1e-9
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
     [
