@@ -6,6 +6,7 @@ from .any_model import initialize as initialize
 from .any_model import meta_init as meta_init
 from .any_model import parallelize as parallelize
 from .any_model.nf4 import quantize_frozen as quantize_frozen
+from .any_model.nf4 import restore_frozen as restore_frozen
 from .any_model.sharded_module import CPUOffloadPolicy as CPUOffloadPolicy
 from .any_model.sharded_module import FSDPModule as FSDPModule
 from .any_model.sharded_module import MixedPrecisionPolicy as MixedPrecisionPolicy

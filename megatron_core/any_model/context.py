@@ -16,8 +16,10 @@ from megatron_core.any_model.context_attention import (
     SplitForward,
     configs_of,
     decoder_parts,
+    keep_attention_out_of_graphs,
     register_with_transformers,
 )
+from megatron_core.any_model.router_loss import split_balancing_loss
 from megatron_core.config import RunConfig
 from megatron_core.context_parallel import AllGatherExchange, HeadExchange, RingExchange
 from megatron_core.errors import ConfigError
@@ -55,10 +57,7 @@ class ContextParallel:
         self.groups = SequenceGroups(context.whole, exchange, None if heads is None else HeadExchange(heads))
         self.configs = configs_of(model)
         if config.section(CompilationConfig).compile:
-            raise ConfigError(
-                f"compile=True with context_parallel_size={self.size}: graphs of a model of your own do not contain "
-                "the exchange of keys and values; set compile=False"
-            )
+            keep_attention_out_of_graphs()
         if self.configs:
             register_with_transformers()
         self._refuse_mixing()
@@ -84,13 +83,14 @@ class ContextParallel:
                 f"context_parallel_size={self.size}: {type(self.model).__name__} joins features of images, video or "
                 "audio with the tokens of whole sequences, of which a rank has a part; set context_parallel_size=1"
             )
-        for config in self.configs:
-            if getattr(config, "output_router_logits", False):
-                raise ConfigError(
-                    f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
-                    f"{type(self.model).__name__} is not a sum over tokens, so that parts of sequences do not give it; "
-                    "set it to False in the model's config"
-                )
+        has_router_loss = any(getattr(config, "output_router_logits", False) for config in self.configs)
+        # Also without it in the configuration: a forward may have the argument.
+        if not split_balancing_loss(self.model) and has_router_loss:
+            raise ConfigError(
+                f"output_router_logits=True with context_parallel_size={self.size}: the auxiliary loss of "
+                f"{type(self.model).__name__} is not load_balancing_loss_func of transformers' Mixtral; set it to "
+                "False in the model's config"
+            )
 
     def local(self, sequences: Tensor) -> Tensor:
         """Return this rank's tokens of ``[b, s, ...]``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -235,6 +236,11 @@ class SplitForward(TorchFunctionMode):
         return total / terms
 
 
+def running_forward() -> SplitForward | None:
+    """Return the context of the running forward, if its sequences are split."""
+    return _CURRENT()
+
+
 def current_forward() -> AbstractContextManager[Any]:
     """Return the context of the running forward, for its recomputation in backward."""
     running = _CURRENT()
@@ -244,6 +250,14 @@ def current_forward() -> AbstractContextManager[Any]:
     return SplitForward(
         running.groups, running.length, running._configs, documents=running.documents, visible=running.visible
     )
+
+
+def keep_attention_out_of_graphs() -> None:
+    """Let ``torch.compile`` divide graphs at the attention, which exchanges keys and values with other ranks."""
+    forward_class: Any = SplitForward
+    if not hasattr(forward_class.attention, "__wrapped__"):
+        # Here and not at the definition: it imports torch._dynamo, which takes 1.5 s.
+        forward_class.attention = torch.compiler.disable(forward_class.attention)
 
 
 def refuse_mask_and_dropout(name: str, mask: Any, dropout: float) -> None:
@@ -270,7 +284,7 @@ def register_with_transformers() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, _attention_of_transformers)
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(_attention_of_transformers))
     AttentionMaskInterface.register(IMPLEMENTATION, _mask_of_transformers)
     # Models call it if they separate documents, which gpt-oss does not; local positions show none, because they jump
     # between two chunks.

@@ -7,6 +7,7 @@ tokens of the batch, whole and split, and the outputs of all modules are compare
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.data import evaluating
 from megatron_core.any_model.tensor_trial import BOUNDS
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.compiled import runs_graphs
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings
 
@@ -26,56 +28,94 @@ FEW = 0.1
 """Share of tokens that may differ in 16 bits, where rounding changes some tokens' choice of experts; mixing with the
 token before, the least there is, changes one in ``CHUNK``."""
 
+NO_ATTENTION = "no module calls scaled_dot_product_attention or an attention function of transformers"
+
 Outputs = list[tuple[str, list[Tensor]]]
+StageForward = Callable[[Sequence[Any], Mapping[str, Any], Any], Any]
+"""A forward with its arguments, by order and by name, and the output of the stage before."""
 
 
 def run_split(context: ContextParallel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the model on this rank's part of the arguments; the first forward is preceded by the proof."""
     if not context.is_proven:
-        _prove_split(context, args, kwargs)
-        context.is_proven = True
+        trial = SplitTrial(context, args, kwargs)
+        trial.compare(lambda args, kwargs, _: context.model(*args, **kwargs))
+        trial.finish(gather_strings(trial.fault, context.groups.whole, next(context.model.parameters()).device))
     (local_args, local_named), forward = context.split(args, kwargs)
     with forward:
         return context.model(*local_args, **local_named)
 
 
-@torch.no_grad()
-def _prove_split(context: ContextParallel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Compare the model on whole and on split sequences; a collective call.
+class SplitTrial:
+    """Comparison of a model on whole and on split sequences: the first tokens of the arguments of a forward."""
 
-    Errors: ``ConfigError`` on all ranks that names the first module whose output differs.
-    """
-    _, (batch, length) = context.whole_arguments(args, kwargs)
-    short = min(length, 2 * context.size * CHUNK)
+    def __init__(self, context: ContextParallel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _, (self.batch, length) = context.whole_arguments(args, kwargs)
+        self.context = context
+        self.length = min(length, 2 * context.size * CHUNK)
+        self._difference = ""
+        self._attentions = 0
 
-    def shortened(tensor: Tensor) -> Tensor:
-        return tensor[:, :short] if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+        def shortened(tensor: Tensor) -> Tensor:
+            return tensor[:, : self.length] if tensor.dim() > 1 and tensor.shape[1] == length else tensor
 
-    # Rows without visible keys have arbitrary outputs, so padding is left out.
-    named = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs and context.configs else kwargs
-    args, named = tree_map_only(Tensor, shortened, (tuple(args), dict(named)))
-    model = context.model
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(_devices(model)), evaluating(model):
-        whole = _outputs(model, lambda: model(*args, **{**named, **context.without_cache}))
+        # Rows without visible keys have arbitrary outputs, so padding is left out.
+        named = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs and context.configs else kwargs
+        self.args, self.named = tree_map_only(Tensor, shortened, (tuple(args), dict(named)))
+
+    @torch.no_grad()
+    def compare(self, run: StageForward, received: Any = None) -> Any:
+        """Compare ``run`` on whole and on split sequences; return its output for whole ones.
+
+        Collective over the ranks of a sequence. ``received`` is the output of the stage before for whole sequences.
+        """
+        context = self.context
+        model = context.model
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.random.fork_rng(_devices(model)), evaluating(model), _without_graphs(model):
+            named = {**self.named, **context.without_cache}
+            output, whole_outputs = _outputs(model, lambda: run(self.args, named, received))
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            (local_args, local_named), forward = context.split(self.args, self.named)
+            local = tree_map_only(Tensor, self._local, received)
+            with forward:
+                _, split_outputs = _outputs(model, lambda: run(local_args, local_named, local))
         for buffer, value in buffers:
             buffer.copy_(value)
-        (local_args, local_named), forward = context.split(args, named)
-        with forward:
-            split = _outputs(model, lambda: model(*local_args, **local_named))
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    fault = _first_difference(whole, split, torch.Size((batch, short)), context)
-    if not fault and not forward.attentions:
-        fault = "no module calls scaled_dot_product_attention or an attention function of transformers"
-    faults = gather_strings(fault, context.groups.whole, next(model.parameters()).device)
-    reason = next((text for text in faults if text), "")
-    if reason:
-        raise ConfigError(
-            f"context_parallel_size={context.size}: {type(model).__name__} does not compute on parts of sequences what "
-            f"it computes on whole ones: {reason}; let attention call scaled_dot_product_attention, give positions as "
-            "the argument position_ids and labels shifted before the forward, or set context_parallel_size=1"
+        self._difference = self._difference or _first_difference(
+            whole_outputs, split_outputs, (self.batch, self.length), context
         )
+        self._attentions += forward.attentions
+        return output
+
+    @property
+    def fault(self) -> str:
+        """The first module whose output differs, or the absence of attention; "" without a fault."""
+        return self._difference or ("" if self._attentions else NO_ATTENTION)
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        return self.context.local(tensor) if tensor.shape[:2] == (self.batch, self.length) else tensor
+
+    def finish(self, faults: Sequence[str]) -> None:
+        """Raise ``ConfigError`` for the first of the ``faults`` of all ranks that ran the model."""
+        context = self.context
+        # A stage may have no attention.
+        differences = [text for text in faults if text not in ("", NO_ATTENTION)]
+        differences += [NO_ATTENTION] if set(faults) == {NO_ATTENTION} else []
+        if differences:
+            raise ConfigError(
+                f"context_parallel_size={context.size}: {type(context.model).__name__} does not compute on parts of "
+                f"sequences what it computes on whole ones: {differences[0]}; let attention call "
+                "scaled_dot_product_attention, give positions as the argument position_ids and labels shifted before "
+                "the forward, or set context_parallel_size=1"
+            )
+        context.is_proven = True
+
+
+def _without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
+    # Hooks of modules inside of a graph would compile another one.
+    return torch.compiler.set_stance("force_eager") if any(map(runs_graphs, model.modules())) else nullcontext()
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
@@ -83,8 +123,8 @@ def _devices(model: nn.Module) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _outputs(model: nn.Module, run: Callable[[], Any]) -> Outputs:
-    """Return the tensors that modules return, in the order in which their forwards end, the model's last."""
+def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, Outputs]:
+    """Return the model's output, and the tensors that modules return, in the order in which their forwards end."""
     outputs: Outputs = []
 
     def record(name: str) -> Callable[..., None]:
@@ -103,7 +143,7 @@ def _outputs(model: nn.Module, run: Callable[[], Any]) -> Outputs:
     finally:
         for handle in handles:
             handle.remove()
-    return [*outputs, (f"the result of {type(model).__name__}", _leaves(result))]
+    return result, [*outputs, (f"the result of {type(model).__name__}", _leaves(result))]
 
 
 def _is_split_over_experts(module: nn.Module) -> bool:
@@ -116,7 +156,7 @@ def _leaves(value: Any) -> list[Tensor]:
     return [x.detach() for x in tree_leaves(plain) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _first_difference(whole: Outputs, split: Outputs, shape: torch.Size, context: ContextParallel) -> str:
+def _first_difference(whole: Outputs, split: Outputs, shape: tuple[int, int], context: ContextParallel) -> str:
     batch, length = shape
     calls = [Counter(name for name, _ in outputs) for outputs in (whole, split)]
     # Experts run as often as they have tokens, and get other tokens.

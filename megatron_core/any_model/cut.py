@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.context_attention import configs_of, decoder_parts, disable_cache
-from megatron_core.any_model.data import call_with
+from megatron_core.any_model.data import model_arguments
 from megatron_core.any_model.module import outermost
 from megatron_core.any_model.partition import stage_ranges
 from megatron_core.any_model.stages import ModelStage, ParameterPlace
@@ -110,8 +111,10 @@ class ModelCut:
         stage_to_rank: Sequence[int],
         method: str | Sequence[int],
         head_modules: Sequence[str] = (),
+        context: ContextParallel | None = None,
     ) -> None:
         self.model = model
+        self.context = context
         self.stage_to_rank = stage_to_rank
         self.head_modules = tuple(head_modules)
         for settings in configs_of(model):
@@ -238,12 +241,24 @@ class ModelCut:
         return lambda batch, received: self.run(stage, batch, received)
 
     def run(self, stage: int, batch: Any, received: Any) -> Any:
-        """Run the model's forward as ``stage``: return its last layer's output, or the model's on the last stage."""
+        """Run the model's forward as ``stage``: return its last layer's output, or the model's on the last stage.
+
+        ``batch`` has whole sequences; ``received`` and the output this rank's parts of them.
+        """
+        args, kwargs = model_arguments(self.model, batch)
+        if self.context is None:
+            return self.call(stage, args, kwargs, received)
+        (args, kwargs), forward = self.context.split(args, kwargs)
+        with forward:
+            return self.call(stage, args, kwargs, received)
+
+    def call(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any], received: Any) -> Any:
+        """``run`` with the arguments of the model's forward."""
         passage = _Passage(stage, self.bounds[stage], received)
         self._passage = passage
         with self._active(stage):
             try:
-                output = call_with(self.model, batch)
+                output = self.model(*args, **kwargs)
                 has_ended = stage == len(self.stage_to_rank) - 1 and passage.output is not None
             except _StageEnd:
                 output = passage.output

@@ -1,5 +1,7 @@
 """Micro-batches of a map-style data set for any model: a function of seed, epoch and position only."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -107,17 +109,17 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = mode
 
 
-def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Call ``model`` with the entries of a batch: a dict by name, a tuple in order, or one tensor.
+def model_arguments(model: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``model`` for a batch: a dict by name, a tuple in order, or one tensor.
 
     An ``nn.Sequential`` gets only the first entry of a tuple, without the labels.
     """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return (), dict(batch)
     if not isinstance(batch, tuple | list):
-        return model(batch)
+        return (batch,), {}
     has_one_input = isinstance(getattr(model, "module", model), nn.Sequential)
-    return model(batch[0]) if has_one_input else model(*batch)
+    return tuple(batch[:1] if has_one_input else batch), {}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -130,3 +132,18 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")
+
+
+def kind_of(batch: Any) -> str:
+    """Return a digest of the nesting, shapes and dtypes of a micro-batch."""
+    return hashlib.sha256(json.dumps(_shapes(batch)).encode()).hexdigest()[:16]
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [list(value.shape), str(value.dtype)]
+    if isinstance(value, Mapping):
+        return {str(name): _shapes(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_shapes(inner) for inner in value]
+    return type(value).__name__

@@ -21,7 +21,7 @@ from megatron_core.any_model.arguments import check_positive, next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.context_trial import run_split
-from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
+from megatron_core.any_model.data import EngineLoader, cast_floating, evaluating, loss_of, model_arguments
 from megatron_core.any_model.direct import DirectBackward, attach_to
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
@@ -346,7 +346,8 @@ class Engine(EngineBackward, nn.Module):
         return float(total) / (self.gradient_accumulation_steps * self.groups.size("dp"))
 
     def _loss(self, batch: Any, loss_function: LossFunction | None) -> Tensor:
-        output = call_with(self, batch)
+        args, kwargs = model_arguments(self, batch)
+        output = self(*args, **kwargs)
         return loss_of(output) if loss_function is None else loss_function(output, batch)
 
     # Weights and checkpoints.

@@ -1,10 +1,10 @@
 """The engine of a model in pipeline stages: whole steps by a schedule, through ``take_step``."""
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.arguments import check_batches
+from megatron_core.any_model.context import ContextParallel
+from megatron_core.any_model.context_trial import SplitTrial
 from megatron_core.any_model.cut import ModelCut
-from megatron_core.any_model.data import evaluating, loss_of
+from megatron_core.any_model.data import evaluating, kind_of, loss_of, model_arguments
 from megatron_core.any_model.dtype import refuse_other_dtypes
 from megatron_core.any_model.engine import Engine, LossFunction
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
@@ -36,7 +38,7 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
 from megatron_core.parallel.world import World
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
+from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
@@ -93,10 +95,11 @@ class PipelineEngine(Engine):
                 f"optimizer={config.optimizer.optimizer} of your own with pipeline stages: each rank updates its own "
                 "stages; use AdamW, Adam, SGD, or an optimizer of config"
             )
-        if config.parallel.context_parallel_size > 1:
+        size = config.parallel.context_parallel_size
+        if size > 1 and isinstance(module, PipelineModule):
             raise ConfigError(
-                f"context_parallel_size={config.parallel.context_parallel_size} with stages of a model of your own "
-                "is not supported; set context_parallel_size=1, or pipeline_model_parallel_size=1"
+                f"context_parallel_size={size} with a PipelineModule is not supported: its layers and loss_fn take no "
+                "positions and shifted labels; set it to 1, or give the whole model to initialize"
             )
         if isinstance(module, PipelineModule) and config.model.recompute_granularity:
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
@@ -126,7 +129,8 @@ class PipelineEngine(Engine):
         places = self.staged.places
         local_groups = [{**group, "params": [p for p in group["params"] if p in places]} for group in param_groups]
         fp8 = histories_of(module, config, groups, self.world.device)
-        return Prepared(groups, dict(self.stages), units, local_groups, local, fp8)
+        context = self.staged.context if isinstance(self.staged, ModelCut) else None
+        return Prepared(groups, dict(self.stages), units, local_groups, local, fp8, context)
 
     def _place_layers(
         self, module: PipelineModule, groups: ParallelGroups, choices: Choices
@@ -181,12 +185,13 @@ class PipelineEngine(Engine):
         with raising_on_all_ranks(device):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
-        is_split = groups.size("tp") > 1 or groups.size("ep") > 1
+        is_split = any(groups.size(axis) > 1 for axis in ("tp", "ep", "cp"))
         if is_split:  # splits are chosen from the whole model
             cast_module(module, config, device)
             equalize_and_split(module, groups, config.training.seed, device)
         multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
-        cut = ModelCut(module, stage_to_rank, self._partition_method, self._head_modules)
+        context = ContextParallel(module, config, groups) if groups.size("cp") > 1 else None
+        cut = ModelCut(module, stage_to_rank, self._partition_method, self._head_modules, context)
         groups.tie(tied_sets({holder.stages for holder in cut.all_places.values()}, stage_to_rank))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
         if not is_split:
@@ -213,7 +218,8 @@ class PipelineEngine(Engine):
         work = StepWork(
             self.plans.training(count),
             self._forward_step(micros, loss_function, pipeline.message),
-            torch.full((), count, dtype=torch.float64, device=self.world.device),
+            # The ranks of a sequence have one loss, which the first of them counts.
+            torch.full((), count * self._counts_loss, dtype=torch.float64, device=self.world.device),
         )
         outcome = take_step(
             pipeline,
@@ -222,6 +228,10 @@ class PipelineEngine(Engine):
             hooks=StepHooks(around_plan=context, before_update=self.before_update, is_bad=self._is_bad),
         )
         return self._advance(outcome.loss, outcome.grad_norm, rate, skipped=outcome.skipped)
+
+    @property
+    def _counts_loss(self) -> bool:
+        return self.groups.index("cp") == 0
 
     def _is_bad(self, loss: float, norm: float) -> bool:
         self._refuse_bad(loss, norm)
@@ -249,7 +259,7 @@ class PipelineEngine(Engine):
             micros.append(self._in_compute_dtype(batch))
             if len(micros) == count:
                 break
-        labels = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
+        labels = None if batches is None else [f"{self.module.training:d} {kind_of(batch)}" for batch in micros]
         by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(labels), self.world.device)]
         ended = [rank for rank, kinds in enumerate(by_rank) if kinds is not None and len(kinds) < count]
         if ended and len(ended) == sum(kinds is not None for kinds in by_rank):
@@ -278,8 +288,29 @@ class PipelineEngine(Engine):
         everything = {label for kinds in by_rank for label in kinds or ()}
         is_new = not self._known.issuperset(everything)
         self._known |= everything
+        if isinstance(self.staged, ModelCut) and self.context is not None and not self.context.is_proven:
+            self._prove_split(self.context, self.staged, micros[0])
         message = StructuredMessages(self.world.device, kinds, is_new, self._structures)
         return micros, replace(self._trainable, message=message, overlap_p2p=self._trainable.overlap_p2p or is_new)
+
+    @torch.no_grad()
+    def _prove_split(self, context: ContextParallel, cut: ModelCut, batch: Any) -> None:
+        """Compare each stage on whole and on split sequences; the next one gets its output for whole ones."""
+        trial = SplitTrial(context, *model_arguments(self.module, batch))
+        message = StructuredMessages(self.world.device, ["trial"], True, {})
+        pipeline = replace(self._trainable, message=message, overlap_p2p=True)
+
+        def forward(stage: int, micro: int, tensors: Message | None) -> Message:
+            output = trial.compare(partial(cut.call, stage), message.value_of(stage - 1, micro, tensors))
+            if stage == len(self.plans.stage_to_rank) - 1:
+                return torch.zeros((), device=self.world.device)
+            structure, sent = flatten(output)
+            message.learn(Action(stage, "F", micro), structure)
+            return sent
+
+        with self._failing_together(None):
+            run_plan(pipeline, self.plans.evaluation(1), forward)
+        trial.finish(gather_from_all_ranks(trial.fault, self.world.device))
 
     @contextmanager
     def _failing_together(self, listener: Any) -> Iterator[Any]:
@@ -303,9 +334,7 @@ class PipelineEngine(Engine):
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
             batch = micros[micro] if micros else None
-            received = None
-            if tensors is not None:
-                received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
+            received = message.value_of(stage - 1, micro, tensors)
             if isinstance(self.staged, ModelCut):
                 self.staged.checks_values = message.posts_late
             output = self.stages[stage](batch, received)
@@ -326,7 +355,9 @@ class PipelineEngine(Engine):
             loss = loss_of(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss={loss!r} must be a tensor with one element; give loss_fn or loss_function")
-        return loss.reshape(())
+        if self.context is not None:
+            self.context.check_loss(loss)
+        return (loss if self._counts_loss else loss - loss.detach()).reshape(())
 
     # Micro-batches one by one do not exist.
 
@@ -365,18 +396,3 @@ class PipelineEngine(Engine):
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank saves a buffer."""
         return self.staged.owns_buffer(name) and self.groups.index("dp") == self.groups.index("tp") == 0
-
-
-def _kind_of(batch: Any) -> str:
-    """Return a digest of the nesting, shapes and dtypes of a micro-batch."""
-    return hashlib.sha256(json.dumps(_shapes(batch)).encode()).hexdigest()[:16]
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return [list(value.shape), str(value.dtype)]
-    if isinstance(value, Mapping):
-        return {str(name): _shapes(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_shapes(inner) for inner in value]
-    return type(value).__name__

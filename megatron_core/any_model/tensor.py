@@ -28,6 +28,7 @@ from megatron_core.any_model.tensor_plan import (
     Plan,
     check_partners,
     is_inside,
+    layer_of,
     name_inside,
     outermost_of,
     smallest_regions,
@@ -63,12 +64,19 @@ class ParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
         weight = self.weight.t() if self.transposed else self.weight
-        if self.style.startswith("rowwise"):
-            local = scatter_channels(x, self.group) if self.style == "rowwise_split_input" else x
-            product = reduce_from_region(self.product(local, weight, None), self.group)
-            return product if self.bias is None else product + self.bias
-        output = self.product(copy_to_region(x, self.group), weight, self.bias)
-        return gather_channels(output, self.group) if self.style == "colwise_gather_output" else output
+        return split_product(x, self.style, self.group, lambda x, bias: self.product(x, weight, bias), self.bias)
+
+
+def split_product(
+    x: Tensor, style: str, group: Group, product: Callable[[Tensor, Tensor | None], Tensor], bias: Tensor | None
+) -> Tensor:
+    """Return x W^T + b for this rank's part of W; ``product(x, b)`` multiplies with it."""
+    if style.startswith("rowwise"):
+        local = scatter_channels(x, group) if style == "rowwise_split_input" else x
+        summed = reduce_from_region(product(local, None), group)
+        return summed if bias is None else summed + bias
+    output = product(copy_to_region(x, group), bias)
+    return gather_channels(output, group) if style == "colwise_gather_output" else output
 
 
 def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, heads: Heads | None = None) -> None:
@@ -224,7 +232,7 @@ class _Splitting:
         scopes: dict[str, tuple[nn.Module, int, int]] = {}
         for path in sorted(set(smallest.values())):
             for name, module in self.modules[path].named_modules(prefix=path):
-                owns_split = any(split.rpartition(".")[0] == name for split in styles)
+                owns_split = any(layer_of(split).rpartition(".")[0] == name for split in styles)
                 if owns_split or next(module.parameters(), None) is None:
                     scopes[name] = module, self.widest.get(module, 0), self.shared.get(module, 0)
         regions: dict[str, Region] = {}
@@ -255,7 +263,7 @@ class _Splitting:
         for name, (style, matrices) in self.plan.items():
             module = self.modules.get(name)
             if module is not None and style == "colwise" and type(module) in linear_types():
-                owner, _, label = name.rpartition(".")
+                owner, _, label = layer_of(name).rpartition(".")
                 weight = module.get_parameter("weight")
                 width = weight.shape[1 if isinstance(module, self.conv) else 0] // matrices
                 if label not in FEED_FORWARD:
@@ -310,7 +318,7 @@ class _Splitting:
         if type(module) not in linear_types() or hooks:
             raise ConfigError(
                 f"plan: {name!r} ({type(module).__name__}) has the style {style!r}; it must be an nn.Linear without "
-                "hooks; remove it from the plan, or its hooks"
+                "hooks; remove it from the plan, or its hooks; call parallelize before quantize_frozen"
             )
         if style.startswith("rowwise") and matrices > 1:
             raise ConfigError(
@@ -325,8 +333,8 @@ class _Splitting:
         if style.startswith("rowwise"):
             self._split(f"{name}.weight", weight, in_dim, 1)
             return
-        owner = self.modules[name.rpartition(".")[0]]
-        label = name.rpartition(".")[2]
+        path, _, label = layer_of(name).rpartition(".")
+        owner = self.modules[path]
         heads = self._heads(owner, weight.shape[out_dim] // matrices) if style == "colwise" else 0
         if heads % self.size:
             may_share = label in KEYS_AND_VALUES or weight.shape[out_dim] < self.widest[owner]

@@ -64,7 +64,8 @@ def styles_of_plan(
         if not isinstance(pattern, str):
             raise ConfigError(f"plan: {pattern!r} must be the name of a module")
         parsed = _style(pattern, style)
-        expression = re.escape(pattern).replace(r"\*", "[^.]+")
+        # A model with adapters of peft contains the model with the plan.
+        expression = r"(base_model\.model\.)?" + re.escape(pattern).replace(r"\*", "[^.]+")
         matches = [name for name in names if re.fullmatch(expression, name)]
         if not matches and chosen is not None:
             raise ConfigError(
@@ -76,7 +77,38 @@ def styles_of_plan(
     if chosen is None and not any(re.search(r"\.\d+\.", name) for name in styles):
         # The plan of Qwen3-VL has the embedding and the output layer alone.
         return {**_by_rules(model, is_linear), **styles}
-    return styles
+    return _with_adapters(model, styles)
+
+
+def _with_adapters(model: nn.Module, styles: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Replace layers with adapters of peft, y = W x + s B A x, by W and the matrix that is split as W is.
+
+    It is B, with the outputs of W, or A, with its inputs; the other one is whole on every rank. A table with an adapter
+    stays whole. Errors: ``ConfigError`` for DoRA.
+    """
+    modules = dict(model.named_modules())
+    expanded: dict[str, tuple[str, int]] = {}
+    for name, style in styles.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Module) or not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
+            expanded[name] = style
+            continue
+        if style[0] == "embedding_rowwise":
+            continue
+        if module._modules.get("lora_magnitude_vector"):
+            raise ConfigError(
+                f"tensor parallelism: {name} has an adapter with use_dora=True, which needs the norms of whole rows; "
+                "set it to False"
+            )
+        side = "lora_A" if style[0].startswith("rowwise") else "lora_B"
+        labels = ["base_layer", *(f"{side}.{label}" for label in module.get_submodule(side)._modules)]
+        expanded.update({f"{name}.{label}": style for label in labels})
+    return expanded
+
+
+def layer_of(name: str) -> str:
+    """Return the name of the linear layer whose weight, or whose adapter of peft, is in the module ``name``."""
+    return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)$", "", name)
 
 
 def _style(pattern: str, style: str) -> tuple[str, int] | None:

@@ -57,8 +57,10 @@ class Region:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The present dtype of each parameter."""
-        return {name: parameter.dtype for name, parameter in self.modules[0].named_parameters()}
+        """The present dtype of each parameter; of a weight that has been quantized since, that of the others."""
+        present = {name: parameter.dtype for name, parameter in self.modules[0].named_parameters()}
+        other = next((dtype for dtype in present.values() if dtype.is_floating_point), torch.float32)
+        return {name: present.get(name, other) for name, _ in self.twin.named_parameters()}
 
     @property
     def device(self) -> torch.device:

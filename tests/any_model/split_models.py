@@ -39,6 +39,29 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": partial(_causal, "Qwen3Moe", **EXPERTS),
     "glm4": partial(_causal, "Glm4"),
 }
+_SHARED_EXPERTS = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_SHARED_EXPERTS["n_shared_experts"] = 1
+FURTHER: dict[str, Callable[[], nn.Module]] = {
+    "phi-3": partial(_causal, "Phi3", sliding_window=5),
+    "olmo-2": partial(_causal, "Olmo2"),
+    "granite": partial(_causal, "Granite", embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=2.0),
+    "cohere-2": partial(_causal, "Cohere2", sliding_window=5, layer_types=LAYERS),
+    "starcoder-2": partial(_causal, "Starcoder2", sliding_window=5, use_bias=True),
+    "smollm-3": partial(_causal, "SmolLM3", no_rope_layers=[1, 0]),
+    "ernie-4.5-moe": partial(_causal, "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=8),
+    "qwen2-moe": partial(_causal, "Qwen2Moe", shared_expert_intermediate_size=12, **EXPERTS),
+    "dots1": partial(_causal, "Dots1", layer_types=LAYERS, sliding_window=5, **_SHARED_EXPERTS),
+    "mistral": partial(_causal, "Mistral", sliding_window=5),
+}
+"""Architectures that are read by this table alone."""
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+WITH_ROUTER_LOSS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral with its loss": partial(_causal, "Mixtral", num_local_experts=4, **ROUTED),
+    "qwen3-moe with its loss": partial(_causal, "Qwen3Moe", **EXPERTS, **ROUTED),
+    "gpt-oss with its loss": partial(
+        *(_causal, "GptOss"), sliding_window=5, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2, **ROUTED
+    ),
+}
 
 
 class TorchModel(nn.Module):
@@ -81,7 +104,7 @@ MODELS["torch"] = TorchModel
 def model_of(name: str) -> nn.Module:
     """A model with the same weights in each call."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = (MODELS | FURTHER | WITH_ROUTER_LOSS)[name]()
     with torch.no_grad():  # biases, sinks and norms that are not all 0 or 1
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
@@ -161,21 +184,31 @@ def train_with_engine(
     ``is_proven``: without the proof in the first forward.
     """
     model = model_of(name)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     config = {**COMMON, "micro_batch_size": BATCH, "global_batch_size": 2 * BATCH, **settings}
     engine = megatron_core.initialize(model, config).engine
     gradients: dict[str, np.ndarray] = {}
 
     def read_gradients() -> None:
-        for parameter_name, parameter in engine.module.named_parameters():
+        trained = ((label, p) for label, p in engine.module.named_parameters() if p.requires_grad)
+        for parameter_name, parameter in trained:
             gradients[parameter_name] = engine.whole.gradient(parameter).numpy().copy()
 
     engine.before_update = read_gradients
-    engine.context.is_proven = is_proven
+    if engine.context is not None:
+        engine.context.is_proven = is_proven
     losses, norms = [], []
     size = engine.groups.size("dp")
-    for number, batch in enumerate(batches_of(name, kind, 2 * STEPS)):
-        if number % size != engine.groups.index("dp"):
-            continue
+    batches = batches_of(name, kind, 2 * STEPS)[engine.groups.index("dp") :: size]
+    if engine.groups.size("pp") > 1:
+        pending = iter(batches)
+        batches = []
+        for _ in range(STEPS):
+            with throughout_float64(engine):
+                report = engine.train_batch(pending)
+            losses.append(report.loss)
+            norms.append(report.grad_norm)
+    for batch in batches:
         with throughout_float64(engine):
             if by_tokens:  # the model divides the sum by 1
                 engine.backward(engine(**batch, num_items_in_batch=1).loss, num_terms=terms_of(batch))
@@ -186,7 +219,8 @@ def train_with_engine(
         if report is not None:
             losses.append(report.loss)
             norms.append(report.grad_norm)
-    result = {"losses": losses, "norms": norms, "weights": weights_of(engine.full_state_dict(), engine.module)}
+    weights = {name: tensor.numpy() for name, tensor in engine.full_state_dict().items() if name in names}
+    result = {"losses": losses, "norms": norms, "weights": weights}
     # With tp and ep they are parts of the model's gradients; by tokens, sums.
     if engine.groups.size("tp") == engine.groups.size("ep") == 1 and not by_tokens:
         result["gradients"] = gradients

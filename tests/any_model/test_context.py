@@ -10,14 +10,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import megatron_core
+from megatron_core import LayerSpec, PipelineModule
 from megatron_core.errors import MegatronError
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.any_model.models import Result, difference
 from tests.any_model.split_models import (
     MODELS,
+    WITH_ROUTER_LOSS,
     TorchLayer,
     TorchModel,
     batches_of,
@@ -80,6 +83,60 @@ def test_a_model_of_torch(row: int) -> None:
         assert difference(result, _reference("torch", "plain")) < 1e-9
 
 
+PP2: dict[str, Any] = {**CP2, "pipeline_model_parallel_size": 2}
+STAGES: list[tuple[int, dict[str, Any]]] = [
+    (4, {**PP2, "cp_comm_type": "a2a", "recompute_granularity": "full", "pipeline_schedule": "zb_h1"}),
+    (8, {**PP2, "tensor_model_parallel_size": 2}),
+    (8, {**PP2, "zero_stage": 1, "cp_comm_type": "all_gather"}),
+    (8, {**PP2, "context_parallel_size": 4, "zero_stage": 3}),
+]
+IN_STAGES = ("llama", "qwen3", "gemma3", "qwen3-moe")
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("row", range(len(STAGES)))
+@pytest.mark.parametrize(("name", "kind"), [*zip(IN_STAGES, (*KINDS, "packed"), strict=True)])
+def test_stages_equal_the_model(name: str, kind: str, row: int) -> None:
+    ranks, settings = STAGES[row]
+    for result in run_ranks(ranks, train_with_engine, name, kind, settings):
+        assert difference(result, _reference(name, kind)) < 1e-9
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("settings", [{}, {"zero_stage": 3, "recompute_granularity": "full"}, {"cp_comm_type": "a2a"}])
+@pytest.mark.parametrize("kind", ["plain", "padded"])
+@pytest.mark.parametrize("name", WITH_ROUTER_LOSS)
+def test_router_loss_is_that_of_all_tokens(name: str, kind: str, settings: dict[str, Any]) -> None:
+    expected = _reference(name, kind)
+    without = name.removesuffix(" with its loss")
+    if without in MODELS:
+        assert abs(expected["losses"][0] - _reference(without, kind)["losses"][0]) > 1e-3
+    for result in run_ranks(2, train_with_engine, name, kind, {**CP2, **settings}):
+        assert difference(result, expected) < 1e-9
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("llama", "packed", {**CP2, "recompute_granularity": "full"}),
+        ("torch", "plain", {**CP2, "zero_stage": 3}),
+        ("qwen3", "padded", {**PP2, "cp_comm_type": "a2a"}),
+    ],
+)
+def test_compiled_units(name: str, kind: str, settings: dict[str, Any]) -> None:
+    ranks = 4 if "pipeline_model_parallel_size" in settings else 2
+    compiled = {**settings, "compile": True, "compile_backend": "aot_eager"}
+    for result, graphs in run_ranks(ranks, _train_compiled, name, kind, compiled):
+        assert difference(result, _reference(name, kind)) < 1e-9
+        assert 0 < graphs < 8  # none for another micro-batch
+
+
+def _train_compiled(name: str, kind: str, settings: dict[str, Any]) -> tuple[Result, int]:
+    result = train_with_engine(name, kind, settings)
+    return result, counters["stats"]["unique_graphs"]
+
+
 def test_loss_of_all_tokens() -> None:
     """(sum of masked token losses) / (number of such tokens of the global batch), which lie on few ranks."""
     reference = train_with_torch("llama", "plain", by_tokens=True)
@@ -126,6 +183,18 @@ DEFECTS: dict[str, tuple[str, str, str, str, str, dict[str, Any]]] = {
         *(ATTENTION + "SplitForward.attention", "[heads.group.rank()]", "[0]"),
         *("gpt-oss", "plain", {"cp_comm_type": "a2a"}),
     ),
+    "each rank has the router loss of its own tokens": (
+        *("any_model.router_loss:loss_over_ranks", "reduce_from_region(torch.cat", "(lambda x, _: x)(torch.cat"),
+        *("qwen3-moe with its loss", "plain", {}),
+    ),
+    "padding chooses experts": (
+        *("any_model.router_loss:loss_over_ranks", "if forward.visible is not None:", "if False:"),
+        *("qwen3-moe with its loss", "padded", {}),
+    ),
+    "every rank of a sequence counts the loss of stages": (
+        *("any_model.pipeline:PipelineEngine._counts_loss", 'self.groups.index("cp") == 0', "True"),
+        *("llama", "plain", {"pipeline_model_parallel_size": 2}),
+    ),
     "a recomputed unit reads the documents of the last micro-batch": (
         *(ATTENTION + "current_forward", "documents=running.documents", "documents=None"),
         *("llama", "packed", {"recompute_granularity": "full"}),
@@ -139,11 +208,14 @@ def test_comparison_finds(name: str) -> None:
     target, old, new, model, kind, settings = DEFECTS[name]
     train = partial(train_with_engine, is_proven=True)
     with planted(target, old, new):
-        if "divides" in name:  # the losses of the ranks differ, which the first backward reports
+        if (
+            "divides" in name or "router loss" in name
+        ):  # the losses of the ranks differ, which the first backward reports
             with pytest.raises(RankFailure, match="ranks of a sequence have losses"):
                 run_ranks(2, train, model, kind, {**CP2, **settings})
             return
-        results = run_ranks(2, train, model, kind, {**CP2, **settings})
+        ranks = 2 * settings.get("pipeline_model_parallel_size", 1)
+        results = run_ranks(ranks, train, model, kind, {**CP2, **settings})
     assert max(difference(result, _reference(model, kind)) for result in results) > 1e-6
 
 
@@ -237,23 +309,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "targets": (ShiftsTargets, {}, "shift labels before the forward"),
     "heads": (TorchModel, {**CP4, "cp_comm_type": "a2a"}, "cp_comm_type exchanges the 2 heads"),
     "kinds": (TorchModel, {"cp_comm_type": ("a2a", "p2p")}, "must be one kind for all layers"),
-    "compile": (TorchModel, {"compile": True}, "compile=True with context_parallel_size=2"),
-    "stages": (TorchModel, {"pipeline_model_parallel_size": 2}, "context_parallel_size=2 with stages"),
+    "list of layers": (
+        *(lambda: PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2), {"pipeline_model_parallel_size": 2}),
+        "context_parallel_size=2 with a PipelineModule",
+    ),
     "ranks": (TorchModel, {"context_parallel_size": 3}, "context_parallel_size=3"),
-    "router": (lambda: _router_logits(), {}, "output_router_logits=True with context_parallel_size=2"),
+    "router": (
+        *(lambda: _small("Llama", num_attention_heads=2, output_router_logits=True), {}),
+        "the auxiliary loss of LlamaForCausalLM is not load_balancing_loss_func",
+    ),
 }
-
-
-def _router_logits() -> nn.Module:
-    model = model_of("qwen3-moe")
-    model.config.output_router_logits = True
-    return model
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused(name: str) -> None:
     _, settings, message = REFUSED[name]
-    for text in run_ranks(4 if name in ("heads", "stages") else 2, _refused, name, {**CP2, **settings}):
+    for text in run_ranks(4 if name in ("heads", "list of layers") else 2, _refused, name, {**CP2, **settings}):
         assert message in text and (name == "ranks" or "\n" not in text)
 
 
