@@ -23,6 +23,7 @@ from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, 
 from megatron_core.any_model.context_trial import run_split
 from megatron_core.any_model.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
 from megatron_core.any_model.direct import DirectBackward, attach_to
+from megatron_core.any_model.gated_experts import with_all_experts
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
 from megatron_core.any_model.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
@@ -366,7 +367,8 @@ class Engine(EngineBackward, nn.Module):
         self._sharded.synchronize()
         tensors = {p: whole_tensor(p, self.groups) for p in self.data_parallel.reading(names)}
         state = self.module.state_dict(keep_vars=True)
-        return {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
+        state = {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
+        return with_all_experts(state, self.module)
 
     def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
         """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.

@@ -24,6 +24,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import ThroughputTimer
 from megatron_core import any_model as native
+from megatron_core.any_model.gated_experts import has_moe_layers
 from megatron_core.any_model.scheduler import replace_step
 from megatron_core.errors import ConfigError
 from megatron_core.launcher import read_integer
@@ -98,7 +99,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self.micro_steps = 0
         """Calls of ``step``."""
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size(), synchronizes=False)
-        self.has_moe_layers, self.enable_backward_allreduce = False, True
+        self.has_moe_layers, self.enable_backward_allreduce = has_moe_layers(model)[0], True
         self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
         self._boundary: bool | None = None
         self._in_no_sync = self._in_step = self._step_applied = False

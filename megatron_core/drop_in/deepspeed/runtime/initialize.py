@@ -18,6 +18,7 @@ from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.any_model import parallelize
 from megatron_core.any_model.arguments import check_functions, check_model
+from megatron_core.any_model.gated_experts import expert_size_of
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
 
@@ -111,7 +112,7 @@ def _with_sizes(values: dict[str, Any], model: nn.Module, mesh_param: Any) -> di
         values = _with_size(values, None, "sequence_parallel_size", mesh_param[1], f"mesh_param={mesh_param!r}")
     if (tensor := getattr(model, "tensor_parallel_size", 1)) > 1:
         values = _with_size(values, "tensor_parallel", "autotp_size", tensor, f"a model split over {tensor} ranks")
-    if (expert := getattr(model, "expert_parallel_size", 1)) > 1:
+    if (expert := max(getattr(model, "expert_parallel_size", 1), expert_size_of(model))) > 1:
         values = _with_size(values, "expert_parallel", "autoep_size", expert, f"experts split over {expert} ranks")
         values["expert_parallel"]["enabled"] = True
     return values
