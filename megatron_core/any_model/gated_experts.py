@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_core.any_model.gating import Routes, jittered, top1gating, top2gating, topkgating
+from megatron_core.any_model.gating import (
+    Routes,
+    buffer_slots,
+    combine_rows,
+    fill_buffers,
+    jittered,
+    top1gating,
+    top2gating,
+    topkgating,
+)
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.collectives import broadcast_, exchange_parts
 from megatron_core.parallel.groups import Group, ParallelGroups, process_group
@@ -109,18 +118,12 @@ class GatedExperts(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         routes: Routes = self.gate(tokens, used_token, True)
         self.l_aux, self.exp_counts = routes.aux_loss, routes.counts
-        # Row E * C of the buffers belongs to dropped choices, and row S of the tokens is zero.
-        end = routes.num_experts * routes.capacity
-        slots = torch.where(routes.experts < 0, end, routes.experts * routes.capacity + routes.rows).long()
-        source = torch.full((end + 1,), len(tokens), device=tokens.device)
-        numbers = torch.arange(len(tokens), device=tokens.device).expand_as(slots)
-        source.scatter_(0, slots.flatten(), numbers.flatten())
-        buffers = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])[source[:-1]]
-        parts = self._exchanged(buffers.view(self.ep_size, -1, routes.capacity, tokens.shape[1]))
-        outputs = self._exchanged(self.experts(parts)).reshape(end, -1)
-        chosen = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])[slots]
-        # The weights are float32, and so is the sum of 16-bit outputs.
-        return (chosen * routes.weights[..., None]).sum(0).to(outputs.dtype).reshape(hidden.shape)
+        width = tokens.shape[1]
+        slots = buffer_slots(routes.experts, routes.rows, routes.num_experts, routes.capacity)
+        buffers = fill_buffers(tokens, slots, routes.num_experts, routes.capacity)
+        parts = self._exchanged(buffers.view(self.ep_size, -1, routes.capacity, width))
+        outputs = self._exchanged(self.experts(parts)).reshape(-1, width)
+        return combine_rows(outputs, slots, routes.weights, len(tokens)).reshape(hidden.shape)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         if self.ep_size == 1:

@@ -63,8 +63,8 @@ def top1gating(
     loss = _balance(gates, chosen)
     if len(logits) < min_capacity:
         raise ConfigError(
-            f"MoE: {len(logits)} tokens are fewer than min_capacity={min_capacity}; set min_capacity=0, or increase the "
-            "batch size"
+            f"MoE: {len(logits)} tokens are fewer than min_capacity={min_capacity}; set min_capacity=0, or increase "
+            "the batch size"
         )
     priority = chosen * torch.rand(chosen.shape, device=chosen.device) if use_rts else chosen
     selected = priority.topk(min(capacity, len(gates)), dim=0).indices
@@ -153,6 +153,29 @@ def topkgating(
         counts,
     )
     return routes if sparse_routes else _dense(routes)
+
+
+def buffer_slots(experts: Tensor, rows: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return the row of each choice in the buffers of all experts, ``[E * C]``; E * C for a dropped choice."""
+    return torch.where(experts < 0, num_experts * capacity, experts.long() * capacity + rows)
+
+
+def fill_buffers(tokens: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Copy ``tokens`` ``[S, hidden]`` into buffers ``[E, C, hidden]``; rows without a token are zero."""
+    count, width = tokens.shape
+    source = torch.full((num_experts * capacity + 1,), count, device=slots.device)
+    numbers = torch.arange(count, device=slots.device).expand_as(slots)
+    source.scatter_(0, slots.flatten(), numbers.flatten())
+    padded = torch.cat([tokens, tokens.new_zeros(1, width)])
+    return padded[source[:-1]].view(num_experts, capacity, width)
+
+
+def combine_rows(outputs: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+    """Return the weighted sum of the rows ``slots`` of ``outputs`` ``[E * C, hidden]`` for each token."""
+    padded = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
+    chosen = padded[slots].view(len(slots), num_tokens, -1)
+    # The weights are float32, and so is the sum of 16-bit outputs.
+    return (chosen * weights[..., None]).sum(0).to(outputs.dtype)
 
 
 def jittered(x: Tensor, epsilon: float = 1e-2) -> Tensor:

@@ -144,7 +144,8 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    squares = {name: p.detach().double().square().sum().item() for name, p in engine.module.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        squares = {name: p.detach().double().square().sum().item() for name, p in engine.module.named_parameters()}
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (losses, squares))
     return {"losses": [entry[0] for entry in by_rank], "weights": [entry[1] for entry in by_rank]}

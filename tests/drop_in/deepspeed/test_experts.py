@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ JOBS = [
     Job("zero2", {**TWO, "drop_tokens": False}, zero=2, splits_groups=True),
     Job("copies-zero1", {**TWO}, zero=1, ranks=4, splits_groups=True),
     Job("copies-zero2", {**TWO, "k": 3, "num_experts": 6}, zero=2, ranks=4),
+    Job("zero3", {**TWO}, zero=3),
     Job("alone-zero2", {**TWO, "ep_size": 1}, zero=2),
 ]
 
@@ -70,7 +71,8 @@ def test_layer_is_equal(name: str) -> None:
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
 def test_training_is_equal(job: Job) -> None:
     ours = run_ranks(job.ranks, train, asdict(job))[0]
-    theirs = ask(Task("tests.drop_in.deepspeed.experts:train", (asdict(job),), job.ranks))
+    lower = replace(job, zero=min(job.zero, 2))  # DeepSpeed has no such layers at stage 3
+    theirs = ask(Task("tests.drop_in.deepspeed.experts:train", (asdict(lower),), job.ranks))
     np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=2e-5)
     for one, other in zip(ours["weights"], theirs["weights"], strict=True):
         assert one == pytest.approx(other, rel=2e-5)
