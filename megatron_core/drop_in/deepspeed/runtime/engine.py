@@ -214,6 +214,23 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         finally:
             self._in_no_sync = False
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Return a context around all backwards of one step, whose gradients ``step`` sums over the ranks at once."""
+        if not self.zero_optimization() or getattr(self.module, "num_stages", 1) > 1:
+            raise NotImplementedError(
+                "coalesce_grad_reduction needs zero_optimization.stage 1, 2 or 3, and no pipeline"
+            )
+        if self._in_no_sync or not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "coalesce_grad_reduction cannot be nested in a no_sync context, and needs managed_gradient_accumulation"
+            )
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary clip the gradients, update the weights and call the scheduler.
 
@@ -350,15 +367,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
     def empty_partition_cache(self) -> None:
         """Return unused memory to the GPU; gathered weights are freed after each forward and backward in any case."""
         get_accelerator().empty_cache()
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refer to the keys of offload."""
-        raise ConfigError(
-            "engine.offload_states is not supported: set zero_optimization.offload_optimizer and offload_param in the "
-            "JSON to keep state in host memory all the time"
-        )
-
-    reload_states = offload_states
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any
