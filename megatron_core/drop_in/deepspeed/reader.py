@@ -13,7 +13,13 @@ from megatron_core.schema import NUMBER, whole
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FLAGS = (
-    *("wall_clock_breakdown", "torch_autocast.enabled", "flops_profiler.enabled", "tensorboard.enabled"),
+    *(
+        "wall_clock_breakdown",
+        "comms_logger.enabled",
+        "torch_autocast.enabled",
+        "flops_profiler.enabled",
+        "tensorboard.enabled",
+    ),
     *(
         "csv_monitor.enabled",
         "wandb.enabled",

@@ -201,7 +201,7 @@ def test_parts_of_offload_states(monkeypatch: pytest.MonkeyPatch) -> None:
     losses.append(_step(engine, 1))
     plain = _engine()
     assert losses == [_step(plain, number) for number in (0, 1)]
-    with pytest.raises(ValueError, match="device=.*nvme.* must be 'cpu'"):
+    with pytest.raises(ValueError, match=r"device=.*nvme.* must be 'cpu'"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     calls: list[Any] = []
     engine.core.world = replace(engine.core.world, device=torch.device("cuda"))
@@ -224,7 +224,7 @@ def test_coalesced_sums_are_equal(stage: int) -> None:
 def test_coalesced_sums_are_refused_where_they_cannot_be() -> None:
     engine = _engine()
     with (
-        pytest.raises(NotImplementedError, match="zero_optimization.stage 1, 2 or 3"),
+        pytest.raises(NotImplementedError, match="needs zero_optimization"),
         engine.coalesce_grad_reduction(),
     ):
         pass

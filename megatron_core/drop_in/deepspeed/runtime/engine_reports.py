@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed.comm.comm import LOGGED
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -23,6 +24,9 @@ class EngineReports:
     def _open_reports(self) -> None:
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.timers = SynchronizedWallClockTimer()
+        if (self._config._param_dict.get("comms_logger") or {}).get("enabled"):
+            self.core.monitor.keep_totals()
+            LOGGED.append(self.core.monitor)
         profiled = self._config.flops_profiler_config.enabled
         self.flops_profiler = FlopsProfiler(self.module, self) if profiled else None
 
