@@ -120,7 +120,8 @@ def test_summary_of_collectives(stage: int) -> None:
     for rows in summary:
         # Of n ranks each sends (n - 1) / n of the float32 gradients in a reduce-scatter.
         ((size, row),) = rows["dp reduce_scatter"].items()
-        assert row["count"] * row["msg_size_bytes"] == STEPS * 4 * 2 * count / 2
+        sent, padding = STEPS * 4 * 2 * count / 2, 1.2 if stage == 3 else 1.0
+        assert sent <= row["count"] * row["msg_size_bytes"] <= sent * padding
         assert size == int(row["msg_size_bytes"]) and row["total_latency_ms"] > 0
         assert row["busbw_avg_gbps"] == pytest.approx(8e-6 * size * row["count"] / row["total_latency_ms"], rel=1e-3)
     assert min(rows["dp reduce_scatter"][size]["total_straggler_ms"] for rows in summary) == 0
