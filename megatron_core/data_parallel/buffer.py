@@ -296,6 +296,16 @@ class Bucket:
             poison_outside(self.weights, self.shard)
             self._gather(self.weight_shard)
 
+    def gather_exactly(self) -> None:
+        """Replace gathered weights that a compressor has rounded, for readers other than layers."""
+        if self._rounds_weights and self.dp_group.size() > 1:
+            self.finish_gather()
+            all_gather_flat_(self.weights, self._own_weights(), self.dp_group)
+
+    @property
+    def _rounds_weights(self) -> bool:
+        return self.compressor is not None and self.compressor.start_gather is not None and self.splits_weights
+
     def _own_weights(self) -> Tensor:
         """Return this rank's shard on the device."""
         # Usually a read that was started while an earlier unit computed.
@@ -309,10 +319,11 @@ class Bucket:
         if self.dp_group.size() == 1:
             return
         # Layers may gather their weights in another format, such as FP8, with fewer bytes.
-        if self.kind.start_gather is not None:
+        start = self.compressor.start_gather if self.compressor and self._rounds_weights else self.kind.start_gather
+        if start is not None:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)
-            self.gathering, sent = self.kind.start_gather(self.weights, weight_shard, spans, list(named), self.dp_group)
+            self.gathering, sent = start(self.weights, weight_shard, spans, list(named), self.dp_group)
         else:
             self.gathering = all_gather_flat_(self.weights, weight_shard, self.dp_group, async_op=True)
             sent = weight_shard.nbytes

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from megatron_core.config import RunConfig
+from megatron_core.features.compression.blocks import BlockMessages
 from megatron_core.features.compression.powersgd import PowerSGD
 from megatron_core.features.compression.settings import CompressionConfig
 from megatron_core.features.compression.signs import OneBitAdam, OneBitLAMB, ZeroOneAdam, ZeroOnePolicy
 from megatron_core.features.compression.updates import OneBitAdamUpdate, OneBitLAMBUpdate, ZeroOneAdamUpdate
+
+
+def build_int4_gradients(config: RunConfig) -> BlockMessages:
+    """The compressor of --grad-compression int4-gradients."""
+    return BlockMessages(gradients=True, weights=False)
+
+
+def build_int8_weights(config: RunConfig) -> BlockMessages:
+    """The compressor of --grad-compression int8-weights."""
+    return BlockMessages(gradients=False, weights=True)
+
+
+def build_zeropp(config: RunConfig) -> BlockMessages:
+    """The compressor of --grad-compression int4-gradients-int8-weights."""
+    return BlockMessages(gradients=True, weights=True)
 
 
 def build_powersgd(config: RunConfig) -> PowerSGD:

@@ -22,6 +22,8 @@ def compression_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"num_distributed_optimizer_instances={instances} adds a second sum; use "
             "--num-distributed-optimizer-instances 1, or --grad-compression bf16"
         )
+    if name.endswith("int8-weights") and parallel.dp_zero_stage < 3:
+        yield f"grad_compression={name} rounds the weights that ZeRO stage 3 gathers; use --zero-stage 3"
     if needed and optimizer.optimizer != needed:
         yield f"grad_compression={name} cannot be used with optimizer={optimizer.optimizer}; use --optimizer {needed}"
     if needed and optimizer.offloads_optimizer:
