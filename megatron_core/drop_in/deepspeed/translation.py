@@ -116,6 +116,8 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     settings |= layout.settings() | reader.precision() | reader.zero(world_size // layout.tensor)
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
     chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)
+    if "grad_compression" in settings and "grad_compression" in chosen.settings:
+        reader.faults.append(f"optimizer.type={optimizer and optimizer.name} with zero_quantized_gradients: remove one")
     settings |= chosen.settings
     tags = str(reader.get("checkpoint.tag_validation", "FAIL")).upper()
     if tags not in TAG_VALIDATIONS:

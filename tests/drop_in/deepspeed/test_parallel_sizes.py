@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import deepspeed
 from deepspeed.translation import translate
@@ -115,3 +116,48 @@ def test_overlap_of_stage_3(zero: dict[str, Any], gathers: bool | None, sums: bo
     settings = translate({"train_batch_size": 8, "zero_optimization": zero}, 2).settings
     assert settings.get("overlap_param_gather") is gathers
     assert settings["overlap_grad_reduce"] is sums
+
+
+QUANTIZED = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+
+
+def test_short_messages_of_zeropp() -> None:
+    results = {}
+    for name, section in (("plain", {}), ("short", QUANTIZED), ("within", {**QUANTIZED, "zero_hpz_partition_size": 2})):
+        results[name] = run_ranks(4, _train_with_short_messages, section)[0]
+    assert results["plain"][-1] < 0.8 * results["plain"][0]
+    for name in ("short", "within"):
+        assert results[name] != results["plain"]
+        assert results[name] == pytest.approx(results["plain"], rel=0.05)
+
+
+def _train_with_short_messages(section: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, **section},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    losses = []
+    for number in range(20):
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(4 * number + engine.global_rank))
+        loss = (engine(x) - x.roll(1, 1)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_short_messages_that_cannot_be() -> None:
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "zero_quantized_weights": True}}
+    with pytest.raises(ConfigError, match=r"zero_quantized_weights=true needs zero_optimization.stage 3"):
+        translate(zero, 2)
+    onebit = {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 2}}
+    both = {**zero, "zero_optimization": {"stage": 1, "zero_quantized_gradients": True}, "optimizer": onebit}
+    with pytest.raises(ConfigError, match=r"optimizer.type=OneBitAdam with zero_quantized_gradients"):
+        translate(both, 2)
+    assert (
+        "grad_compression" not in translate({**both, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, 1).settings
+    )
