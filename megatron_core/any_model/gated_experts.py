@@ -52,10 +52,14 @@ class TopKGate(nn.Module):
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.ep_group = ep_group
-        self.k, self.min_capacity, self.drop_tokens = k, min_capacity, drop_tokens
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.k = k
+        self.min_capacity = min_capacity
+        self.drop_tokens = drop_tokens
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
         self.noisy_gate_policy = noisy_gate_policy
-        self.use_rts, self.top2_2nd_expert_sampling = use_rts, top2_2nd_expert_sampling
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False) -> Any:
         """Route ``tokens`` ``[S, model_dim]``; the results are those of ``top1gating``."""
@@ -103,7 +107,8 @@ class GatedExperts(nn.Module):
 
     def __init__(self, gate: TopKGate, experts: LocalExperts, ep_size: int) -> None:
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate = gate
+        self.experts = experts
         self.ep_size = ep_size
         self.ep_group: Group | None = None
         self.l_aux: Tensor | None = None
@@ -121,16 +126,16 @@ class GatedExperts(nn.Module):
         width = tokens.shape[1]
         slots = buffer_slots(routes.experts, routes.rows, routes.num_experts, routes.capacity)
         buffers = fill_buffers(tokens, slots, routes.num_experts, routes.capacity)
-        parts = self._exchanged(buffers.view(self.ep_size, -1, routes.capacity, width))
-        outputs = self._exchanged(self.experts(parts)).reshape(-1, width)
+        arrived = self._exchanged(buffers.view(self.ep_size, -1, routes.capacity, width))
+        outputs = self._exchanged(self.experts(arrived)).reshape(-1, width)
         return combine_rows(outputs, slots, routes.weights, len(tokens)).reshape(hidden.shape)
 
-    def _exchanged(self, parts: Tensor) -> Tensor:
+    def _exchanged(self, buffers: Tensor) -> Tensor:
         if self.ep_size == 1:
-            return parts
+            return buffers
         if self.ep_group is None:
             raise ConfigError(f"MoE with ep_size={self.ep_size} has no ranks yet; give the model to initialize first")
-        return exchange_parts(parts, self.ep_group)
+        return exchange_parts(buffers, self.ep_group)
 
 
 class MoE(nn.Module):
@@ -176,21 +181,14 @@ class MoE(nn.Module):
         if num_experts % ep_size:
             raise LayoutError(f"MoE: num_experts={num_experts} cannot be divided by ep_size={ep_size}; use a divisor")
         self.use_residual = use_residual
-        self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
+        self.ep_size = ep_size
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
         experts = LocalExperts(expert, self.num_local_experts, self.expert_group_name)
-        gate = TopKGate(
-            hidden_size,
-            num_experts,
-            k,
-            capacity_factor,
-            eval_capacity_factor,
-            min_capacity,
-            noisy_gate_policy,
-            drop_tokens,
-            use_rts,
-            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
-        )
+        capacities = (capacity_factor, eval_capacity_factor, min_capacity)
+        gate = TopKGate(hidden_size, num_experts, k, *capacities, noisy_gate_policy, drop_tokens, use_rts)
+        gate.top2_2nd_expert_sampling = top2_2nd_expert_sampling
         self.deepspeed_moe = GatedExperts(gate, experts, ep_size)
         if use_residual:
             self.mlp = expert
@@ -233,7 +231,8 @@ def connect_experts(model: nn.Module, groups: ParallelGroups) -> None:
 
     Errors: ``LayoutError`` if ``ep_size`` is not the group's size, or for a parameter that is a single number.
     """
-    group, copies = groups.group("ep"), groups.group("edp")
+    group = groups.group("ep")
+    copies = groups.group("edp")
     if expert_size_of(model) != group.size():
         raise LayoutError(f"MoE: ep_size={expert_size_of(model)} with expert_model_parallel_size={group.size()}")
     for name, layer in _layers(model):
@@ -252,17 +251,17 @@ def connect_experts(model: nn.Module, groups: ParallelGroups) -> None:
 
 def with_all_experts(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Replace expert i of all ranks, stacked as one tensor in ``state``, by one tensor for each expert of the model."""
-    places = {f"{name}.deepspeed_moe.experts.{LIST}.".lstrip("."): layer for name, layer in _layers(model)}
+    prefixes = {f"{name}.deepspeed_moe.experts.{LIST}.".lstrip("."): layer for name, layer in _layers(model)}
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        prefix = next((place for place in places if name.startswith(place)), None)
+        prefix = next((path for path in prefixes if name.startswith(path)), None)
         if prefix is None:
             result[name] = tensor
             continue
         number, _, label = name.removeprefix(prefix).partition(".")
-        layer = places[prefix]
-        for rank, part in enumerate(tensor.chunk(layer.ep_size)):
-            result[f"{prefix}{rank * layer.num_local_experts + int(number)}.{label}"] = part
+        layer = prefixes[prefix]
+        for rank, weights in enumerate(tensor.chunk(layer.ep_size)):
+            result[f"{prefix}{rank * layer.num_local_experts + int(number)}.{label}"] = weights
     return result
 
 
@@ -305,13 +304,13 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         dense, experts = split_params_into_shared_and_expert_params(group["params"])
         for name in names:
-            parts: list[list[nn.Parameter]] = [[]]
+            lists: list[list[nn.Parameter]] = [[]]
             for parameter in (p for p in experts if vars(p)["group_name"] == name):
-                size = sum(p.numel() for p in parts[-1]) + parameter.numel()
-                if parts[-1] and max_group_size is not None and size > max_group_size:
-                    parts.append([])
-                parts[-1].append(parameter)
-            added += [{**group, "name": name, "moe": True, "params": part} for part in parts if part]
+                size = sum(p.numel() for p in lists[-1]) + parameter.numel()
+                if lists[-1] and max_group_size is not None and size > max_group_size:
+                    lists.append([])
+                lists[-1].append(parameter)
+            added += [{**group, "name": name, "moe": True, "params": members} for members in lists if members]
         group["params"] = dense
     return groups + added
 

@@ -68,9 +68,9 @@ def top1gating(
         )
     priority = chosen * torch.rand(chosen.shape, device=chosen.device) if use_rts else chosen
     selected = priority.topk(min(capacity, len(gates)), dim=0).indices
-    kept = chosen * torch.zeros_like(chosen).scatter_(0, selected, 1)
-    rows = (kept.cumsum(0) - 1) * kept
-    routes = _routes(loss, capacity, [(choice, kept, rows)], (gates * kept).sum(1)[None], counts)
+    accepted = chosen * torch.zeros_like(chosen).scatter_(0, selected, 1)
+    rows = (accepted.cumsum(0) - 1) * accepted
+    routes = _routes(loss, capacity, [(choice, accepted, rows)], (gates * accepted).sum(1)[None], counts)
     return routes if sparse_routes else _dense(routes)
 
 
@@ -101,9 +101,9 @@ def top2gating(
     second_rows = second_mask.cumsum(0) - 1 + first_mask.sum(0, keepdim=True)
     choices = []
     for choice, mask, rows in ((first, first_mask, first_rows), (second, second_mask, second_rows)):
-        kept = mask * (rows < capacity) if drop_tokens else mask
-        choices.append((choice, kept, rows * kept))
-    weights = torch.stack([(gates * kept).sum(1) for _, kept, _ in choices])
+        accepted = mask * (rows < capacity) if drop_tokens else mask
+        choices.append((choice, accepted, rows * accepted))
+    weights = torch.stack([(gates * accepted).sum(1) for _, accepted, _ in choices])
     weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
     routes = _routes(loss, capacity, choices, weights, counts)
     return routes if sparse_routes else _dense(routes)
@@ -140,16 +140,16 @@ def topkgating(
         mask &= rows < capacity
     elif drop_tokens:
         raise ValueError(f"drop_policy={drop_policy!r} must be 'probs' or 'position'")
-    kept = gates * mask
-    kept = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).eps)
-    is_kept = mask.gather(1, best.indices)
+    accepted = gates * mask
+    accepted = accepted / accepted.sum(-1, keepdim=True).clamp(min=torch.finfo(accepted.dtype).eps)
+    is_accepted = mask.gather(1, best.indices)
     routes = Routes(
         loss,
         capacity,
         gates.shape[1],
-        torch.where(is_kept, best.indices, -1).t().contiguous().int(),
-        (rows.gather(1, best.indices) * is_kept).t().contiguous().int(),
-        kept.gather(1, best.indices).t().contiguous(),
+        torch.where(is_accepted, best.indices, -1).t().contiguous().int(),
+        (rows.gather(1, best.indices) * is_accepted).t().contiguous().int(),
+        accepted.gather(1, best.indices).t().contiguous(),
         counts,
     )
     return routes if sparse_routes else _dense(routes)
@@ -209,7 +209,7 @@ def _balance(gates: Tensor, mask: Tensor) -> Tensor:
 
 
 def _routes(loss: Tensor, capacity: int, choices: list[Any], weights: Tensor, counts: Tensor) -> Routes:
-    experts = [torch.where(kept.any(1), choice, -1) for choice, kept, _ in choices]
+    experts = [torch.where(accepted.any(1), choice, -1) for choice, accepted, _ in choices]
     rows = [row.sum(1) for _, _, row in choices]
     stacked = torch.stack(experts).int(), torch.stack(rows).int()
     return Routes(loss, capacity, len(counts), *stacked, weights, counts.detach())

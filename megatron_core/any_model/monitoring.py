@@ -57,10 +57,11 @@ class StepMonitor:
         self.totals: StepTimes | None = None
         """Times of all steps, if ``keep_totals`` was called."""
 
-    def keep_totals(self) -> None:
-        """Measure from the next step on, and add up the times of all steps."""
+    def keep_totals(self) -> StepTimes:
+        """Measure from the next step on; return the times of all steps, which later steps add to."""
         self.is_on = True
         self.totals = StepTimes()
+        return self.totals
 
     def begin(self, iteration: int) -> None:
         """Open the files before the first step; ``iteration``: number of steps so far."""

@@ -1,27 +1,32 @@
 """A table of the collectives of engines: calls, bytes, latency and bandwidth by group and kind."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.parallel.meter import StepTimes, Traffic
+from megatron_core.parallel.meter import StepTimes
 
-COLUMNS = ("Comm. Op", "Sent Per Call", "Count", "Total Latency(ms)", "Avg Latency(ms)", "busbw_avg (Gbps)")
-STRAGGLER = "Straggler(ms)"
+LOGGED: list[StepTimes] = []
+"""Times of the engines in the table; see ``StepMonitor.keep_totals``."""
 
 
-def summarize_traffic(totals: Iterable[StepTimes], *, stragglers: bool) -> dict[str, dict[str, float]]:
-    """Return a row for each kind, such as ``dp all_reduce``, from the times of engines.
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print on rank 0 a row for each kind, such as ``dp all_reduce``, of all steps so far.
 
-    Bytes are those that this rank sends in a ring algorithm, so the bandwidth is that of a link. With ``stragglers``,
-    which all ranks need to set together, a row has the time of this rank beyond that of the fastest rank.
+    Bytes are those that this rank sends in a ring algorithm, so the bandwidth is that of a link. With
+    ``show_straggler``, which all ranks need to set together, a row has the time beyond that of the fastest rank.
+    ``return_dict``: return the rows by kind and bytes of a call.
     """
     total = StepTimes()
-    for times in totals:
+    for times in LOGGED:
         total.add(times)
-    fastest = _fastest(total) if stragglers else {}
-    rows = {}
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    by_rank: list[Any] = [{name: traffic.in_flight for name, traffic in total.traffic.items()}]
+    if show_straggler and size > 1:
+        seconds = by_rank[0]
+        by_rank = [None] * size
+        dist.all_gather_object(by_rank, seconds)
+    summary: dict[str, dict[int, dict[str, float]]] = {}
     for name, traffic in sorted(total.traffic.items()):
         row = {
             "count": traffic.calls,
@@ -30,28 +35,12 @@ def summarize_traffic(totals: Iterable[StepTimes], *, stragglers: bool) -> dict[
             "avg_latency_ms": 1e3 * traffic.in_flight / traffic.calls,
             "busbw_avg_gbps": 8e-9 * traffic.bytes / traffic.in_flight if traffic.in_flight else 0.0,
         }
-        if stragglers:
-            row["total_straggler_ms"] = 1e3 * (traffic.in_flight - fastest[name])
-        rows[name] = row
-    return rows
-
-
-def _fastest(total: StepTimes) -> dict[str, float]:
-    by_rank: list[Any] = [{name: traffic.in_flight for name, traffic in total.traffic.items()}]
-    if dist.is_initialized():
-        mine = by_rank[0]
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, mine)
-    absent = Traffic().in_flight
-    return {name: min(times.get(name, absent) for times in by_rank) for name in total.traffic}
-
-
-def table_of(rows: dict[str, dict[str, float]]) -> str:
-    """Return ``rows`` of ``summarize_traffic`` as lines of text."""
-    names = (*COLUMNS, STRAGGLER) if any("total_straggler_ms" in row for row in rows.values()) else COLUMNS
-    lines = ["".join(f"{name:<20}" for name in names)]
-    for name, row in rows.items():
-        numbers = [f"{row['msg_size_bytes']:.0f} B", f"{row['count']:.0f}"]
-        others = [value for key, value in row.items() if key not in ("msg_size_bytes", "count")]
-        lines.append("".join(f"{text:<20}" for text in (name, *numbers, *(f"{value:.2f}" for value in others))))
-    return "\n".join(lines)
+        if show_straggler:
+            fastest = min(times.get(name, 0.0) for times in by_rank)
+            row["total_straggler_ms"] = 1e3 * (traffic.in_flight - fastest)
+        summary[name] = {int(row["msg_size_bytes"]): row}
+        if rank == 0:
+            print(f"{name:<24}" + "  ".join(f"{label} {value:.2f}" for label, value in row.items()))
+    if rank == 0 and not summary:
+        print('log_summary: set "comms_logger": {"enabled": true} in the JSON')
+    return {"summary": summary, "metadata": {"world_size": size, "rank": rank}} if return_dict else None

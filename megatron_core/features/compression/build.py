@@ -10,19 +10,10 @@ from megatron_core.features.compression.signs import OneBitAdam, OneBitLAMB, Zer
 from megatron_core.features.compression.updates import OneBitAdamUpdate, OneBitLAMBUpdate, ZeroOneAdamUpdate
 
 
-def build_int4_gradients(config: RunConfig) -> BlockMessages:
-    """The compressor of --grad-compression int4-gradients."""
-    return BlockMessages(gradients=True, weights=False)
-
-
-def build_int8_weights(config: RunConfig) -> BlockMessages:
-    """The compressor of --grad-compression int8-weights."""
-    return BlockMessages(gradients=False, weights=True)
-
-
-def build_zeropp(config: RunConfig) -> BlockMessages:
-    """The compressor of --grad-compression int4-gradients-int8-weights."""
-    return BlockMessages(gradients=True, weights=True)
+def build_blocks(config: RunConfig) -> BlockMessages:
+    """The compressor of --grad-compression int4-gradients, int8-weights, and both."""
+    name = config.parallel.grad_compression
+    return BlockMessages(gradients="int4-gradients" in name, weights="int8-weights" in name)
 
 
 def build_powersgd(config: RunConfig) -> PowerSGD:

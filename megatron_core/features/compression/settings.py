@@ -39,10 +39,10 @@ def _block_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
 
 
 KINDS = (
-    CompressionKind(name="int4-gradients", build=f"{BUILD}:build_int4_gradients", bytes_per_parameter=_block_bytes),
-    CompressionKind(name="int8-weights", build=f"{BUILD}:build_int8_weights", bytes_per_parameter=lambda *_: 0.0),
+    CompressionKind(name="int4-gradients", build=f"{BUILD}:build_blocks", bytes_per_parameter=_block_bytes),
+    CompressionKind(name="int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=lambda *_: 0.0),
     CompressionKind(
-        name="int4-gradients-int8-weights", build=f"{BUILD}:build_zeropp", bytes_per_parameter=_block_bytes
+        name="int4-gradients-int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=_block_bytes
     ),
     CompressionKind(name="powersgd", build=f"{BUILD}:build_powersgd", bytes_per_parameter=_powersgd_bytes),
     CompressionKind(

@@ -51,9 +51,9 @@ class OffloadedState:
         # Weights that are still sent, and checkpoints that are still copied, read the memory.
         data.finish_param_sync()
         optimizer.before_update()
-        kept = [*_kept_tensors(data, optimizer, self.parts), *(moments if "moments" in self.parts else ())]
+        moved = [*_kept_tensors(data, optimizer, self.parts), *(moments if "moments" in self.parts else ())]
         gradients = list(_gradients(data)) if "gradients" in self.parts else []
-        self._kept = _distinct([*kept, *(gradients if keeps_gradients else ())], device)
+        self._kept = _distinct([*moved, *(gradients if keeps_gradients else ())], device)
         self._gradients = _distinct(() if keeps_gradients else gradients, device)
         self._file = None if folder is None else folder / f"offloaded-{data.groups.rank}.bin"
         self._copies: list[Tensor] = []

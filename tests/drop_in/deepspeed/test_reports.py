@@ -115,7 +115,7 @@ def test_wrong_values_are_refused(keys: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("stage", (1, 3))
 def test_summary_of_collectives(stage: int) -> None:
     texts, summary = zip(*run_ranks(2, _summarized, stage), strict=True)
-    assert "dp reduce_scatter" in texts[0] and "busbw_avg" in texts[0] and texts[1] == ""
+    assert "dp reduce_scatter" in texts[0] and "busbw_avg_gbps" in texts[0] and texts[1] == ""
     count = WIDTH * WIDTH + WIDTH
     for rows in summary:
         # Of n ranks each sends (n - 1) / n of the float32 gradients in a reduce-scatter.

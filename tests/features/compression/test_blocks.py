@@ -12,7 +12,7 @@ from torch import nn
 
 import megatron_core
 from megatron_core.errors import ConfigError
-from megatron_core.features.compression.blocks import BLOCK, decode, encode
+from megatron_core.features.compression.blocks import BLOCK, decode_blocks, encode_blocks
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 
@@ -37,10 +37,10 @@ def _formula(values: torch.Tensor, bits: int) -> np.ndarray:
 def test_rounding_is_that_of_deepspeed(bits: int, count: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * torch.logspace(-3, 3, count)
     values[: count // 4] = 0
-    message = encode(values, bits)
+    message = encode_blocks(values, bits)
     blocks = -(-count // BLOCK)
     assert message.dtype == torch.uint8 and message.numel() == count * bits // 8 + 4 * blocks
-    np.testing.assert_allclose(decode(message, bits, count).numpy(), _formula(values, bits), rtol=1e-6)
+    np.testing.assert_allclose(decode_blocks(message, bits, count).numpy(), _formula(values, bits), rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
@@ -48,7 +48,7 @@ def test_messages_keep_overflows(value: float) -> None:
     values = torch.ones(300)
     values[270] = value
     for bits in (4, 8):
-        received = decode(encode(values, bits), bits, 300)
+        received = decode_blocks(encode_blocks(values, bits), bits, 300)
         assert torch.isfinite(received[:BLOCK]).all() and not torch.isfinite(received[BLOCK:]).any()
 
 
@@ -147,9 +147,9 @@ def _train(kind: str) -> list[float]:
 
 
 def test_a_lost_sign_is_found() -> None:
-    with planted("features.compression.blocks:decode", ".view(torch.int8) >> 4", " >> 4"):
+    with planted("features.compression.blocks:decode_blocks", ".view(torch.int8) >> 4", " >> 4"):
         values = torch.randn(256)
-        assert not np.allclose(decode(encode(values, 4), 4, 256).numpy(), _formula(values, 4), rtol=1e-3)
+        assert not np.allclose(decode_blocks(encode_blocks(values, 4), 4, 256).numpy(), _formula(values, 4), rtol=1e-3)
 
 
 def test_weights_need_zero_3() -> None:

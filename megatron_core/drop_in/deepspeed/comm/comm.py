@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from megatron_core.any_model.monitoring import StepMonitor
-from megatron_core.any_model.traffic import summarize_traffic, table_of
 from megatron_core.errors import LayoutError
 from megatron_core.launcher import describe_one_rank, read_integer
 from megatron_core.parallel.launch import start_world
@@ -145,21 +143,6 @@ def has_reduce_scatter_tensor() -> bool:
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
     """Do nothing: the key ``comms_logger.enabled`` starts the log of an engine's collectives."""
-
-
-LOGGED: list[StepMonitor] = []
-"""Monitors of the engines with ``comms_logger.enabled``."""
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print calls, bytes, latency and bandwidth of the collectives of all steps so far; all ranks call it together."""
-    totals = [monitor.totals for monitor in LOGGED if monitor.totals is not None]
-    rows = summarize_traffic(totals, stragglers=show_straggler)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank == 0:
-        print(table_of(rows) if totals else 'log_summary: set "comms_logger": {"enabled": true} in the JSON')
-    summary = {name: {int(row["msg_size_bytes"]): row} for name, row in rows.items()}
-    return {"summary": summary, "metadata": {"world_size": size, "rank": rank}} if return_dict else None
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

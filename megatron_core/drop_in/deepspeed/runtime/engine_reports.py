@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.comm.comm import LOGGED
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 from megatron_core.any_model.monitoring import StepReport
+from megatron_core.any_model.traffic import LOGGED
 
 TIMERS = ("forward", "backward", "step")
 
@@ -25,8 +25,7 @@ class EngineReports:
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.timers = SynchronizedWallClockTimer()
         if (self._config._param_dict.get("comms_logger") or {}).get("enabled"):
-            self.core.monitor.keep_totals()
-            LOGGED.append(self.core.monitor)
+            LOGGED.append(self.core.monitor.keep_totals())
         profiled = self._config.flops_profiler_config.enabled
         self.flops_profiler = FlopsProfiler(self.module, self) if profiled else None
 
