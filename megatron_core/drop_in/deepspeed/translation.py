@@ -110,7 +110,10 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     reader.check_keys()
     reader.check_types()
     layout = reader.layout(world_size)
-    triple = reader.batch(world_size // layout.ranks_of_a_sample)
+    copies = world_size // layout.ranks_of_a_sample
+    triple = reader.batch(copies)
+    if (size := reader.integer("data_parallel_size", copies, 1)) != copies:
+        reader.faults.append(f"data_parallel_size={size}, but {copies} ranks hold copies of the model; remove the key")
     settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}
     settings["clip_grad"] = reader.number("gradient_clipping", CLIPPING)
     settings |= layout.settings() | reader.precision() | reader.zero(world_size // layout.tensor)

@@ -161,3 +161,45 @@ def test_short_messages_that_cannot_be() -> None:
     assert (
         "grad_compression" not in translate({**both, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, 1).settings
     )
+
+
+class _Ranks:
+    """An ``mpu`` as in DeepSpeed's example of AutoTP."""
+
+    def __init__(self, groups_of_ranks: list[list[int]]) -> None:
+        made = [dist.new_group(ranks) for ranks in groups_of_ranks]
+        self.group = next(group for ranks, group in zip(groups_of_ranks, made, strict=True) if dist.get_rank() in ranks)
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_group(self) -> Any:
+        return self.group
+
+
+def test_ranks_of_a_program_that_splits_layers() -> None:
+    run_ranks(4, _train_with_ranks)
+
+
+def _train_with_ranks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=4, **sizes)
+    values = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "data_parallel_size": 2}
+    values |= {"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    losses = []
+    for mpu in (_Ranks([[0, 1], [2, 3]]), None):
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=transformers.LlamaForCausalLM(config), config=values, mpu=mpu)[0]
+        tokens = torch.randint(16, (1, 8), generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+        for _ in range(2):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:] and losses[1] < losses[0]
+    for ranks, changes in (([[0, 2], [1, 3]], {}), ([[0, 1], [2, 3]], {"tensor_parallel": {}})):
+        with pytest.raises(ConfigError, match=r"set tensor_parallel.autotp_size=2"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config={**values, **changes}, mpu=_Ranks(ranks))
+    with pytest.raises(ConfigError, match=r"data_parallel_size=3, but 2 ranks"):
+        translate({**values, "data_parallel_size": 3}, 4)
