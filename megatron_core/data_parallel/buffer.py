@@ -298,13 +298,9 @@ class Bucket:
 
     def gather_exactly(self) -> None:
         """Replace gathered weights that a compressor has rounded, for readers other than layers."""
-        if self._rounds_weights and self.dp_group.size() > 1:
+        if self.compressor is not None and self.compressor.start_gather is not None and self.dp_group.size() > 1:
             self.finish_gather()
             all_gather_flat_(self.weights, self._own_weights(), self.dp_group)
-
-    @property
-    def _rounds_weights(self) -> bool:
-        return self.compressor is not None and self.compressor.start_gather is not None and self.splits_weights
 
     def _own_weights(self) -> Tensor:
         """Return this rank's shard on the device."""
@@ -318,9 +314,7 @@ class Bucket:
     def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
-        # Layers may gather their weights in another format, such as FP8, with fewer bytes.
-        start = self.compressor.start_gather if self.compressor and self._rounds_weights else self.kind.start_gather
-        if start is not None:
+        if start := (self.compressor and self.compressor.start_gather) or self.kind.start_gather:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)
             self.gathering, sent = start(self.weights, weight_shard, spans, list(named), self.dp_group)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_core.data_parallel.settings import StartGather
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.handles import Handle
 
@@ -19,8 +18,7 @@ class Compressor:
     """Approximate sum of a bucket's gradients over its data-parallel ranks."""
 
     def __init__(self) -> None:
-        self.start_gather: StartGather | None = None
-        """Gathers weights at stage 3 in another format."""
+        self.start_gather: Any = None  # a ``StartGather`` of weights at stage 3, in place of that of their layers
         self.step = 0
         """Number of optimizer steps so far."""
         # A function, because a dynamic scale changes between steps.

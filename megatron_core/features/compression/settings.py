@@ -33,17 +33,11 @@ def _local_step_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> fl
     return wide + wide / data_parallel_size + 2 * wide
 
 
-def _block_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
-    """From ZeRO stage 2 on whole gradients."""
-    return wide if zero_stage >= 2 else 0
-
-
+FROM_2 = lambda wide, _, zero_stage: wide if zero_stage >= 2 else 0.0  # noqa: E731
 KINDS = (
-    CompressionKind(name="int4-gradients", build=f"{BUILD}:build_blocks", bytes_per_parameter=_block_bytes),
+    CompressionKind(name="int4-gradients", build=f"{BUILD}:build_blocks", bytes_per_parameter=FROM_2),
     CompressionKind(name="int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=lambda *_: 0.0),
-    CompressionKind(
-        name="int4-gradients-int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=_block_bytes
-    ),
+    CompressionKind(name="int4-gradients-int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=FROM_2),
     CompressionKind(name="powersgd", build=f"{BUILD}:build_powersgd", bytes_per_parameter=_powersgd_bytes),
     CompressionKind(
         name="onebit-adam", build=f"{BUILD}:build_onebit_adam", bytes_per_parameter=_sign_bytes, optimizer="adam"
@@ -83,10 +77,9 @@ ZERO_ONE_ADAM = _chosen("zero-one-adam")
 @dataclass(frozen=True, kw_only=True)
 @section(when=c.TRAINING, resume=Resume.REPORTED)
 class CompressionConfig:
-    """Lossy messages. --grad-compression int4-gradients rounds gradients in blocks, int8-weights the weights that ZeRO
-    stage 3 gathers, int4-gradients-int8-weights both (Wang et al. 2023). With error feedback: powersgd (Vogels et al.
-    2019), low-rank products; onebit-adam (Tang et al. 2021), onebit-lamb (Li et al. 2021), signs of momenta;
-    zero-one-adam (Lu et al. 2022), signs of gradients, then of the changes of several local steps."""
+    """Lossy messages. --grad-compression int4-gradients rounds gradients, int8-weights the weights that ZeRO stage 3
+    gathers (Wang et al. 2023). With error feedback: powersgd (Vogels et al. 2019), low-rank products; onebit-adam (Tang
+    et al. 2021), onebit-lamb (Li et al. 2021), zero-one-adam (Lu et al. 2022), signs of momenta or gradients."""
 
     grad_compression_warmup_iters: int = setting(
         1000, r.COUNT_FROM_0, when=_chosen("powersgd", "onebit-adam", "onebit-lamb"), resume=Resume.FREE

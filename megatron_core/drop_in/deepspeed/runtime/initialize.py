@@ -89,8 +89,7 @@ def _without_tensor_groups(mpu: Any, values: Mapping[str, Any]) -> Any:
     size = mpu.get_model_parallel_world_size()
     if size == 1:
         return mpu
-    first = dist.get_rank() // size * size
-    neighbours = list(range(first, first + size))
+    neighbours = [dist.get_rank() // size * size + number for number in range(size)]
     is_equal = dist.get_process_group_ranks(mpu.get_model_parallel_group()) == neighbours
     if not is_equal or (values.get("tensor_parallel") or {}).get("autotp_size") != size:
         raise ConfigError(
