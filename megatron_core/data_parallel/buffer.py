@@ -286,7 +286,7 @@ class Bucket:
         if self.splits_weights and not self.is_whole:
             self.freed.acquire()
             poison_outside(self.weights, slice(0, 0))
-            weight_shard = self._own_weights()
+            weight_shard = self.own_weights()
             if self.dp_group.size() == 1:
                 self.weights.copy_(weight_shard)
             self._gather(weight_shard)
@@ -296,13 +296,7 @@ class Bucket:
             poison_outside(self.weights, self.shard)
             self._gather(self.weight_shard)
 
-    def gather_exactly(self) -> None:
-        """Replace gathered weights that a compressor has rounded, for readers other than layers."""
-        if self.compressor is not None and self.compressor.start_gather is not None and self.dp_group.size() > 1:
-            self.finish_gather()
-            all_gather_flat_(self.weights, self._own_weights(), self.dp_group)
-
-    def _own_weights(self) -> Tensor:
+    def own_weights(self) -> Tensor:
         """Return this rank's shard on the device."""
         # Usually a read that was started while an earlier unit computed.
         self.prefetch_weights()

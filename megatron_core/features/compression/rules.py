@@ -32,15 +32,9 @@ def compression_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "device; remove --optimizer-cpu-offload and --optimizer-offload-dir, or use --grad-compression powersgd"
         )
     if name == "onebit-lamb" and settings.grad_compression_warmup_iters == 0:
-        yield (
-            "grad_compression=onebit-lamb takes coefficients from a warm-up, but grad_compression_warmup_iters=0; "
-            "use 15 to 25 % of the training"
-        )
+        yield "grad_compression=onebit-lamb with grad_compression_warmup_iters=0; use 15 to 25 % of the training"
     if needed and optimizer.bf16_settings:
-        yield (
-            f"grad_compression={name} needs its state in float32; use fp32 for exp_avg_dtype, exp_avg_sq_dtype and "
-            "main_params_dtype"
-        )
+        yield f"grad_compression={name} needs exp_avg_dtype, exp_avg_sq_dtype and main_params_dtype fp32; set them"
     if settings.onebit_lamb_factor_min > settings.onebit_lamb_factor_max:
         yield (
             f"onebit_lamb_factor_min={settings.onebit_lamb_factor_min} is above "

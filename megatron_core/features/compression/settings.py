@@ -14,18 +14,15 @@ BUILD = "megatron_core.features.compression.build"
 
 
 def _powersgd_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
-    """The errors of messages, stored twice until the step is taken, without the factors; from ZeRO stage 2 on whole
-    gradients."""
+    """Errors of messages, stored twice until the step is taken; from ZeRO stage 2 on also whole gradients."""
     return 2 * wide + (wide if zero_stage >= 2 else 0)
 
 
 def _sign_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
     """The errors of messages and of this rank's share 1 / d of the sums, stored twice until the step is taken. With
     ZeRO, the momentum, its sum and a flag of each element are whole, from stage 2 on also the gradients."""
-    errors = wide + wide / data_parallel_size
     whole_gradients = wide if zero_stage >= 2 else 0
-    gathered = 2 * wide + 1 if zero_stage else 0
-    return 2 * errors + whole_gradients + gathered
+    return 2 * (wide + wide / data_parallel_size) + whole_gradients + (2 * wide + 1 if zero_stage else 0)
 
 
 def _local_step_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
@@ -89,8 +86,7 @@ class CompressionConfig:
     powersgd_rank: int = setting(4, r.SIZE, when=_chosen("powersgd"))
     """Rank of the low-rank products of powersgd."""
     onebit_lamb_coeff_beta: float = setting(0.9, r.BELOW_1, when=ONEBIT_LAMB)
-    """Decay rate of the mean of LAMB's coefficients during the warm-up of onebit-lamb; 1 / (1 - beta) should be at most
-    --grad-compression-warmup-iters."""
+    """Decay rate of the mean of LAMB's coefficients in the warm-up of onebit-lamb, of at least 1 / (1 - beta) steps."""
     onebit_lamb_factor_max: float = setting(4.0, r.POSITIVE, when=ONEBIT_LAMB)
     """Upper limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
     onebit_lamb_factor_min: float = setting(0.5, r.POSITIVE, when=ONEBIT_LAMB)
@@ -102,8 +98,7 @@ class CompressionConfig:
     zero_one_var_update_scaler: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
     """Updates of the variance, with uncompressed gradients, after which zero-one-adam doubles their interval."""
     zero_one_local_step_scaler: int = setting(32_678, r.COUNT, when=ZERO_ONE_ADAM)
-    """Local steps after which zero-one-adam doubles the interval in which ranks synchronize their weights. A good value
-    is the number of steps in which the learning rate halves."""
+    """Local steps after which zero-one-adam doubles the interval of synchronizations: those that halve the rate."""
     zero_one_local_step_clipper: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
     """Largest number of local steps between two synchronizations of zero-one-adam."""
 
