@@ -10,7 +10,6 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -355,15 +354,6 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         return loss_of(output) if loss_function is None else loss_function(output, batch)
 
     # Weights and checkpoints.
-
-    def gathered(
-        self, parameters: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False, source: int = 0
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ``parameters`` are whole, at ZeRO 3 too; all ranks enter it together.
-
-        With ``modify``, the weights of the data-parallel rank ``source`` at its end are kept on all ranks.
-        """
-        return self.whole.gathered(parameters, modify=modify, source=source)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""

@@ -1,12 +1,14 @@
-"""Moving the state of an engine out of the memory of its device, and back."""
+"""Placement of the state of an engine: whole parameters, and state outside of the memory of its device."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
+from megatron_core.any_model.whole import WholeTensors
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.features.offload.state import PARTS, OffloadedState
@@ -18,6 +20,7 @@ class EngineOffload:
 
     data_parallel: DataParallel
     micro_step: int
+    whole: WholeTensors
     _sharded: Optimizer
     _backwards: int
     _offloaded: OffloadedState | None = None
@@ -53,3 +56,12 @@ class EngineOffload:
         missing = () if self._offloaded is None else sorted(self._offloaded.parts.intersection(parts))
         if missing:
             raise ConfigError(f"the engine's {', '.join(missing)} are offloaded; call reload() first (reload_states())")
+
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False, source: int = 0
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ``parameters`` are whole, at ZeRO 3 too; all ranks enter it together.
+
+        With ``modify``, the weights of the data-parallel rank ``source`` at its end are kept on all ranks.
+        """
+        return self.whole.gathered(parameters, modify=modify, source=source)
