@@ -73,6 +73,7 @@ MOVED = {
     "training.new_indexers": "features.sparse_attention.new_indexers",
     "training.tuning": "training.initial_weights",
     "config.rules_tuning": "features.lora.rules",
+    "post_training.offload": "features.offload.state",
     "config.tuning": "features.lora.settings",
     "transformer.adapters": "features.lora.adapters",
     "tensor_parallel.lora": "features.lora.layer",

@@ -10,7 +10,6 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +22,10 @@ from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, 
 from megatron_core.any_model.context_trial import run_split
 from megatron_core.any_model.data import EngineLoader, cast_floating, evaluating, loss_of, model_arguments
 from megatron_core.any_model.direct import DirectBackward, attach_to
+from megatron_core.any_model.gated_experts import with_all_experts
 from megatron_core.any_model.module import Initialise, UnitClasses
 from megatron_core.any_model.monitoring import StepMonitor, StepReport
+from megatron_core.any_model.offload import EngineOffload
 from megatron_core.any_model.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
 from megatron_core.any_model.prepare import Choices, Prepared, prepare_model
 from megatron_core.any_model.scheduler import make_scheduler, plain_state, replace_step, restore_state, share_groups
@@ -35,6 +36,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.fp8.amax_history import update_of
+from megatron_core.features.offload.state import PARTS
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
@@ -49,7 +51,7 @@ from megatron_core.training.setup import data_parallel_of
 LossFunction = Callable[..., Tensor]
 
 
-class Engine(EngineBackward, nn.Module):
+class Engine(EngineBackward, EngineOffload, nn.Module):
     """Trains ``module`` with data parallelism, gradient accumulation and mixed precision.
 
     The loss of a step is the mean of the losses given to ``backward`` over all micro-batches of all ranks, or, if the
@@ -209,6 +211,7 @@ class Engine(EngineBackward, nn.Module):
         """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
         if self.data_parallel.is_given_back:
             raise ConfigError("another engine was constructed for this model later; call that one")
+        self._require_state(("weights",))
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         # a backward may have failed
@@ -234,6 +237,7 @@ class Engine(EngineBackward, nn.Module):
         """End a micro-batch; the last one of a step updates the weights and returns a report, others return None."""
         if self.whole.is_open:
             raise ConfigError("step() inside of engine.gathered(...): end the context first")
+        self._require_state(PARTS)
         if not self._backwards:
             raise ConfigError("step() without backward(): call engine.backward(loss) for each micro-batch first")
         self._refuse_sums()
@@ -352,22 +356,15 @@ class Engine(EngineBackward, nn.Module):
 
     # Weights and checkpoints.
 
-    def gathered(
-        self, parameters: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False, source: int = 0
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ``parameters`` are whole, at ZeRO 3 too; all ranks enter it together.
-
-        With ``modify``, the weights of the data-parallel rank ``source`` at its end are kept on all ranks.
-        """
-        return self.whole.gathered(parameters, modify=modify, source=source)
-
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
         names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
         self._sharded.synchronize()
+        self._require_state(("weights",))
         tensors = {p: whole_tensor(p, self.groups) for p in self.data_parallel.reading(names)}
         state = self.module.state_dict(keep_vars=True)
-        return {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
+        state = {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
+        return with_all_experts(state, self.module)
 
     def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
         """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.
@@ -378,6 +375,7 @@ class Engine(EngineBackward, nn.Module):
                 f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
                 "micro-batches: gradients are not saved; call it after the step"
             )
+        self._require_state(PARTS)
         check_client_state(client_state or {})
         self._notice_rates()
         self.state.client_state, self.state.scheduler = dict(client_state or {}), plain_state(self.lr_scheduler)
@@ -396,6 +394,7 @@ class Engine(EngineBackward, nn.Module):
         ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
         Gradients of an incomplete step are discarded. ``CheckpointError``: none, damaged, or of another model.
         """
+        self._require_state(PARTS)
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
         self.discard_gradients()
         self.micro_step = self._backwards = 0

@@ -12,7 +12,7 @@ from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent
 from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, metrics_path
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.measurements import Sampling
 from megatron_core.reports.metrics import RankWriter
@@ -54,6 +54,14 @@ class StepMonitor:
         self._goodput = Goodput()
         self._is_open = False
         self._began = 0.0
+        self.totals: StepTimes | None = None
+        """Times of all steps, if ``keep_totals`` was called."""
+
+    def keep_totals(self) -> StepTimes:
+        """Measure from the next step on; return the times of all steps, which later steps add to."""
+        self.is_on = True
+        self.totals = StepTimes()
+        return self.totals
 
     def begin(self, iteration: int) -> None:
         """Open the files before the first step; ``iteration``: number of steps so far."""
@@ -102,6 +110,8 @@ class StepMonitor:
         seconds = now - self._began
         self._began = now
         times = METER.take()
+        if self.totals is not None:
+            self.totals.add(times)
         in_use = current_memory_bytes()
         peak = peak_memory_bytes()
         memory = {"current": in_use, "peak": peak, "activations and buffers": max(peak - in_use, 0)}

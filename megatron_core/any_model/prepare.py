@@ -13,6 +13,7 @@ from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.context_attention import decoder_parts
 from megatron_core.any_model.experts import split_experts
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
+from megatron_core.any_model.gated_experts import connect_experts, expert_parameters
 from megatron_core.any_model.module import (
     Initialise,
     LocalInitialisation,
@@ -87,11 +88,15 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, devi
             f"tensor_model_parallel_size={size}, but parallelize has split only the experts of the model; give it "
             f"tensor={size}, too"
         )
+    # Layers ``MoE`` have been constructed with this rank's experts, which other ranks do not have.
+    local = expert_parameters(model)
     if known == 1 and known_experts == 1:
-        broadcast_from_first([*model.parameters(), *model.buffers()])
+        broadcast_from_first([*(p for p in model.parameters() if p not in local), *model.buffers()])
     if size > known:
         split_model(model, groups.group("tp"))
-    if experts > known_experts:
+    if local:
+        connect_experts(model, groups)
+    elif experts > known_experts:
         split_experts(model, groups, device)
     if size > 1 or groups.size("cp") > 1:
         # Dropout outside of split layers is equal on the ranks of a tensor-parallel group, and not on others.

@@ -286,7 +286,7 @@ class Bucket:
         if self.splits_weights and not self.is_whole:
             self.freed.acquire()
             poison_outside(self.weights, slice(0, 0))
-            weight_shard = self._own_weights()
+            weight_shard = self.own_weights()
             if self.dp_group.size() == 1:
                 self.weights.copy_(weight_shard)
             self._gather(weight_shard)
@@ -296,7 +296,7 @@ class Bucket:
             poison_outside(self.weights, self.shard)
             self._gather(self.weight_shard)
 
-    def _own_weights(self) -> Tensor:
+    def own_weights(self) -> Tensor:
         """Return this rank's shard on the device."""
         # Usually a read that was started while an earlier unit computed.
         self.prefetch_weights()
@@ -308,11 +308,10 @@ class Bucket:
     def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
-        # Layers may gather their weights in another format, such as FP8, with fewer bytes.
-        if self.kind.start_gather is not None:
+        if start := (self.compressor and self.compressor.start_gather) or self.kind.start_gather:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)
-            self.gathering, sent = self.kind.start_gather(self.weights, weight_shard, spans, list(named), self.dp_group)
+            self.gathering, sent = start(self.weights, weight_shard, spans, list(named), self.dp_group)
         else:
             self.gathering = all_gather_flat_(self.weights, weight_shard, self.dp_group, async_op=True)
             sent = weight_shard.nbytes

@@ -19,6 +19,7 @@ from megatron_core.config.rules_data import SOURCES
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
+from megatron_core.features.offload.state import OffloadedState
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.features.value_head.settings import has_value_head
 from megatron_core.models import GPTModel
@@ -27,7 +28,6 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.post_training.hugging_face_weights import NamedTensor, hugging_face_weights
 from megatron_core.post_training.objectives import Reads, TokenObjective
-from megatron_core.post_training.offload import OffloadedState
 from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
 from megatron_core.post_training.step_settings import StepSettings, used_in_step
@@ -333,7 +333,9 @@ class Trainer:
         CPU a folder is needed. Returns the bytes that are freed on this rank's device.
         """
         self._check_present()
-        self._offloaded = OffloadedState(self.run, None if folder is None else Path(folder))
+        self._offloaded = OffloadedState(
+            self.run.data_parallel, self.run.optimizer, None if folder is None else Path(folder)
+        )
         return self._offloaded.nbytes
 
     def onload(self) -> None:

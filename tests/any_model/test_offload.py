@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import megatron_core
 from megatron_core.checkpoint import snapshot
+from megatron_core.errors import MegatronError
 from megatron_core.verify.ranks import run_ranks
 from tests.any_model.models import (
     BATCH,
@@ -148,3 +151,52 @@ def test_buffers_are_copied_before_save_returns(tmp_path: Path) -> None:
     late = planted("training.saving:CheckpointSaver.save", "take(updated, changing)", "take(chain(updated, changing))")
     with late, pytest.raises(AssertionError, match="Arrays are not equal"):
         _check_saved_buffers(str(tmp_path / "late"))
+
+
+PLACES = (("weights", "main_weights", "moments", "gradients"), ("main_weights", "moments"))
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "settings",
+    [{"bf16": True}, {"zero_stage": 1, "bf16": True}, {"zero_stage": 2}, {"zero_stage": 3, "bf16": True}],
+    ids=["zero0", "zero1", "zero2", "zero3"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["adam", "rmsprop"])
+def test_state_comes_back_with_all_bits(settings: dict[str, Any], own: bool, tmp_path: Path) -> None:
+    plain = run_ranks(2, _train_with_state_outside, settings, own, None)
+    outside = run_ranks(2, _train_with_state_outside, settings, own, tmp_path)
+    for (losses, weights, _), (losses_outside, weights_outside, freed) in zip(plain, outside, strict=True):
+        assert losses == losses_outside and losses[0] != losses[-1]
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, weights_outside[name])
+        assert min(freed) > sum(tensor.numel() for tensor in weights.values())
+        assert not list(tmp_path.iterdir())
+
+
+def _train_with_state_outside(settings: dict[str, Any], own: bool, folder: Path | None) -> tuple[Any, Any, list[int]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9) if own else None
+    config = {"micro_batch_size": 2, "global_batch_size": 8, **settings}
+    engine = megatron_core.initialize(model, config, optimizer).engine
+    losses, freed = [], []
+    data = torch.Generator().manual_seed(engine.world.rank)
+    for number in range(8):
+        x = torch.randn(2, 8, generator=data)
+        loss = (engine(x).float() - x).square().mean()
+        engine.backward(loss)
+        losses.append(loss.item())
+        if folder is not None and number:  # between backward and step, too
+            freed.append(engine.offload(folder))
+            with pytest.raises(MegatronError, match=r"are offloaded; call reload\(\)"):
+                engine.step()
+            with pytest.raises(MegatronError, match=r"weights.* are offloaded"):
+                engine(x)
+            engine.reload()
+            engine.offload(folder, parts=PLACES[1])
+            with torch.no_grad():
+                assert torch.isfinite(engine(x)).all()
+            engine.reload()
+        engine.step()
+    return losses, engine.full_state_dict(), freed

@@ -172,5 +172,5 @@ def test_the_bits_after_a_while_outside_find_lost_state(tmp_path: Path) -> None:
     ranks, settings = offload.LAYOUTS["dp2 zero3"]
     config = offload._config(**settings)
     expected = run_ranks(ranks, offload._losses, config, None)
-    with planted("post_training.offload:OffloadedState.restore", "chunk.copy_(on_host)", "pass"):
+    with planted("features.offload.state:OffloadedState.restore", "chunk.copy_(on_host)", "pass"):
         assert run_ranks(ranks, offload._losses, config, tmp_path) != expected

@@ -13,7 +13,13 @@ from megatron_core.schema import NUMBER, whole
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FLAGS = (
-    *("wall_clock_breakdown", "torch_autocast.enabled", "flops_profiler.enabled", "tensorboard.enabled"),
+    *(
+        "wall_clock_breakdown",
+        "comms_logger.enabled",
+        "torch_autocast.enabled",
+        "flops_profiler.enabled",
+        "tensorboard.enabled",
+    ),
     *(
         "csv_monitor.enabled",
         "wandb.enabled",
@@ -234,7 +240,16 @@ class ConfigReader:
             # DeepSpeed has the key on at stage 3 without it. Only the gathers follow here: they give equal bits, while
             # overlapped sums of gradients forbid a second backward in the last micro-batch.
             found["overlap_param_gather"] = prefetched > 0 and self.get(f"{name}.overlap_comm", True) is True
-        return found | self._hpz(stage, ranks) | self._offload_optimizer(stage) | self._offload_param(stage)
+        offload = self._offload_optimizer(stage) | self._offload_param(stage)
+        return found | self._hpz(stage, ranks) | offload | self._quantized(stage, ranks)
+
+    def _quantized(self, stage: int, ranks: int) -> dict[str, Any]:
+        name = "zero_optimization.zero_quantized"
+        kinds = {"gradients": "int4-gradients", "weights": "int8-weights"}
+        chosen = [kind for key, kind in kinds.items() if self.flag(f"{name}_{key}")]
+        if "int8-weights" in chosen and stage != 3:
+            self.faults.append(f"{name}_weights=true needs zero_optimization.stage 3; set it to false")
+        return {"grad_compression": "-".join(chosen)} if chosen and ranks > 1 else {}
 
     def _hpz(self, stage: int, ranks: int) -> dict[str, Any]:
         name = "zero_optimization.zero_hpz_partition_size"

@@ -110,12 +110,17 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     reader.check_keys()
     reader.check_types()
     layout = reader.layout(world_size)
-    triple = reader.batch(world_size // layout.ranks_of_a_sample)
+    copies = world_size // layout.ranks_of_a_sample
+    triple = reader.batch(copies)
+    if (size := reader.integer("data_parallel_size", copies, 1)) != copies:
+        reader.faults.append(f"data_parallel_size={size}, but {copies} ranks hold copies of the model; remove the key")
     settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}
     settings["clip_grad"] = reader.number("gradient_clipping", CLIPPING)
     settings |= layout.settings() | reader.precision() | reader.zero(world_size // layout.tensor)
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
     chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)
+    if "grad_compression" in settings and "grad_compression" in chosen.settings:
+        reader.faults.append(f"optimizer.type={optimizer and optimizer.name} with zero_quantized_gradients: remove one")
     settings |= chosen.settings
     tags = str(reader.get("checkpoint.tag_validation", "FAIL")).upper()
     if tags not in TAG_VALIDATIONS:

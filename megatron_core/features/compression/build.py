@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from megatron_core.config import RunConfig
+from megatron_core.features.compression.blocks import BlockMessages
 from megatron_core.features.compression.powersgd import PowerSGD
 from megatron_core.features.compression.settings import CompressionConfig
 from megatron_core.features.compression.signs import OneBitAdam, OneBitLAMB, ZeroOneAdam, ZeroOnePolicy
 from megatron_core.features.compression.updates import OneBitAdamUpdate, OneBitLAMBUpdate, ZeroOneAdamUpdate
+
+
+def build_blocks(config: RunConfig) -> BlockMessages:
+    """The compressor of --grad-compression int4-gradients, int8-weights, and both."""
+    name = config.parallel.grad_compression
+    return BlockMessages(gradients="int4-gradients" in name, weights="int8-weights" in name)
 
 
 def build_powersgd(config: RunConfig) -> PowerSGD:

@@ -14,18 +14,15 @@ BUILD = "megatron_core.features.compression.build"
 
 
 def _powersgd_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
-    """The errors of messages, stored twice until the step is taken, without the factors; from ZeRO stage 2 on whole
-    gradients."""
+    """Errors of messages, stored twice until the step is taken; from ZeRO stage 2 on also whole gradients."""
     return 2 * wide + (wide if zero_stage >= 2 else 0)
 
 
 def _sign_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
     """The errors of messages and of this rank's share 1 / d of the sums, stored twice until the step is taken. With
     ZeRO, the momentum, its sum and a flag of each element are whole, from stage 2 on also the gradients."""
-    errors = wide + wide / data_parallel_size
     whole_gradients = wide if zero_stage >= 2 else 0
-    gathered = 2 * wide + 1 if zero_stage else 0
-    return 2 * errors + whole_gradients + gathered
+    return 2 * (wide + wide / data_parallel_size) + whole_gradients + (2 * wide + 1 if zero_stage else 0)
 
 
 def _local_step_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
@@ -33,7 +30,11 @@ def _local_step_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> fl
     return wide + wide / data_parallel_size + 2 * wide
 
 
+FROM_2 = lambda wide, _, zero_stage: wide if zero_stage >= 2 else 0.0  # noqa: E731
 KINDS = (
+    CompressionKind(name="int4-gradients", build=f"{BUILD}:build_blocks", bytes_per_parameter=FROM_2),
+    CompressionKind(name="int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=lambda *_: 0.0),
+    CompressionKind(name="int4-gradients-int8-weights", build=f"{BUILD}:build_blocks", bytes_per_parameter=FROM_2),
     CompressionKind(name="powersgd", build=f"{BUILD}:build_powersgd", bytes_per_parameter=_powersgd_bytes),
     CompressionKind(
         name="onebit-adam", build=f"{BUILD}:build_onebit_adam", bytes_per_parameter=_sign_bytes, optimizer="adam"
@@ -73,9 +74,9 @@ ZERO_ONE_ADAM = _chosen("zero-one-adam")
 @dataclass(frozen=True, kw_only=True)
 @section(when=c.TRAINING, resume=Resume.REPORTED)
 class CompressionConfig:
-    """Lossy sums of gradients with error feedback: --grad-compression powersgd (Vogels et al. 2019), low-rank products;
-    onebit-adam (Tang et al. 2021), onebit-lamb (Li et al. 2021), signs of momenta; zero-one-adam (Lu et al. 2022),
-    signs of gradients, then of the changes of several local steps."""
+    """Lossy messages. --grad-compression int4-gradients rounds gradients, int8-weights the weights that ZeRO stage 3
+    gathers (Wang et al. 2023). With error feedback: powersgd (Vogels et al. 2019), low-rank products; onebit-adam (Tang
+    et al. 2021), onebit-lamb (Li et al. 2021), zero-one-adam (Lu et al. 2022), signs of momenta or gradients."""
 
     grad_compression_warmup_iters: int = setting(
         1000, r.COUNT_FROM_0, when=_chosen("powersgd", "onebit-adam", "onebit-lamb"), resume=Resume.FREE
@@ -85,8 +86,7 @@ class CompressionConfig:
     powersgd_rank: int = setting(4, r.SIZE, when=_chosen("powersgd"))
     """Rank of the low-rank products of powersgd."""
     onebit_lamb_coeff_beta: float = setting(0.9, r.BELOW_1, when=ONEBIT_LAMB)
-    """Decay rate of the mean of LAMB's coefficients during the warm-up of onebit-lamb; 1 / (1 - beta) should be at most
-    --grad-compression-warmup-iters."""
+    """Decay rate of the mean of LAMB's coefficients in the warm-up of onebit-lamb, of at least 1 / (1 - beta) steps."""
     onebit_lamb_factor_max: float = setting(4.0, r.POSITIVE, when=ONEBIT_LAMB)
     """Upper limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
     onebit_lamb_factor_min: float = setting(0.5, r.POSITIVE, when=ONEBIT_LAMB)
@@ -98,8 +98,7 @@ class CompressionConfig:
     zero_one_var_update_scaler: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
     """Updates of the variance, with uncompressed gradients, after which zero-one-adam doubles their interval."""
     zero_one_local_step_scaler: int = setting(32_678, r.COUNT, when=ZERO_ONE_ADAM)
-    """Local steps after which zero-one-adam doubles the interval in which ranks synchronize their weights. A good value
-    is the number of steps in which the learning rate halves."""
+    """Local steps after which zero-one-adam doubles the interval of synchronizations: those that halve the rate."""
     zero_one_local_step_clipper: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
     """Largest number of local steps between two synchronizations of zero-one-adam."""
 

@@ -112,3 +112,29 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     with deepspeed.zero.GatheredParameters(trained):
         result.weights = [float(p.detach().double().square().sum()) for p in trained]
     return asdict(result)
+
+
+def coalesce(stage: int) -> list[float]:
+    """Losses of four steps, each of three backwards whose gradients are summed over the ranks at once; norms."""
+    import deepspeed
+
+    describe_ranks()
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    }
+    engine, _, loader, _ = deepspeed.initialize(model=Small(), config=config, training_data=samples())
+    batches = iter(loader)
+    found: list[float] = []
+    for _ in range(4):
+        with engine.coalesce_grad_reduction():
+            for _ in range(3):
+                loss = engine(*next(batches))
+                engine.backward(loss)
+                found.append(loss.item())
+        engine.step()
+        found.append(float(engine.get_global_grad_norm()))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from megatron_core.errors import CheckpointError, ConfigError, LayoutError
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.drop_in.deepspeed.compare import coalesce
+from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -187,6 +191,50 @@ def test_json_and_class_give_equal_steps(kind: Any, name: str, params: dict[str,
         _step(from_json, number)
     assert _equal(_weights(from_class), _weights(from_json))
     assert not _equal(before, _weights(from_json))
+
+
+def test_parts_of_offload_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine()
+    losses = [_step(engine, 0)]
+    engine.offload_states()  # on a CPU: no effect
+    engine.reload_states()
+    losses.append(_step(engine, 1))
+    plain = _engine()
+    assert losses == [_step(plain, number) for number in (0, 1)]
+    with pytest.raises(ValueError, match=r"device=.*nvme.* must be 'cpu'"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    calls: list[Any] = []
+    engine.core.world = replace(engine.core.world, device=torch.device("cuda"))
+    monkeypatch.setattr(engine.core, "offload", lambda *, parts: calls.append(sorted(set(parts))))
+    engine.offload_states()
+    engine.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads])
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.optim_states])
+    every = ["gradients", "main_weights", "moments", "weights"]
+    assert calls == [every, ["gradients", "main_weights"], ["moments", "weights"]]
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="needs DeepSpeed")
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_coalesced_sums_are_equal(stage: int) -> None:
+    ours = run_ranks(2, coalesce, stage)[0]
+    theirs = ask(Task("tests.drop_in.deepspeed.compare:coalesce", (stage,), 2))
+    assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_coalesced_sums_are_refused_where_they_cannot_be() -> None:
+    engine = _engine()
+    with (
+        pytest.raises(NotImplementedError, match="needs zero_optimization"),
+        engine.coalesce_grad_reduction(),
+    ):
+        pass
+    engine = _engine(zero_optimization={"stage": 1})
+    with engine.coalesce_grad_reduction():
+        with pytest.raises(ConfigError, match="nested"), engine.coalesce_grad_reduction():
+            pass
+        engine.backward(engine(_batch(0)).square().mean())
+        with pytest.raises(ConfigError, match="no_sync"):
+            engine.step()
 
 
 def test_an_engine_without_optimizer_only_runs_forward() -> None:
@@ -372,7 +420,6 @@ def test_absent_parts_say_what_to_use(name: str) -> None:
     ("call", "message"),
     (
         (lambda engine: engine.train_batch(iter([])), "needs a PipelineModule"),
-        (lambda engine: engine.offload_states(), "offload_optimizer"),
         (lambda engine: engine.compile(schedule=[1]), "schedule of DeepCompile"),
         (lambda engine: engine.step(), r"step\(\) without backward"),
         (lambda engine: engine.backward(torch.ones(2)), "must be a tensor with one element"),

@@ -36,7 +36,6 @@ from megatron_core.errors import CheckpointError, ConfigError
     "path",
     (
         "compression.init_compression",
-        "moe.layer.MoE",
         "runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
         "runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
         "runtime.fp16.onebit.lamb.OnebitLamb",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import deepspeed
 from deepspeed.translation import translate
@@ -115,3 +116,90 @@ def test_overlap_of_stage_3(zero: dict[str, Any], gathers: bool | None, sums: bo
     settings = translate({"train_batch_size": 8, "zero_optimization": zero}, 2).settings
     assert settings.get("overlap_param_gather") is gathers
     assert settings["overlap_grad_reduce"] is sums
+
+
+QUANTIZED = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+
+
+def test_short_messages_of_zeropp() -> None:
+    results = {}
+    for name, section in (("plain", {}), ("short", QUANTIZED), ("within", {**QUANTIZED, "zero_hpz_partition_size": 2})):
+        results[name] = run_ranks(4, _train_with_short_messages, section)[0]
+    assert results["plain"][-1] < 0.8 * results["plain"][0]
+    for name in ("short", "within"):
+        assert results[name] != results["plain"]
+        assert results[name] == pytest.approx(results["plain"], rel=0.05)
+
+
+def _train_with_short_messages(section: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, **section},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    losses = []
+    for number in range(20):
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(4 * number + engine.global_rank))
+        loss = (engine(x) - x.roll(1, 1)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_short_messages_that_cannot_be() -> None:
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "zero_quantized_weights": True}}
+    with pytest.raises(ConfigError, match=r"zero_quantized_weights=true needs zero_optimization.stage 3"):
+        translate(zero, 2)
+    onebit = {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 2}}
+    both = {**zero, "zero_optimization": {"stage": 1, "zero_quantized_gradients": True}, "optimizer": onebit}
+    with pytest.raises(ConfigError, match=r"optimizer.type=OneBitAdam with zero_quantized_gradients"):
+        translate(both, 2)
+    assert (
+        "grad_compression" not in translate({**both, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, 1).settings
+    )
+
+
+class _Ranks:
+    """An ``mpu`` as in DeepSpeed's example of AutoTP."""
+
+    def __init__(self, groups_of_ranks: list[list[int]]) -> None:
+        made = [dist.new_group(ranks) for ranks in groups_of_ranks]
+        self.group = next(group for ranks, group in zip(groups_of_ranks, made, strict=True) if dist.get_rank() in ranks)
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_group(self) -> Any:
+        return self.group
+
+
+def test_ranks_of_a_program_that_splits_layers() -> None:
+    run_ranks(4, _train_with_ranks)
+
+
+def _train_with_ranks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=4, **sizes)
+    values = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "data_parallel_size": 2}
+    values |= {"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    losses = []
+    for mpu in (_Ranks([[0, 1], [2, 3]]), None):
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=transformers.LlamaForCausalLM(config), config=values, mpu=mpu)[0]
+        tokens = torch.randint(16, (1, 8), generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+        for _ in range(2):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:] and losses[1] < losses[0]
+    for ranks, changes in (([[0, 2], [1, 3]], {}), ([[0, 1], [2, 3]], {"tensor_parallel": {}})):
+        with pytest.raises(ConfigError, match=r"set tensor_parallel.autotp_size=2"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config={**values, **changes}, mpu=_Ranks(ranks))
+    with pytest.raises(ConfigError, match=r"data_parallel_size=3, but 2 ranks"):
+        translate({**values, "data_parallel_size": 3}, 4)

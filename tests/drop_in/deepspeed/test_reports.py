@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import deepspeed
 from deepspeed.profiling.flops_profiler import flops_to_string, get_model_profile
 from deepspeed.translation import translate
 from megatron_core.errors import ConfigError
+from megatron_core.verify.ranks import run_ranks
 
 WIDTH, BATCH, STEPS = 8, 4, 3
 
@@ -107,3 +110,32 @@ def test_autocast_is_torchs() -> None:
 def test_wrong_values_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         translate({"train_batch_size": 1, **keys}, 1)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_summary_of_collectives(stage: int) -> None:
+    texts, summary = zip(*run_ranks(2, _summarized, stage), strict=True)
+    assert "dp reduce_scatter" in texts[0] and "busbw_avg_gbps" in texts[0] and texts[1] == ""
+    count = WIDTH * WIDTH + WIDTH
+    for rows in summary:
+        # Of n ranks each sends (n - 1) / n of the float32 gradients in a reduce-scatter.
+        ((size, row),) = rows["dp reduce_scatter"].items()
+        sent, padding = STEPS * 4 * 2 * count / 2, 1.2 if stage == 3 else 1.0
+        assert sent <= row["count"] * row["msg_size_bytes"] <= sent * padding
+        assert size == int(row["msg_size_bytes"]) and row["total_latency_ms"] > 0
+        assert row["busbw_avg_gbps"] == pytest.approx(8e-6 * size * row["count"] / row["total_latency_ms"], rel=1e-3)
+    assert min(rows["dp reduce_scatter"][size]["total_straggler_ms"] for rows in summary) == 0
+    gathers = summary[0]["dp all_gather"].values()
+    # At stage 3 the weights are gathered for forward and backward, at stage 1 after each update.
+    assert sum(row["count"] for row in gathers) >= STEPS * (2 if stage == 3 else 1)
+
+
+def _summarized(stage: int) -> tuple[str, Any]:
+    zero = {"stage": stage, "overlap_comm": False}
+    engine, _ = _trained(train_batch_size=2 * BATCH, comms_logger={"enabled": True}, zero_optimization=zero)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        result = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
+    engine.destroy()
+    assert result is not None and result["metadata"]["world_size"] == 2
+    return output.getvalue(), result["summary"]

@@ -142,14 +142,7 @@ def has_reduce_scatter_tensor() -> bool:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
-    """Accept the settings of DeepSpeed's log of collectives, which is not written: use megatron-diagnose."""
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """Refer to the diagnosis, which measures collectives."""
-    if dist.get_rank() == 0:
-        print("deepspeed.comm.log_summary: set record_times and run megatron-diagnose for times of collectives")
-    return {} if return_dict else None
+    """Do nothing: the key ``comms_logger.enabled`` starts the log of an engine's collectives."""
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

@@ -24,6 +24,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import ThroughputTimer
 from megatron_core import any_model as native
+from megatron_core.any_model.gated_experts import has_moe_layers
 from megatron_core.any_model.scheduler import replace_step
 from megatron_core.errors import ConfigError
 from megatron_core.launcher import read_integer
@@ -98,7 +99,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self.micro_steps = 0
         """Calls of ``step``."""
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size(), synchronizes=False)
-        self.has_moe_layers, self.enable_backward_allreduce = False, True
+        self.has_moe_layers, self.enable_backward_allreduce = has_moe_layers(model)[0], True
         self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
         self._boundary: bool | None = None
         self._in_no_sync = self._in_step = self._step_applied = False
@@ -207,6 +208,23 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
             )
         if self._in_no_sync:
             raise ConfigError("no_sync context manager reentry is unsupported: leave out the inner one")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Return a context around all backwards of one step, whose gradients ``step`` sums over the ranks at once."""
+        if not self.zero_optimization() or getattr(self.module, "num_stages", 1) > 1:
+            raise NotImplementedError(
+                "coalesce_grad_reduction needs zero_optimization.stage 1, 2 or 3, and no pipeline"
+            )
+        if self._in_no_sync or not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "coalesce_grad_reduction cannot be nested in a no_sync context, and needs managed_gradient_accumulation"
+            )
         self._in_no_sync = True
         try:
             yield
@@ -349,15 +367,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
     def empty_partition_cache(self) -> None:
         """Return unused memory to the GPU; gathered weights are freed after each forward and backward in any case."""
         get_accelerator().empty_cache()
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refer to the keys of offload."""
-        raise ConfigError(
-            "engine.offload_states is not supported: set zero_optimization.offload_optimizer and offload_param in the "
-            "JSON to keep state in host memory all the time"
-        )
-
-    reload_states = offload_states
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any

@@ -9,6 +9,7 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 from megatron_core.any_model.monitoring import StepReport
+from megatron_core.any_model.traffic import LOGGED
 
 TIMERS = ("forward", "backward", "step")
 
@@ -23,6 +24,8 @@ class EngineReports:
     def _open_reports(self) -> None:
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.timers = SynchronizedWallClockTimer()
+        if (self._config._param_dict.get("comms_logger") or {}).get("enabled"):
+            LOGGED.append(self.core.monitor.keep_totals())
         profiled = self._config.flops_profiler_config.enabled
         self.flops_profiler = FlopsProfiler(self.module, self) if profiled else None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
@@ -18,6 +19,7 @@ from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.any_model import parallelize
 from megatron_core.any_model.arguments import check_functions, check_model
+from megatron_core.any_model.gated_experts import expert_size_of
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
 
@@ -58,14 +60,10 @@ def initialize(
         raise ConfigError("mpu with a PipelineModule: the module has its own, model.mpu(); leave mpu out")
     if isinstance(model, PipelineModule):
         mpu = model.mpu()
-    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        raise ConfigError(
-            "mpu with model parallelism: the layers of Megatron-LM need its engine; run the program with "
-            "megatron.core of this drop-in, or split the model with megatron_core.parallelize"
-        )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
         values = _with_sizes(read_json(_chosen(args, config, config_params)), model, mesh_param)
+        mpu = mpu if mpu is None or is_pipeline else _without_tensor_groups(mpu, values)
         settings = DeepSpeedConfig(values, mpu)
     for sentence in (INFO, *settings.translation.notes):
         log_dist(sentence, ranks=[0])
@@ -84,6 +82,21 @@ def initialize(
         config_class=settings,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _without_tensor_groups(mpu: Any, values: Mapping[str, Any]) -> Any:
+    """Return None for an ``mpu`` with the groups that the engine makes itself for ``tensor_parallel.autotp_size``."""
+    size = mpu.get_model_parallel_world_size()
+    if size == 1:
+        return mpu
+    neighbours = [dist.get_rank() // size * size + number for number in range(size)]
+    is_equal = dist.get_process_group_ranks(mpu.get_model_parallel_group()) == neighbours
+    if not is_equal or (values.get("tensor_parallel") or {}).get("autotp_size") != size:
+        raise ConfigError(
+            f"mpu with {size} model-parallel ranks: set tensor_parallel.autotp_size={size} in the JSON, and use "
+            "groups of neighbouring ranks; the layers of Megatron-LM need its engine, megatron.core of this drop-in"
+        )
+    return None
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:
@@ -111,7 +124,7 @@ def _with_sizes(values: dict[str, Any], model: nn.Module, mesh_param: Any) -> di
         values = _with_size(values, None, "sequence_parallel_size", mesh_param[1], f"mesh_param={mesh_param!r}")
     if (tensor := getattr(model, "tensor_parallel_size", 1)) > 1:
         values = _with_size(values, "tensor_parallel", "autotp_size", tensor, f"a model split over {tensor} ranks")
-    if (expert := getattr(model, "expert_parallel_size", 1)) > 1:
+    if (expert := max(getattr(model, "expert_parallel_size", 1), expert_size_of(model))) > 1:
         values = _with_size(values, "expert_parallel", "autoep_size", expert, f"experts split over {expert} ranks")
         values["expert_parallel"]["enabled"] = True
     return values

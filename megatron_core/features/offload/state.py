@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_core.data_parallel import DataParallel
 from megatron_core.data_parallel.split_parameter import acquire, release
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.pinned import pinned_bytes
-from megatron_core.training.setup import Run
 
+PARTS = ("weights", "main_weights", "moments", "gradients")
+"""``main_weights``: those of 16-bit weights, in float32."""
 CHUNK_BYTES = 16 * 2**20
 
 
 class OffloadedState:
-    """Weights and optimizer state of a run in host memory, or in a file; gradients are freed.
+    """Weights and optimizer state of a training in host memory, or in a file; gradients are freed.
 
     The tensors and all their views stay the same objects, and get their memory and their bits back in ``restore``.
     """
 
     # The storage is freed and not the tensors: parameters, views of flat buffers and hooks refer to it.
 
-    def __init__(self, run: Run, folder: Path | None) -> None:
-        """``folder``: where each rank writes a file; None: host memory, for state on another device.
+    def __init__(
+        self,
+        data: DataParallel,
+        optimizer: Optimizer,
+        folder: Path | None,
+        parts: Collection[str] = PARTS,
+        *,
+        keeps_gradients: bool = False,
+        moments: Iterable[Tensor] = (),
+    ) -> None:
+        """``folder``: where each rank writes a file; None: host memory, for state on another device. ``parts``: those
+        of ``PARTS`` to move. ``keeps_gradients``: a step is incomplete. ``moments``: further state of an optimizer.
 
         Errors: ``ConfigError`` without a folder if the state is in host memory.
         """
-        device = run.world.device
+        device = data.device
         if device.type == "cpu" and folder is None:
             raise ConfigError(
                 "offload() of a run on a CPU, whose state is in host memory: name a folder for it with offload(folder)"
             )
+        self.parts = frozenset(parts)
         # Weights that are still sent, and checkpoints that are still copied, read the memory.
-        run.data_parallel.finish_param_sync()
-        run.optimizer.before_update()
-        self._kept = _distinct(_kept_tensors(run), device)
-        self._gradients = _distinct(_gradients(run), device)
-        self._file = None if folder is None else folder / f"offloaded-{run.world.rank}.bin"
+        data.finish_param_sync()
+        optimizer.before_update()
+        moved = [*_kept_tensors(data, optimizer, self.parts), *(moments if "moments" in self.parts else ())]
+        gradients = list(_gradients(data)) if "gradients" in self.parts else []
+        self._kept = _distinct([*moved, *(gradients if keeps_gradients else ())], device)
+        self._gradients = _distinct(() if keeps_gradients else gradients, device)
+        self._file = None if folder is None else folder / f"offloaded-{data.groups.rank}.bin"
         self._copies: list[Tensor] = []
         if self._file is None:
             self._copies = [pinned_bytes(tensor.numel()).copy_(tensor) for tensor in self._kept]
@@ -81,21 +97,22 @@ class OffloadedState:
             yield from tensor.split(CHUNK_BYTES)
 
 
-def _kept_tensors(run: Run) -> Iterator[Tensor]:
+def _kept_tensors(data: DataParallel, optimizer: Optimizer, parts: Collection[str]) -> Iterator[Tensor]:
     """Weights and optimizer state of this rank."""
-    data = run.data_parallel
-    for bucket in data.all_buckets:
-        yield bucket.weights
-        yield bucket.weight_shard
-    yield from (parameter.data for _, parameter in data.frozen)
-    for _, tensors in run.optimizer.tensors():
-        yield from tensors.values()
-    yield from (piece.memory for piece in run.optimizer.joint_state())
+    if "weights" in parts:
+        for bucket in data.all_buckets:
+            yield bucket.weights
+            yield bucket.weight_shard
+        yield from (parameter.data for _, parameter in data.frozen)
+    for _, tensors in optimizer.tensors():
+        yield from (t for name, t in tensors.items() if ("main_weights" if name == "main" else "moments") in parts)
+    if "moments" in parts:
+        yield from (piece.memory for piece in optimizer.joint_state())
 
 
-def _gradients(run: Run) -> Iterator[Tensor]:
+def _gradients(data: DataParallel) -> Iterator[Tensor]:
     """Buffers of gradients, which each step sets to zero."""
-    for bucket in run.data_parallel.buckets:
+    for bucket in data.buckets:
         yield bucket.grads
         yield bucket.sum_shard
         yield bucket.grad_shard

@@ -1,3 +1,0 @@
-"""Constants of DeepSpeed's launcher."""
-
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

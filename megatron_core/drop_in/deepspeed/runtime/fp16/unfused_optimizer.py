@@ -1,5 +1,0 @@
-"""The optimizer's class at stage 0 with weights in 16 bits."""
-
-from deepspeed.runtime.base_optimizer import HalfPrecisionOptimizer as FP16_UnfusedOptimizer
-
-__all__ = ["FP16_UnfusedOptimizer"]
