@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_core.errors import DataError
+from megatron_core.feature import features, load_hook
 from megatron_core.locations import in_storage, local_copy, location
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -328,6 +329,12 @@ class IndexedDataset:
                 "same run; "
                 "copy both again, or prepare the data again"
             )
+
+
+def in_place_of_pair(path_prefix: str) -> Any:
+    """What a feature reads in place of a pair, such as a list of parts; None if no feature does."""
+    hooks = [load_hook(feature.token_files) for feature in features() if feature.token_files is not None]
+    return next((found for hook in hooks if (found := hook(path_prefix)) is not None), None)
 
 
 def _index_file(path_prefix: str) -> Path:

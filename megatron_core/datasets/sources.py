@@ -11,7 +11,7 @@ from xxhash import xxh3_128
 
 from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
-from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path
+from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path, in_place_of_pair
 from megatron_core.datasets.paths import NAMES, read_paths
 from megatron_core.locations import local_copy, location, read_part
 
@@ -197,6 +197,8 @@ def _shown(share: float | None) -> str:
 
 def token_file_content(prefix: str) -> FileContent:
     """Counts and hashes of a token file whose index was already checked."""
+    if (in_parts := in_place_of_pair(prefix)) is not None:
+        return cast(FileContent, in_parts.content())
     index = local_copy(location(get_idx_path(prefix)))
     tokens = location(get_bin_path(prefix))
     with index.open("rb") as file:

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from megatron_core.data_parts.manifest import get_parts_path
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
 from megatron_core.errors import DataError
 from megatron_core.output_file import make_folder, no_follow
@@ -24,6 +25,7 @@ from megatron_core.preprocess.atomic_write import (
 )
 from megatron_core.preprocess.builder import Extent, TokenWriter, publish_pair
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
+from megatron_core.preprocess.plan import Part
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart
@@ -190,6 +192,12 @@ def work_path(output_prefix: str) -> Path:
 
 def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerprint: str) -> dict[str, Any]:
     """Return the settings and input files that determine the output of a run, by flag name."""
+    described = [[source.path, source.size, source.mtime_ns] for source in sources]
+    return token_identity(settings, fingerprint) | {"--input": described}
+
+
+def token_identity(settings: PreprocessSettings, fingerprint: str) -> dict[str, Any]:
+    """Return the settings that determine the tokens of a document, by flag name."""
     return {
         "--json-keys": list(settings.json_keys),
         "--append-eod": settings.append_eod,
@@ -198,7 +206,6 @@ def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerp
         "--document-separator": settings.document_separator,
         "--tokenizer-type": settings.tokenizer_type,
         "tokenizer fingerprint": fingerprint,
-        "--input": [[source.path, source.size, source.mtime_ns] for source in sources],
     }
 
 
@@ -219,7 +226,12 @@ def differences(before: dict[str, Any], now: dict[str, Any], count: int) -> str:
 
 
 class TokenOutput:
-    """Appends parts to the token files of every key and to the list of broken and empty documents."""
+    """Appends parts to the token files of every key and to the list of broken and empty documents.
+
+    saved: the position up to which the progress is saved.
+    """
+
+    writer: Callable[..., Any] = TokenWriter
 
     def __init__(
         self, work: WorkFolder, sources: Sequence[InputFile], settings: PreprocessSettings, remarks: Path, dtype: str
@@ -235,15 +247,16 @@ class TokenOutput:
         if stored is not None and not stored.publishing and not all(path.exists() for path in growing):
             stored = None  # The partial files were removed.
         self.state = stored or OutputState()
+        self.saved = self.state.position
         # Number of files before the current one, and their total bytes.
         self._before = (0, 0)
-        self._writers: list[TokenWriter] = []
+        self._writers: list[Any] = []
         self._remarks: BinaryIO | None = None
         if self.state.publishing:
             return
         extents: Sequence[Extent | None] = self.state.extents or [None] * len(self._prefixes)
         self._writers = [
-            TokenWriter(get_bin_path(prefix), dtype, resume=extent)
+            self.writer(get_bin_path(prefix), dtype, resume=extent)
             for prefix, extent in zip(self._prefixes, extents, strict=True)
         ]
         self._remarks = open_partial(partial_path(remarks), "r+b" if stored else "wb")
@@ -252,6 +265,14 @@ class TokenOutput:
         if settings.strict and self.state.broken:
             words = next((words for words in self.state.first if words.startswith("broken: ")), "a broken document")
             raise BrokenDocumentError(f"{words.removeprefix('broken: ')} (--strict)")
+
+    @property
+    def part_names(self) -> set[str]:
+        """Names of parts that belong to the result, and must be kept."""
+        return set()
+
+    def note_part(self, part: Part) -> None:
+        """Called after the content of a part has been appended; the tokens are copied, so nothing is noted."""
 
     @property
     def tokens(self) -> int:
@@ -304,6 +325,7 @@ class TokenOutput:
         self._note_extents()
         sync_file(self._open_remarks)
         self._work.save(self.state)
+        self.saved = self.state.position
 
     def publish(self) -> None:
         """Write the indices and rename all files; after an interruption a second call completes the remaining steps."""
@@ -318,6 +340,11 @@ class TokenOutput:
         for prefix in self._prefixes:
             publish_pair(get_bin_path(prefix), get_idx_path(prefix))
         self._check_published()
+        for prefix in self._prefixes:
+            Path(get_parts_path(prefix)).unlink(missing_ok=True)
+        self._publish_remarks()
+
+    def _publish_remarks(self) -> None:
         if partial_path(self._remarks_path).exists():
             os.replace(partial_path(self._remarks_path), self._remarks_path)
         if not self.state.remarks:
