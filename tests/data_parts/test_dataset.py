@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_core.commands.merge_datasets import MergeFlags, merge_datasets
 from megatron_core.config import DataConfig
 from megatron_core.data_parts.dataset import PartsDataset
 from megatron_core.data_parts.manifest import FORMAT, PartEntry, PartList, read_parts
@@ -69,6 +70,19 @@ def test_blends_with_lists_have_the_order_of_blends_with_pairs(corpus: Path) -> 
     blend = build_datasets(data(corpus, data_path=("0.7", listed, "0.3", other), split="1"), seed=3).train
     for index in range(200):
         assert np.array_equal(blend[index]["tokens"], expected[index]["tokens"])
+
+
+def test_the_merge_command_lists_pairs_and_joins_a_list(corpus: Path, capfd: pytest.CaptureFixture) -> None:
+    flags = MergeFlags(input=(str(corpus / "listed"),), output_prefix=str(corpus / "joined"))
+    merge_datasets(flags)
+    for suffix in (".bin", ".idx"):
+        assert (corpus / f"joined{suffix}").read_bytes() == (corpus / "files" / f"whole{suffix}").read_bytes()
+    parts = tuple(str(corpus / "files" / f"part{number}") for number in range(7))
+    merge_datasets(MergeFlags(input=parts, output_prefix=str(corpus / "again"), keep_parts=True))
+    assert (corpus / "again.parts.json").read_bytes() == (corpus / "listed.parts.json").read_bytes()
+    assert "300 documents" in capfd.readouterr().out
+    with pytest.raises(DataError, match=r"part0 is not in .*elsewhere"):
+        merge_datasets(MergeFlags(input=parts, output_prefix=str(corpus / "elsewhere" / "a"), keep_parts=True))
 
 
 def test_megatrons_order_needs_the_joined_pair(corpus: Path) -> None:
