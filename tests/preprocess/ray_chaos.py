@@ -3,7 +3,7 @@
 python -m tests.preprocess.ray_chaos --kills 50 --out runs/ray_chaos.json
 
 A cluster of a head and two more raylets runs on this machine. At random times a worker, a raylet with its workers, or
-the driver is killed by SIGKILL; a killed raylet is replaced, and a killed driver is started again with the same command.
+the driver is killed by SIGKILL; a killed raylet is replaced, and a killed driver is started again by the same command.
 """
 
 import argparse
