@@ -3,9 +3,6 @@
 from megatron_core.feature import Feature
 
 FEATURES = (
-    Feature(
-        name="data_parts",
-        is_used=lambda config: False,  # its only hook is called for every token file
-        token_files="megatron_core.data_parts.dataset:open_parts",
-    ),
+    # Its only hook is called for every token file, used or not.
+    Feature(name="data_parts", is_used=lambda config: False, token_files="megatron_core.data_parts.dataset:open_parts"),
 )

@@ -326,8 +326,7 @@ class IndexedDataset:
             raise DataError(
                 f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)} "
                 f"({self.num_tokens} tokens of {self.itemsize} bytes): {fault}, or the two files are not from the "
-                "same run; "
-                "copy both again, or prepare the data again"
+                "same run; copy both again, or prepare the data again"
             )
 
 

@@ -147,9 +147,7 @@ class _Changes:
             self._replaced = True
 
     def _compare_shares(self, old: Sequence[DataSource], new: Sequence[DataSource]) -> None:
-        before = _shares(old)
-        now = _shares(new)
-        for source, was, share in zip(new, before, now, strict=True):
+        for source, was, share in zip(new, _shares(old), _shares(new), strict=True):
             if was != share:
                 self.facts.append(f"{source.path} had {_shown(was)} of its blend, now {_shown(share)}")
                 self._reread = True

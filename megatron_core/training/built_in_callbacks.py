@@ -56,8 +56,8 @@ class StopRequests(Callback):
         minutes = self.run.config.training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         # Python allows handlers in the main thread only; Ray Train runs a training in another one.
-        may_handle = current_thread() is main_thread()
-        handled = [n for n in SIGNALS if may_handle and signal.getsignal(n) is not signal.SIG_IGN]
+        signals = SIGNALS if current_thread() is main_thread() else ()
+        handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
 
     def before_step(self) -> None:

@@ -175,8 +175,7 @@ def introduce(run: Run) -> None:
 def kernels(run: Run) -> str:
     """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
-    text = backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
-    return text
+    return backend.describe_backends(run.config.model.kernel_backend, device_type, dtype)
 
 
 def missing_validation(run: Run) -> str | None:

@@ -35,6 +35,7 @@ def start(cluster: Cluster, storage: Path) -> subprocess.Popen:
     # Without Ray's dashboard its state cannot be read, which would be logged each second.
     environment["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
     words = ["examples/ray_train.py", "--workers", "2", "--storage", str(storage), "--name", "run", "--", *TRAINING]
+    words += ["--log-interval", "10"]  # a report to Ray takes longer than a step of this model
     with (storage / "log").open("wb") as log:
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
 
