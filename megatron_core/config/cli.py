@@ -192,7 +192,8 @@ def _with_switches(config: RunConfig, line: Translation, names: set[str], path: 
             names = names if path is None else names | names_in(path)
             chosen = load_hook(switch.settings)(config, {plain(flag) for flag in line.ignored})
             added = {key: value for key, value in chosen.items() if names.isdisjoint((key, f"no_{key}"))}
-            return RunConfig.from_flat(config.flat() | added)
+            config = RunConfig.from_flat(config.flat() | added)
+    return config
 
 
 def _read(line: Translation, prog: str, defaults: RunConfig) -> CommandLine:
