@@ -116,7 +116,8 @@ def arithmetic_of(config: RunConfig, context: Group, data_ranks: int) -> LayerAr
         raise ConfigError(f"only one feature can replace the arithmetic of layers, not {' and '.join(hooks)}; use one")
     arithmetic = PLAIN
     for hook in hooks.values():
-        return load_hook(hook)(config, context, data_ranks)
+        arithmetic = load_hook(hook)(config, context, data_ranks)
+    return arithmetic
 
 
 def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:
