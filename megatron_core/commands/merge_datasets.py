@@ -72,7 +72,7 @@ def parts_of(prefix: str) -> list[str]:
     """The prefixes of the parts in a list, or the prefix of a pair."""
     if not Path(get_parts_path(prefix)).is_file():
         return [prefix]
-    return [str(Path(prefix).parent / part.path) for part in read_parts(prefix).parts]
+    return [str(Path(prefix).parent / shard.path) for shard in read_parts(prefix).parts]
 
 
 def folder_prefixes(folder: Path) -> list[str]:
@@ -195,9 +195,9 @@ def write_list(settings: MergeFlags, prefixes: Sequence[str], dtype: type[np.num
         raise ConfigError("--keep-parts: a list has no modes of sequences; remove --multimodal or --keep-parts")
     prefix = settings.output_prefix
     entries = []
-    for part in prefixes:
-        pair = IndexedDataset(part)
-        path = relative_to_list(prefix, part)
+    for shard in prefixes:
+        pair = IndexedDataset(shard)
+        path = relative_to_list(prefix, shard)
         entries.append(PartEntry(path, len(pair), pair.num_documents, pair.num_tokens))
     with atomic_write(get_parts_path(prefix)) as file:
         file.write(PartList(np.dtype(dtype).name, tuple(entries)).encoded())

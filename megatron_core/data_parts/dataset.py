@@ -61,9 +61,9 @@ class PartsDataset:
         self.itemsize = DType.size(self.dtype)
         self.parts = listed.parts
         self._folder = location(get_parts_path(path_prefix)).parent
-        self._sequences = [0, *accumulate(part.sequences for part in self.parts)]
-        self._tokens = [0, *accumulate(part.tokens for part in self.parts)]
-        self.num_documents = sum(part.documents for part in self.parts)
+        self._sequences = [0, *accumulate(shard.sequences for shard in self.parts)]
+        self._tokens = [0, *accumulate(shard.tokens for shard in self.parts)]
+        self.num_documents = sum(shard.documents for shard in self.parts)
         self.num_tokens = self._tokens[-1]
         with ThreadPoolExecutor(OPENERS) as threads:
             list(threads.map(self._check, self.parts))
@@ -74,9 +74,9 @@ class PartsDataset:
     def __len__(self) -> int:
         return self._sequences[-1]
 
-    def prefix(self, part: PartEntry) -> str:
+    def prefix(self, shard: PartEntry) -> str:
         """The path prefix of a part."""
-        return str(self._folder / part.path)
+        return str(self._folder / shard.path)
 
     def tokens(self, first: int, count: int) -> np.ndarray:
         """`count` tokens from token `first` on, across sequences and parts: [count]."""
@@ -127,14 +127,14 @@ class PartsDataset:
         except (OSError, struct.error) as error:
             raise DataError(f"{path} cannot be read at byte {position}: {error}; {_WAY_OUT}") from None
 
-    def _check(self, part: PartEntry) -> None:
+    def _check(self, shard: PartEntry) -> None:
         """Compare the sizes and the header of a part with the list."""
-        prefix = self.prefix(part)
+        prefix = self.prefix(shard)
         expected = {
-            get_idx_path(prefix): index_bytes(part.sequences, part.documents + 1, multimodal=False),
-            get_bin_path(prefix): part.tokens * self.itemsize,
+            get_idx_path(prefix): index_bytes(shard.sequences, shard.documents + 1, multimodal=False),
+            get_bin_path(prefix): shard.tokens * self.itemsize,
         }
-        header = (MAGIC, VERSION, DType.code_from_dtype(self.dtype), part.sequences, part.documents + 1)
+        header = (MAGIC, VERSION, DType.code_from_dtype(self.dtype), shard.sequences, shard.documents + 1)
         try:
             sizes = {path: location(path).stat().st_size for path in expected}
             stored = read_part(location(get_idx_path(prefix)), 0, HEADER.size)

@@ -40,7 +40,7 @@ class PartList:
 
     def encoded(self) -> bytes:
         """The content of the file."""
-        rows = [[part.path, part.sequences, part.documents, part.tokens] for part in self.parts]
+        rows = [[shard.path, shard.sequences, shard.documents, shard.tokens] for shard in self.parts]
         return json.dumps({"format": FORMAT, "dtype": self.dtype, "parts": rows}).encode("utf-8") + b"\n"
 
 
@@ -56,10 +56,10 @@ def read_parts(path_prefix: str) -> PartList:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")
-        parts = tuple(_entry(row) for row in content["parts"])
-        listed = PartList(content["dtype"], parts)
-        if listed.dtype not in DType.__members__ or not parts:
-            raise ValueError(f"dtype {listed.dtype!r} and {len(parts)} parts")
+        shards = tuple(_entry(row) for row in content["parts"])
+        listed = PartList(content["dtype"], shards)
+        if listed.dtype not in DType.__members__ or not shards:
+            raise ValueError(f"dtype {listed.dtype!r} and {len(shards)} parts")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is not a list of parts of a token file ({error}); {_AGAIN}") from None
     return listed
@@ -75,12 +75,12 @@ def _entry(row: Sequence[Any]) -> PartEntry:
     return PartEntry(path, *counts)
 
 
-def relative_to_list(path_prefix: str, part: str) -> str:
+def relative_to_list(path_prefix: str, shard: str) -> str:
     """The path of a part as in the list of a prefix. DataError: it is not in or below the list's folder."""
     folder = Path(path_prefix).absolute().parent
     try:
-        return Path(part).absolute().relative_to(folder).as_posix()
+        return Path(shard).absolute().relative_to(folder).as_posix()
     except ValueError:
         raise DataError(
-            f"{part} is not in {folder} or a folder below; write the list to a folder above all parts"
+            f"{shard} is not in {folder} or a folder below; write the list to a folder above all parts"
         ) from None

@@ -331,9 +331,9 @@ class IndexedDataset:
 
 
 def in_place_of_pair(path_prefix: str) -> Any:
-    """What a feature reads in place of a pair, such as a list of parts; None if no feature does."""
+    """Reader of a feature in place of a pair, such as that of a list of parts; None without one."""
     hooks = [load_hook(feature.token_files) for feature in features() if feature.token_files is not None]
-    return next((found for hook in hooks if (found := hook(path_prefix)) is not None), None)
+    return next((reader for hook in hooks if (reader := hook(path_prefix)) is not None), None)
 
 
 def _index_file(path_prefix: str) -> Path:

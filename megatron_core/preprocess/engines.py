@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess.output import TokenOutput
 from megatron_core.preprocess.parts import PartFolder
-from megatron_core.preprocess.plan import Part
+from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron_core.preprocess.report import BAR_SECONDS, JobProgress
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
@@ -25,14 +25,14 @@ from megatron_core.tokenizers.fast import Backend, load_backend
 # preempted workers rarely hit the same part this often.
 MOST_FAILURES = 20
 
-Finished = Callable[[Part | None], None]
+Finished = Callable[[InputPart | None], None]
 """Called for each part when it is complete, and with None while others are awaited."""
 
 
 class Engine(Protocol):
     """Makes parts complete."""
 
-    def map(self, parts: Sequence[Part], finished: Finished) -> Iterator[Part]:
+    def map(self, shards: Sequence[InputPart], finished: Finished) -> Iterator[InputPart]:
         """Yield the parts in order, each when it is complete."""
         ...
 
@@ -47,21 +47,21 @@ class WrittenParts:
     def __init__(self, folder: PartFolder) -> None:
         self._folder = folder
 
-    def map(self, parts: Sequence[Part], finished: Finished) -> Iterator[Part]:
+    def map(self, shards: Sequence[InputPart], finished: Finished) -> Iterator[InputPart]:
         """Yield the parts."""
         complete = self._folder.finished()
-        missing = [part for part in parts if part.name not in complete]
+        missing = [shard for shard in shards if shard.name not in complete]
         if missing:
             first = missing[0]
             path = next(iter(first.sources.values())).path
             raise DataError(
-                f"{self._folder.path} has {len(parts) - len(missing):,} of {len(parts):,} parts; the first missing one "
-                f"is of {path}, byte {first.ranges[0].start:,}: run the --partition commands again with the same flags "
+                f"{self._folder.path} has {len(shards) - len(missing):,} of {len(shards):,} parts; the first missing "
+                f"one is of {path}, byte {first.ranges[0].start:,}: run the --partition commands again with the same flags "
                 "and input (they skip finished parts), and then this one"
             )
-        for part in parts:
-            finished(part)
-            yield part
+        for shard in shards:
+            finished(shard)
+            yield shard
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -97,17 +97,17 @@ class RayParts:
         self._most = settings.workers
         self._folder = folder
 
-    def map(self, parts: Sequence[Part], finished: Finished) -> Iterator[Part]:
+    def map(self, shards: Sequence[InputPart], finished: Finished) -> Iterator[InputPart]:
         """Yield the parts. WorkerDiedError: workers died 20 times on the same part."""
         complete = self._folder.finished()
-        waiting = deque(part for part in parts if part.name not in complete)
-        running: dict[Any, Part] = {}
+        waiting = deque(shard for shard in shards if shard.name not in complete)
+        running: dict[Any, InputPart] = {}
         failures: Counter[str] = Counter()
-        for part in parts:
-            if part.name in complete:
-                finished(part)
-        for part in parts:
-            while part.name not in complete:
+        for shard in shards:
+            if shard.name in complete:
+                finished(shard)
+        for shard in shards:
+            while shard.name not in complete:
                 while waiting and len(running) < self._tasks():
                     following = waiting.popleft()
                     running[self._task.remote(self._shared, following)] = following
@@ -120,14 +120,14 @@ class RayParts:
                     else:
                         waiting.appendleft(done)
                 finished(None)
-            yield part
+            yield shard
 
     def _tasks(self) -> int:
         """Number of tasks that may be submitted; a cluster may grow and shrink."""
         cores = int(self._ray.cluster_resources().get("CPU", 1))
         return 2 * min(cores, self._most or cores)
 
-    def _is_complete(self, reference: Any, part: Part, failures: Counter[str]) -> bool:
+    def _is_complete(self, reference: Any, shard: InputPart, failures: Counter[str]) -> bool:
         """Whether a task has written its part; False if its worker or machine died."""
         try:
             self._ray.get(reference)
@@ -135,11 +135,11 @@ class RayParts:
         except self._ray.exceptions.RayTaskError as error:  # an exception in the task
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
-            failures[part.name] += 1
-            if failures[part.name] >= MOST_FAILURES:
-                first = part.ranges[0]
+            failures[shard.name] += 1
+            if failures[shard.name] >= MOST_FAILURES:
+                first = shard.ranges[0]
                 raise WorkerDiedError(
-                    f"workers died {MOST_FAILURES} times on {part.sources[first.source].path}, byte {first.start:,} "
+                    f"workers died {MOST_FAILURES} times on {shard.sources[first.source].path}, byte {first.start:,} "
                     f"on, the last time because of {type(error).__name__}: {str(error).splitlines()[0]}; finished "
                     "parts are kept, and the same command continues"
                 ) from None
@@ -151,24 +151,29 @@ class RayParts:
         self._ray.shutdown()
 
 
-class JoinedParts:
+class PartsInOrder:
     """The content of all parts in the order of the input, read as they become complete; shows the progress.
 
     A part is removed when its tokens are in the output and the progress is saved, unless parts are kept.
     """
 
     def __init__(
-        self, settings: PreprocessSettings, limits: Limits, worker: Worker, parts: Sequence[Part], output: TokenOutput
+        self,
+        settings: PreprocessSettings,
+        limits: Limits,
+        worker: Worker,
+        shards: Sequence[InputPart],
+        output: TokenOutput,
     ) -> None:
-        self._parts = parts
+        self._parts = shards
         self._output = output
         self._keep = settings.keep_parts
         self._folder = PartFolder(settings)
-        self._removable: deque[Part] = deque()
-        self._current: Part | None = None
+        self._removable: deque[InputPart] = deque()
+        self._current: InputPart | None = None
         complete = self._folder.finished()
-        left = sum(part.size for part in parts)
-        already = sum(part.size for part in parts if part.name in complete)
+        left = sum(shard.size for shard in shards)
+        already = sum(shard.size for shard in shards if shard.name in complete)
         self._done = output.done
         self._progress = JobProgress(self._done + left, self._done + already, settings.log_interval)
         if settings.join_partitions:
@@ -178,9 +183,9 @@ class JoinedParts:
 
     def results(self) -> Iterator[Iterator[EncodedPart]]:
         """Yield the content of each part; call `appended` when it is in the output."""
-        for part in self._engine.map(self._parts, self._finished):
-            self._current = part
-            yield self._folder.read(part)
+        for shard in self._engine.map(self._parts, self._finished):
+            self._current = shard
+            yield self._folder.read(shard)
 
     def appended(self) -> None:
         """Note that the last result is in the output."""
@@ -195,36 +200,38 @@ class JoinedParts:
         self._engine.stop()
         self._progress.close()
 
-    def _finished(self, part: Part | None) -> None:
-        self._done += part.size if part else 0
+    def _finished(self, shard: InputPart | None) -> None:
+        self._done += shard.size if shard else 0
         self._progress.update(self._done, self._output.state.documents, self._output.tokens)
 
 
-def write_partition(settings: PreprocessSettings, limits: Limits, worker: Worker, parts: Sequence[Part]) -> None:
+def write_partition(settings: PreprocessSettings, limits: Limits, worker: Worker, shards: Sequence[InputPart]) -> None:
     """Write parts with the processes of this machine, except complete ones; print how many there are."""
     folder = PartFolder(settings)
     complete = folder.finished()
-    progress = JobProgress(sum(part.size for part in parts), 0, settings.log_interval)
-    pool = WorkerPool(settings.processes, lambda part: folder.write(part, replace(worker, sources=part.sources)))
-    left = [part for part in parts if part.name not in complete]
-    done = sum(part.size for part in parts) - sum(part.size for part in left)
+    progress = JobProgress(sum(shard.size for shard in shards), 0, settings.log_interval)
+    pool = WorkerPool(settings.processes, lambda shard: folder.write(shard, replace(worker, sources=shard.sources)))
+    left = [shard for shard in shards if shard.name not in complete]
+    done = sum(shard.size for shard in shards) - sum(shard.size for shard in left)
     try:
         # The results are in the order of the tasks.
-        for part, _ in zip(left, pool.map(left), strict=True):
-            done += part.size
+        for shard, _ in zip(left, pool.map(left), strict=True):
+            done += shard.size
             progress.update(done, 0, 0)
     finally:
         pool.stop()
         progress.close()
-    print(f"{folder.path}: {len(parts):,} parts of --partition {settings.partition}, {len(left):,} of them written now")
+    print(
+        f"{folder.path}: {len(shards):,} parts of --partition {settings.partition}, {len(left):,} of them written now"
+    )
 
 
-def write_part(shared: tuple[PreprocessSettings, Limits, str, TokenFormat], part: Part) -> None:
+def write_part(shared: tuple[PreprocessSettings, Limits, str, TokenFormat], shard: InputPart) -> None:
     """The task of a worker on any machine."""
     settings, limits, fingerprint, layout = shared
     tokenizer, backend = _tools(settings, fingerprint)
-    worker = Worker(settings, part.sources, limits, Path(), backend, tokenizer, layout)
-    PartFolder(settings).write(part, worker)
+    worker = Worker(settings, shard.sources, limits, Path(), backend, tokenizer, layout)
+    PartFolder(settings).write(shard, worker)
 
 
 @cache

@@ -22,17 +22,11 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
-from megatron_core.preprocess.engines import JoinedParts, write_partition
+from megatron_core.preprocess.engines import PartsInOrder, write_partition
+from megatron_core.preprocess.identity import identity, token_identity
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe_input, find_inputs
 from megatron_core.preprocess.kept_parts import KeptParts
-from megatron_core.preprocess.output import (
-    BrokenDocumentError,
-    TokenOutput,
-    WorkFolder,
-    identity,
-    token_identity,
-    work_path,
-)
+from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
 from megatron_core.preprocess.parts import PartFolder, parts_path
 from megatron_core.preprocess.plan import SMALL_TASK, TASKS_PER_WORKER, group_pieces, plan_parts, read_pieces
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
@@ -114,8 +108,8 @@ class _Job:
         layout = make_layout(settings, tokenizer)
         backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)
         work.adopt(identity(settings, self._sources, tokenizer.fingerprint()))
-        kind = KeptParts if settings.keep_parts else TokenOutput
-        output = self._output = kind(work, self._sources, settings, self._remarks, layout.dtype)
+        output_class = KeptParts if settings.keep_parts else TokenOutput
+        output = self._output = output_class(work, self._sources, settings, self._remarks, layout.dtype)
         resumed = output.state.size
         if not self._fresh:
             print(f"{work.path}: continuing after {output.state.documents:,} documents", file=sys.stderr)
@@ -154,8 +148,8 @@ class _Job:
         settings = self._settings
         position = (0, 0) if settings.keep_parts else output.state.position
         names = token_identity(settings, worker.tokenizer.fingerprint())
-        parts = plan_parts(self._sources, names, settings.part_bytes, position)
-        joined = JoinedParts(settings, self._limits, worker, parts, output)
+        shards = plan_parts(self._sources, names, settings.part_bytes, position)
+        joined = PartsInOrder(settings, self._limits, worker, shards, output)
         try:
             for _ in self._appended(output, joined.results()):
                 joined.appended()
@@ -225,8 +219,10 @@ def write_one_partition(settings: PreprocessSettings, sources: Sequence[InputFil
     announce(settings, tokenizer, backend, reason)
     number, total = settings.share
     identity = token_identity(settings, tokenizer.fingerprint())
-    parts = plan_parts(sources, identity, settings.part_bytes, (0, 0))[number - 1 :: total]
-    write_partition(settings, limits, Worker(settings, sources, limits, folder.path, backend, tokenizer, layout), parts)
+    shards = plan_parts(sources, identity, settings.part_bytes, (0, 0))[number - 1 :: total]
+    write_partition(
+        settings, limits, Worker(settings, sources, limits, folder.path, backend, tokenizer, layout), shards
+    )
 
 
 def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> TokenFormat:

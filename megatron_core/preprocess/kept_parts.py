@@ -13,7 +13,7 @@ from megatron_core.preprocess.builder import Extent
 from megatron_core.preprocess.inputs import InputFile
 from megatron_core.preprocess.output import TokenOutput, WorkFolder
 from megatron_core.preprocess.parts import PartFolder
-from megatron_core.preprocess.plan import Part
+from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.settings import PreprocessSettings
 
 
@@ -50,25 +50,25 @@ class KeptParts(TokenOutput):
         work.state = None  # reading the counts of all parts again takes seconds
         super().__init__(work, sources, settings, remarks, dtype)
         self._folder = PartFolder(settings)
-        self._parts: list[tuple[Part, list[PartEntry]]] = []
+        self._parts: list[tuple[InputPart, list[PartEntry]]] = []
         self._damaged: set[int] = set()
 
-    def note_part(self, part: Part) -> None:
+    def note_part(self, shard: InputPart) -> None:
         """Add a part whose content has been appended."""
-        records = self._folder.records(part)
-        self._damaged |= {r.source for r, record in zip(part.ranges, records, strict=True) if record["damage"]}
+        records = self._folder.records(shard)
+        self._damaged |= {r.source for r, record in zip(shard.ranges, records, strict=True) if record["damage"]}
         entries = []
         for name, prefix, (tokens, sequences, documents) in zip(
             self._settings.key_names, self._prefixes, records[-1]["extents"], strict=True
         ):
-            path = relative_to_list(prefix, str(self._folder.prefix(part, name)))
+            path = relative_to_list(prefix, str(self._folder.prefix(shard, name)))
             entries.append(PartEntry(path, sequences, documents, tokens))
-        self._parts.append((part, entries))
+        self._parts.append((shard, entries))
 
     @property
     def part_names(self) -> set[str]:
         """Names of the parts that the lists contain."""
-        return {part.name for part, _ in self._kept()}
+        return {shard.name for shard, _ in self._kept()}
 
     def save(self) -> None:
         """Nothing: the parts are the progress."""
@@ -86,10 +86,10 @@ class KeptParts(TokenOutput):
                 file.write(PartList(self._dtype, tuple(entries)).encoded())
         self._publish_remarks()
 
-    def _kept(self) -> list[tuple[Part, list[PartEntry]]]:
+    def _kept(self) -> list[tuple[InputPart, list[PartEntry]]]:
         """The parts, except those of damaged files; a part of several files is without the damaged ones."""
         return [
-            (part, entries)
-            for part, entries in self._parts
-            if not (len(part.sources) == 1 and set(part.sources) <= self._damaged)
+            (shard, entries)
+            for shard, entries in self._parts
+            if not (len(shard.sources) == 1 and set(shard.sources) <= self._damaged)
         ]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -24,8 +23,9 @@ from megatron_core.preprocess.atomic_write import (
     sync_file,
 )
 from megatron_core.preprocess.builder import Extent, TokenWriter, publish_pair
+from megatron_core.preprocess.identity import differences
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
-from megatron_core.preprocess.plan import Part
+from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart
@@ -190,41 +190,6 @@ def work_path(output_prefix: str) -> Path:
     return Path(f"{output_prefix}.work")
 
 
-def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerprint: str) -> dict[str, Any]:
-    """Return the settings and input files that determine the output of a run, by flag name."""
-    described = [[source.path, source.size, source.mtime_ns] for source in sources]
-    return token_identity(settings, fingerprint) | {"--input": described}
-
-
-def token_identity(settings: PreprocessSettings, fingerprint: str) -> dict[str, Any]:
-    """Return the settings that determine the tokens of a document, by flag name."""
-    return {
-        "--json-keys": list(settings.json_keys),
-        "--append-eod": settings.append_eod,
-        "--split-sentences": settings.split_sentences,
-        "--keep-newlines": settings.keep_newlines,
-        "--document-separator": settings.document_separator,
-        "--tokenizer-type": settings.tokenizer_type,
-        "tokenizer fingerprint": fingerprint,
-    }
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], count: int) -> str:
-    """Describe the differences of two runs in their settings and first `used` input files; empty if there are none."""
-    changes = [
-        f"{name} {before.get(name)}, now {now[name]}"
-        for name in now
-        if name != "--input" and before.get(name) != now[name]
-    ]
-    for number, (was, is_now) in enumerate(zip_longest(before["--input"][:count], now["--input"][:count]), 1):
-        if was != is_now:
-            old = was[0] if was else "none"
-            new = is_now[0] if is_now else "none"
-            changed = f"different --input files (number {number} was {old}, now {new})"
-            return " and ".join([*changes, changed if old != new else f"{old} in a different state"])
-    return " and ".join(changes)
-
-
 class TokenOutput:
     """Appends parts to the token files of every key and to the list of broken and empty documents.
 
@@ -271,7 +236,7 @@ class TokenOutput:
         """Names of parts that belong to the result, and must be kept."""
         return set()
 
-    def note_part(self, part: Part) -> None:
+    def note_part(self, shard: InputPart) -> None:
         """Called after the content of a part has been appended; the tokens are copied, so nothing is noted."""
 
     @property

@@ -25,7 +25,7 @@ from megatron_core.errors import DataError
 from megatron_core.output_file import make_folder
 from megatron_core.preprocess.atomic_write import atomic_write, naming_full_disk, open_partial, sync_file
 from megatron_core.preprocess.builder import TokenWriter
-from megatron_core.preprocess.plan import Part, divide, group_pieces
+from megatron_core.preprocess.plan import InputPart, divide_range, group_pieces
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import Encoded, EncodedPart, InputRange, Worker
 
@@ -45,42 +45,42 @@ class PartFolder:
         """The names of the complete parts."""
         return {path.name for path in self.path.iterdir() if "." not in path.name}
 
-    def write(self, part: Part, worker: Worker) -> None:
+    def write(self, shard: InputPart, worker: Worker) -> None:
         """Tokenize a part, unless it is complete; DataError if the backend gives wrong ids."""
-        if self._folder(part).exists():
+        if self._folder(shard).exists():
             return
-        attempt = self.path / f"{part.name}.{uuid.uuid4().hex}"
+        attempt = self.path / f"{shard.name}.{uuid.uuid4().hex}"
         make_folder(attempt)
         try:
             with _PartWriter(attempt, self._settings, worker) as writer:
-                for whole in part.ranges:
-                    writer.append_range(whole, part)
+                for file_range in shard.ranges:
+                    writer.append_range(file_range, shard)
                 writer.finalize()
             try:
-                os.rename(attempt, self._folder(part))
+                os.rename(attempt, self._folder(shard))
             except OSError:
-                if not self._folder(part).exists():  # another process has finished the same part
+                if not self._folder(shard).exists():  # another process has finished the same part
                     raise
         finally:
             shutil.rmtree(attempt, ignore_errors=True)
 
-    def read(self, part: Part) -> Iterator[EncodedPart]:
+    def read(self, shard: InputPart) -> Iterator[EncodedPart]:
         """Yield the content of each range of a complete part; DataError if the part is missing or damaged.
 
         If parts are kept, the tokens are not read: the arrays are ranges of the same lengths.
         """
-        folder = self._folder(part)
-        records = self.records(part)
+        folder = self._folder(shard)
+        records = self.records(shard)
         names = self._settings.key_names
         keep = self._settings.keep_parts
         datasets = [] if keep else [IndexedDataset(str(folder / name)) for name in names]
         with (folder / "remarks.jsonl").open(encoding="utf-8") as remarks:
             begin = [[0, 0, 0]] * len(names)
-            for whole, record in zip(part.ranges, records, strict=True):
+            for file_range, record in zip(shard.ranges, records, strict=True):
                 extents = record["extents"]
                 lines = islice(remarks, record["remarks"])
                 yield EncodedPart(
-                    replace(whole, damage=record["damage"]),
+                    replace(file_range, damage=record["damage"]),
                     raw=record["raw"],
                     size=record["size"],
                     lines=record["lines"],
@@ -93,9 +93,9 @@ class PartFolder:
                     pass
                 begin = extents
 
-    def records(self, part: Part) -> list[dict[str, Any]]:
+    def records(self, shard: InputPart) -> list[dict[str, Any]]:
         """The counts of the ranges of a complete part."""
-        path = self._folder(part) / "part.json"
+        path = self._folder(shard) / "part.json"
         deadline = time.monotonic() + VISIBLE_SECONDS
         while not path.exists():
             if time.monotonic() > deadline:
@@ -110,24 +110,24 @@ class PartFolder:
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path} is damaged ({error}); remove {path.parent}, and run the command again") from None
 
-    def prefix(self, part: Part, key_name: str) -> Path:
+    def prefix(self, shard: InputPart, key_name: str) -> Path:
         """Path prefix of a key's token files."""
-        return self._folder(part) / key_name
+        return self._folder(shard) / key_name
 
-    def remove(self, part: Part) -> None:
+    def remove(self, shard: InputPart) -> None:
         """Remove a part."""
-        shutil.rmtree(self._folder(part), ignore_errors=True)
+        shutil.rmtree(self._folder(shard), ignore_errors=True)
 
-    def clean(self, kept: Collection[str] = ()) -> None:
-        """Remove all parts, complete or not, except those with the names `kept`, and the folder if it is empty."""
+    def clean(self, names: Collection[str] = ()) -> None:
+        """Remove all parts, complete or not, except those with the names in `names`, and the folder if it is empty."""
         for path in list(self.path.iterdir()):
-            if path.name not in kept:
+            if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):
             self.path.rmdir()
 
-    def _folder(self, part: Part) -> Path:
-        return self.path / part.name
+    def _folder(self, shard: InputPart) -> Path:
+        return self.path / shard.name
 
 
 def parts_path(settings: PreprocessSettings) -> Path:
@@ -158,16 +158,16 @@ class _PartWriter:
             writer.close()
         self._remarks.close()
 
-    def append_range(self, whole: InputRange, part: Part) -> None:
+    def append_range(self, file_range: InputRange, shard: InputPart) -> None:
         """Tokenize a range; the output of a file that proves to be damaged is removed."""
         extents = [writer.extent for writer in self._writers]
         remarks_end = self._remarks.tell()
         total: dict[str, Any] = dict.fromkeys(("raw", "size", "lines", "documents", "dropped", "remarks"), 0)
         total["damage"] = ""
         limits = self._worker.limits
-        source = part.sources[whole.source]
-        pieces = divide(whole, source, self._settings, limits, self._unpacked, limits.part_bytes)
-        for group in group_pieces(pieces, part.sources, limits.part_bytes):
+        source = shard.sources[file_range.source]
+        pieces = divide_range(file_range, source, self._settings, limits, self._unpacked, limits.part_bytes)
+        for group in group_pieces(pieces, shard.sources, limits.part_bytes):
             for encoded_part in self._worker.run(group):
                 if encoded_part.piece.damage:
                     total["damage"] = encoded_part.piece.damage

@@ -32,8 +32,8 @@ def read_pieces(
 
     size: bytes of the ranges into which a plain JSON Lines file is divided.
     """
-    for whole in whole_ranges(len(sources), position):
-        yield from divide(whole, sources[whole.source], settings, limits, folder, size)
+    for file_range in whole_ranges(len(sources), position):
+        yield from divide_range(file_range, sources[file_range.source], settings, limits, folder, size)
 
 
 def whole_ranges(count: int, position: tuple[int, int]) -> Iterator[InputRange]:
@@ -43,17 +43,17 @@ def whole_ranges(count: int, position: tuple[int, int]) -> Iterator[InputRange]:
         yield InputRange(number, start if number == first else 0)
 
 
-def divide(
-    whole: InputRange, source: InputFile, settings: PreprocessSettings, limits: Limits, folder: Path, size: int
+def divide_range(
+    file_range: InputRange, source: InputFile, settings: PreprocessSettings, limits: Limits, folder: Path, size: int
 ) -> Iterator[InputRange]:
     """Yield the pieces of a range of a file, as in `read_pieces`."""
-    number = whole.source
+    number = file_range.source
     if can_be_divided(source):
-        yield from divide_lines(whole, source, size)
+        yield from divide_lines(file_range, source, size)
     elif source.format == "text" and settings.separator is None:
         yield InputRange(number, raw=source.size)
     else:
-        start = whole.start
+        start = file_range.start
         try:
             for block in content_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
                 yield InputRange(number, start, block.end, block=block)
@@ -66,13 +66,13 @@ def can_be_divided(source: InputFile) -> bool:
     return source.format == "jsonl" and source.compression is None
 
 
-def divide_lines(whole: InputRange, source: InputFile, size: int) -> Iterator[InputRange]:
+def divide_lines(file_range: InputRange, source: InputFile, size: int) -> Iterator[InputRange]:
     """Yield ranges of a plain JSON Lines file that end at multiples of `size`, whatever their start."""
-    stop = source.size if whole.end is None else whole.end
-    for begin in [whole.start, *range((whole.start // size + 1) * size, stop, size)]:
+    stop = source.size if file_range.end is None else file_range.end
+    for begin in [file_range.start, *range((file_range.start // size + 1) * size, stop, size)]:
         end = (begin // size + 1) * size
         if begin < stop:
-            yield InputRange(whole.source, begin, end if end < stop else whole.end, raw=min(end, stop))
+            yield InputRange(file_range.source, begin, end if end < stop else file_range.end, raw=min(end, stop))
 
 
 def group_pieces(pieces: Iterable[InputRange], sources: InputFiles, size: int) -> Iterator[list[InputRange]]:
@@ -92,7 +92,7 @@ def group_pieces(pieces: Iterable[InputRange], sources: InputFiles, size: int) -
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """Ranges of the input that one task turns into token files of its own.
 
     name: digest of the settings, files and ranges, so that a part of other input is never taken for this one. sources:
@@ -112,14 +112,14 @@ class Part:
 
 def plan_parts(
     sources: Sequence[InputFile], identity: Mapping[str, Any], size: int, position: tuple[int, int]
-) -> list[Part]:
+) -> list[InputPart]:
     """Divide the input from a position on into parts of about `size` bytes.
 
     A plain JSON Lines file that is longer is divided at multiples of `size`; other files are never divided, and small
     ones share a part. So the parts after a border are the same from any earlier border on, and a run that resumes finds
     finished parts. identity: the settings that determine the tokens.
     """
-    parts: list[Part] = []
+    shards: list[InputPart] = []
     times: Counter[str] = Counter()
 
     def add(ranges: Sequence[InputRange]) -> None:
@@ -127,22 +127,25 @@ def plan_parts(
         content = [[astuple(files[entry.source]), entry.start, entry.end] for entry in ranges]
         digest = xxh3_128(json.dumps([identity, content]).encode()).hexdigest()
         # A file that is given twice has two parts of the same content.
-        parts.append(Part(f"{digest}-{times[digest]}", tuple(ranges), files))
+        shards.append(InputPart(f"{digest}-{times[digest]}", tuple(ranges), files))
         times[digest] += 1
 
     group: list[InputRange] = []
-    for whole in whole_ranges(len(sources), position):
-        source = sources[whole.source]
+    group_size = 0
+    for file_range in whole_ranges(len(sources), position):
+        source = sources[file_range.source]
         # The ranges of a divided file are alone in their parts: if it is damaged, all of them are left out.
-        alone = can_be_divided(source) and (source.size > size or whole.start > 0)
-        if group and (alone or len(group) >= MOST_PIECES or sum(sources[r.source].size for r in group) >= size):
+        alone = can_be_divided(source) and (source.size > size or file_range.start > 0)
+        if group and (alone or len(group) >= MOST_PIECES or group_size >= size):
             add(group)
             group = []
+            group_size = 0
         if alone:
-            for piece in divide_lines(whole, source, size):
+            for piece in divide_lines(file_range, source, size):
                 add([piece])
         else:
-            group.append(whole)
+            group.append(file_range)
+            group_size += source.size
     if group:
         add(group)
-    return parts
+    return shards

@@ -175,9 +175,9 @@ def _check_parts(settings: PreprocessSettings) -> None:
         "--partition": share != (0, 0),
         "--join-partitions": settings.join_partitions,
     }
-    given = [flag for flag, is_given in chosen.items() if is_given]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
+    flags = [flag for flag, is_given in chosen.items() if is_given]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
     if settings.keep_parts and not settings.in_parts:
         raise ConfigError("--keep-parts has an effect only with --engine ray or --join-partitions; add one of them")
 

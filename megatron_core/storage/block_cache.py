@@ -18,7 +18,7 @@ SIZE_VARIABLE = "MEGATRON_STORAGE_CACHE_SIZE"
 # Data that does not fit is read in random order, so that a block rarely serves a second sample before it is replaced: a
 # request of 256 KiB takes hardly longer than a shorter one.
 BLOCK_BYTES = 1 << 18
-# A block can be in one of so many slots, and replaces the one that was not used for the longest time.
+# Slots in which a block can be; it replaces the one that was not used for the longest time.
 WAYS = 8
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ENTRY = np.dtype([("key", "<u8", 2), ("checksum", "<u8"), ("used", "<u8")])
@@ -71,20 +71,20 @@ class BlockCache:
         key = np.array([digest & (2**64 - 1), digest >> 64], np.uint64)
         number = digest % self._sets
         entries = self._table[number]
-        for way in np.flatnonzero((entries["key"] == key).all(axis=1)).tolist():
-            data = os.pread(self._blocks, BLOCK_BYTES, (number * WAYS + way) * BLOCK_BYTES)
-            if _checksum(data, digest) == entries["checksum"][way]:
-                entries["used"][way] = time.time_ns()
+        for slot in np.flatnonzero((entries["key"] == key).all(axis=1)).tolist():
+            data = os.pread(self._blocks, BLOCK_BYTES, (number * WAYS + slot) * BLOCK_BYTES)
+            if _checksum(data, digest) == entries["checksum"][slot]:
+                entries["used"][slot] = time.time_ns()
                 return data
         data = fetch()
         padded = data.ljust(BLOCK_BYTES, b"\0")
         with self._lock.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            way = int(entries["used"].argmin())
-            entries["used"][way] = time.time_ns()
-            os.pwrite(self._blocks, padded, (number * WAYS + way) * BLOCK_BYTES)
-            entries["key"][way] = key
-            entries["checksum"][way] = _checksum(padded, digest)
+            slot = int(entries["used"].argmin())
+            entries["used"][slot] = time.time_ns()
+            os.pwrite(self._blocks, padded, (number * WAYS + slot) * BLOCK_BYTES)
+            entries["key"][slot] = key
+            entries["checksum"][slot] = _checksum(padded, digest)
         return padded
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.preprocess import PreprocessSettings, engines, preprocess
-from megatron_core.preprocess.plan import Part
+from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.pool import WorkerDiedError
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl
 
@@ -31,7 +31,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def dying_once(shared: Any, part: Part) -> None:
+def dying_once(shared: Any, part: InputPart) -> None:
     """The task of a worker that is killed the first time it gets a part, when half of the part is written."""
     settings = shared[0]
     killed = Path(f"{settings.output_prefix}.killed") / part.name
@@ -43,7 +43,7 @@ def dying_once(shared: Any, part: Part) -> None:
     engines.write_part(shared, part)
 
 
-def always_dying(shared: Any, part: Part) -> None:
+def always_dying(shared: Any, part: InputPart) -> None:
     """The task of a worker that cannot process the second file."""
     if 1 in part.sources:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +86,6 @@ def test_an_error_of_a_task_is_the_error_of_the_run(corpus: Path, monkeypatch: p
         preprocess(settings(corpus, engine="ray", input=(f"{corpus}/a.jsonl",)), SMALL)
 
 
-def other_tokenizer(shared: Any, part: Part) -> None:
+def other_tokenizer(shared: Any, part: InputPart) -> None:
     """A task that fails."""
     raise ConfigError("another tokenizer")
