@@ -56,8 +56,8 @@ class WrittenParts:
             path = next(iter(first.sources.values())).path
             raise DataError(
                 f"{self._folder.path} has {len(shards) - len(missing):,} of {len(shards):,} parts; the first missing "
-                f"one is of {path}, byte {first.ranges[0].start:,}: run the --partition commands again with the same flags "
-                "and input (they skip finished parts), and then this one"
+                f"one is of {path}, byte {first.ranges[0].start:,}: run the --partition commands again with the same "
+                "flags and input (they skip finished parts), and then this one"
             )
         for shard in shards:
             finished(shard)
