@@ -11,7 +11,9 @@
 # browser:    needs Chromium: tests the chat page in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json; then
 #             disturbs 300 times jobs with --recover, and 10,000 times jobs in simulated worlds; writes runs/recovery.json,
-#             runs/recovery_simulated.json and tables
+#             runs/recovery_simulated.json and tables; and 50 times preprocessing on Ray; writes runs/ray_chaos.json
+# schedulers: needs root, Slurm and munge (apt-get install slurm-wlm munge): trainings under a real Slurm and on a real Ray,
+#             requeued, preempted and killed; writes runs/slurm.json and runs/ray_training.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
 # site:       the documentation as a web site, in build/site; its links are checked
@@ -49,7 +51,7 @@ MINUTES ?= 60
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos schedulers docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -94,8 +96,13 @@ browser: install-test
 
 chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.preprocess.ray_chaos --kills 50 --out runs/ray_chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_chaos --faults 300 --out runs/recovery.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_simulated --faults 10000 --out runs/recovery_simulated.json
+
+schedulers: install-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.slurm_job --out runs/slurm.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.ray_training --out runs/ray_training.json
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

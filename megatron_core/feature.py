@@ -89,6 +89,8 @@ class Feature:
     """
     urls: str | None = None
     """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
+    token_files: str | None = None
+    """Hook: a function from the prefix of a token file to what training reads in its place, or None."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     arithmetic: str | None = None

@@ -44,7 +44,8 @@ LEVELS = {
     "datasets": 3,
     "checkpoint": 3,
     "monitor": 3,
-    "preprocess": 4,  # reads datasets' files; only tools import it
+    "data_parts": 4,
+    "preprocess": 5,  # writes datasets' files; only tools import it
     "transformer": 4,
     "data_parallel": 4,
     "pipeline_parallel": 4,
@@ -113,7 +114,7 @@ for feature in FEATURES:
     }
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
-SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage")
+SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage", "data_parts")
 """Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
 and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:

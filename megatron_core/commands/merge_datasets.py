@@ -3,6 +3,8 @@
 megatron-merge-datasets --input shards --output-prefix corpus_text_document
 
 megatron-merge-datasets --input wiki_text_document books_text_document --output-prefix corpus_text_document
+
+megatron-merge-datasets --input shards --output-prefix corpus_text_document --keep-parts
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from megatron_core.data_parts.manifest import PartEntry, PartList, get_parts_path, read_parts, relative_to_list
 from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, get_idx_path, read_header
 from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
 from megatron_core.output_file import make_output_folder
+from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, refuse_existing, refuse_other_files, write_header
 from megatron_core.preprocess.report import progress_of_bytes
 from megatron_core.terminal import parse_flags
@@ -37,11 +41,15 @@ class MergeFlags:
     """Join token files into one, document after document."""
 
     input: tuple[str, ...]
-    """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the given order."""
+    """Folder of .bin/.idx pairs, joined in the sorted order of their names; or prefixes, joined in the given order. The
+    prefix of a list of parts stands for its parts."""
     output_prefix: str
     """Path of the output without suffix: PREFIX.bin, PREFIX.idx, and the header PREFIX.json if every input has one."""
     multimodal: bool = False
     """Keep the mode of each sequence; only for multimodal inputs."""
+    keep_parts: bool = False
+    """Write only PREFIX.parts.json, a list of the pairs that training reads as one file; they must be in or below
+    the list's folder."""
     overwrite: bool = False
     """Replace existing token files of the output's name; without it they are an error."""
 
@@ -52,12 +60,19 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
         raise ConfigError("--input is empty; give a folder of .bin/.idx pairs, or prefixes of pairs")
     prefixes: list[str] = []
     for name in inputs:
-        prefixes += folder_prefixes(Path(name)) if Path(name).is_dir() else [name]
+        prefixes += folder_prefixes(Path(name)) if Path(name).is_dir() else parts_of(name)
     times = Counter(map(os.path.realpath, prefixes))
     twice = next((prefix for prefix in prefixes if times[os.path.realpath(prefix)] > 1), None)
     if twice is not None:
         raise ConfigError(f"--input has {twice} twice, so its documents would be duplicated; remove one")
     return prefixes
+
+
+def parts_of(prefix: str) -> list[str]:
+    """The prefixes of the parts in a list, or the prefix of a pair."""
+    if not Path(get_parts_path(prefix)).is_file():
+        return [prefix]
+    return [str(Path(prefix).parent / shard.path) for shard in read_parts(prefix).parts]
 
 
 def folder_prefixes(folder: Path) -> list[str]:
@@ -165,6 +180,34 @@ def merge_datasets(settings: MergeFlags) -> None:
     check_output(prefixes, settings)
     dtype, size = check_inputs(prefixes, settings.multimodal)
     header = common_header(prefixes)
+    if settings.keep_parts:
+        documents, tokens = write_list(settings, prefixes, dtype)
+    else:
+        documents, tokens = join_pairs(settings, prefixes, dtype, size)
+    if header is not None:
+        write_header(settings.output_prefix, replace(header, documents=documents, tokens=tokens))
+    print(f"{settings.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} files", flush=True)
+
+
+def write_list(settings: MergeFlags, prefixes: Sequence[str], dtype: type[np.number]) -> tuple[int, int]:
+    """Write the list of the pairs; return its numbers of documents and tokens."""
+    if settings.multimodal:
+        raise ConfigError("--keep-parts: a list has no modes of sequences; remove --multimodal or --keep-parts")
+    prefix = settings.output_prefix
+    entries = []
+    for shard in prefixes:
+        pair = IndexedDataset(shard)
+        path = relative_to_list(prefix, shard)
+        entries.append(PartEntry(path, len(pair), pair.num_documents, pair.num_tokens))
+    with atomic_write(get_parts_path(prefix)) as file:
+        file.write(PartList(np.dtype(dtype).name, tuple(entries)).encoded())
+    for path in (get_bin_path(prefix), get_idx_path(prefix)):
+        Path(path).unlink(missing_ok=True)
+    return sum(entry.documents for entry in entries), sum(entry.tokens for entry in entries)
+
+
+def join_pairs(settings: MergeFlags, prefixes: Sequence[str], dtype: type[np.number], size: int) -> tuple[int, int]:
+    """Copy the pairs, of `size` bytes of tokens, to one; return its numbers of documents and tokens."""
     with (
         IndexedDatasetBuilder(get_bin_path(settings.output_prefix), dtype, settings.multimodal) as builder,
         progress_of_bytes(size, mininterval=0.5) as bar,
@@ -176,9 +219,8 @@ def merge_datasets(settings: MergeFlags) -> None:
         documents = builder.num_documents
         tokens = builder.num_tokens
         builder.finalize(get_idx_path(settings.output_prefix))
-    if header is not None:
-        write_header(settings.output_prefix, replace(header, documents=documents, tokens=tokens))
-    print(f"{settings.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} files", flush=True)
+    Path(get_parts_path(settings.output_prefix)).unlink(missing_ok=True)
+    return documents, tokens
 
 
 def main() -> None:

@@ -176,8 +176,7 @@ def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[
         if rotating < 2 or rotating % 2:
             yield (
                 f"rotary_percent={model.rotary_percent} of the {head} channels in a head gives "
-                f"{rotating} rotating channels, which must be even and 2 or more; "
-                f"change rotary_percent, {settings}"
+                f"{rotating} rotating channels, which must be even and 2 or more; change rotary_percent, {settings}"
             )
         elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
             yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"

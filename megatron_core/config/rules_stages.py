@@ -150,8 +150,7 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     elif wanted == chunks == 2 and any(getattr(parallel, name) is not None for name in (FIRST, LAST)):
         yield (
             f"pipeline_schedule={schedule} has the first and the last stage on the first rank, so "
-            f"{FIRST} and {LAST} do not apply; use "
-            "pipeline_model_parallel_layout instead"
+            f"{FIRST} and {LAST} do not apply; use pipeline_model_parallel_layout instead"
         )
     elif wanted not in (None, chunks):
         alternatives = ", ".join(name for name in TRAINING if SCHEDULES[name].chunks in (None, chunks))

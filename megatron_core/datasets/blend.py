@@ -31,8 +31,7 @@ def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...] | None, tup
     if len(items) % 2 or None in numbers:
         raise ConfigError(
             f"--data-path {text}: only some prefixes have a weight; give "
-            "weight prefix weight prefix ..., or only prefixes (a prefix that is a number can be written "
-            "./5)"
+            "weight prefix weight prefix ..., or only prefixes (a prefix that is a number can be written ./5)"
         )
     weights = tuple(number for number in numbers if number is not None)
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):

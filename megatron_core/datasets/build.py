@@ -13,7 +13,7 @@ from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset, parse_blend
 from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
-from megatron_core.datasets.indexed import IndexedDataset, get_idx_path
+from megatron_core.datasets.indexed import IndexedDataset, get_idx_path, in_place_of_pair
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
 from megatron_core.datasets.paths import (
     DEFAULT_SPLIT,
@@ -202,7 +202,8 @@ class _Builder:
             return list(threads.map(self._open, prefixes))
 
     def _open_file(self, prefix: str) -> IndexedDataset:
-        indexed = IndexedDataset(prefix)
+        in_parts = in_place_of_pair(prefix)
+        indexed = IndexedDataset(prefix) if in_parts is None else in_parts
         if (dtype := np.dtype(indexed.dtype)).kind == "f":
             raise DataError(
                 f"{get_idx_path(prefix)} has the dtype {dtype.name}, but token ids must be integers; copy both "

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_core.errors import DataError
+from megatron_core.feature import features, load_hook
 from megatron_core.locations import in_storage, local_copy, location
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -325,9 +326,14 @@ class IndexedDataset:
             raise DataError(
                 f"{self._bin} has {size} bytes, expected {needed} from {get_idx_path(self.path_prefix)} "
                 f"({self.num_tokens} tokens of {self.itemsize} bytes): {fault}, or the two files are not from the "
-                "same run; "
-                "copy both again, or prepare the data again"
+                "same run; copy both again, or prepare the data again"
             )
+
+
+def in_place_of_pair(path_prefix: str) -> Any:
+    """Reader of a feature in place of a pair, such as that of a list of parts; None without one."""
+    hooks = [load_hook(feature.token_files) for feature in features() if feature.token_files is not None]
+    return next((reader for hook in hooks if (reader := hook(path_prefix)) is not None), None)
 
 
 def _index_file(path_prefix: str) -> Path:

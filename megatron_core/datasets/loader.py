@@ -119,8 +119,7 @@ class BatchLoader:
                 f"{self.data_parallel_rank} in [0, {self.data_parallel_size})"
             )
         self._is_blend = len(sources_of(self.dataset)) > 0
-        workers = self.num_workers
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="batch_loader") if workers else None
+        self._threads = ThreadPoolExecutor(self.num_workers, "batch_loader") if self.num_workers else None
         self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
 
     def step(self, consumed_samples: int, num_microbatches: int, length: int | None = None) -> list[Batch]:

@@ -11,7 +11,7 @@ from xxhash import xxh3_128
 
 from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
-from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path
+from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path, in_place_of_pair
 from megatron_core.datasets.paths import NAMES, read_paths
 from megatron_core.locations import local_copy, location, read_part
 
@@ -147,9 +147,7 @@ class _Changes:
             self._replaced = True
 
     def _compare_shares(self, old: Sequence[DataSource], new: Sequence[DataSource]) -> None:
-        before = _shares(old)
-        now = _shares(new)
-        for source, was, share in zip(new, before, now, strict=True):
+        for source, was, share in zip(new, _shares(old), _shares(new), strict=True):
             if was != share:
                 self.facts.append(f"{source.path} had {_shown(was)} of its blend, now {_shown(share)}")
                 self._reread = True
@@ -197,6 +195,8 @@ def _shown(share: float | None) -> str:
 
 def token_file_content(prefix: str) -> FileContent:
     """Counts and hashes of a token file whose index was already checked."""
+    if (in_parts := in_place_of_pair(prefix)) is not None:
+        return cast(FileContent, in_parts.content())
     index = local_copy(location(get_idx_path(prefix)))
     tokens = location(get_bin_path(prefix))
     with index.open("rb") as file:

@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, hub, reports, resilience, storage
+from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compilation import COMPILATION
@@ -60,6 +60,7 @@ FEATURES = (
     SPARSE_ATTENTION,
     VALUE_HEAD,
     *cpu_ranks.FEATURES,
+    *data_parts.FEATURES,
     *hub.FEATURES,
     *reports.FEATURES,
     *resilience.FEATURES,

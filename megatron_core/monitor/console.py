@@ -105,8 +105,7 @@ def megatron_validation_line(event: ValidationEvent) -> str:
         )
     return (
         f" validation loss at iteration {event.iteration}{where} | "
-        f"lm loss value: {_scientific(event.loss)} | "
-        f"lm loss PPL: {_scientific(event.perplexity)} | "
+        f"lm loss value: {_scientific(event.loss)} | lm loss PPL: {_scientific(event.perplexity)} | "
     )
 
 

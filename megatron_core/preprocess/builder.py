@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatron_core.data_parts.manifest import get_parts_path
 from megatron_core.datasets.header import FORMAT, DatasetHeader, check_header_path, get_header_path, remove_header
 from megatron_core.datasets.indexed import HEADER, MAGIC, VERSION, DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
@@ -221,7 +222,7 @@ def write_header(path_prefix: str, header: DatasetHeader) -> None:
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
     """ConfigError if token files of these names exist, which a run would replace."""
-    for path in (path for prefix in prefixes for path in (get_bin_path(prefix), get_idx_path(prefix))):
+    for path in (name(prefix) for prefix in prefixes for name in (get_bin_path, get_idx_path, get_parts_path)):
         if Path(path).exists():
             raise ConfigError(f"{path} already exists; choose another --output-prefix, or replace it with --overwrite")
 

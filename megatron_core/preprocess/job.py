@@ -7,125 +7,37 @@ is the tokenizer (gigatoken's cache of words is limited to 150 MB) and 200 bytes
 on the number of documents.
 """
 
-import os
-import signal
 import sys
-import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from multiprocessing import parent_process
-from multiprocessing.context import ForkContext
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
+from megatron_core.data_parts.manifest import get_parts_path
 from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
+from megatron_core.preprocess.engines import PartsInOrder, write_partition
+from megatron_core.preprocess.identity import identity, token_identity
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe_input, find_inputs
-from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, identity, work_path
+from megatron_core.preprocess.kept_parts import KeptParts
+from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
+from megatron_core.preprocess.parts import PartFolder, parts_path
+from megatron_core.preprocess.plan import SMALL_TASK, TASKS_PER_WORKER, group_pieces, plan_parts, read_pieces
+from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron_core.preprocess.readers import content_blocks
 from megatron_core.preprocess.report import IntervalTimer, JobProgress, backend_sentence, counted, summary_lines
 from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_preprocessing
-from megatron_core.preprocess.worker import InputRange, TokenFormat, Worker, sentence_splitter
+from megatron_core.preprocess.worker import EncodedPart, TokenFormat, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 
-# Tasks per worker: one completed, one running, one queued.
-TASKS_EACH = 3
-
-_WORK: list[Callable[[Any], Any]] = []
-
-
-class WorkerDiedError(DataError):
-    """A worker process was killed; the saved progress is kept, and the same command resumes from it."""
-
-
-class WorkerPool:
-    """Processes forked from this one that call `work` on tasks; they inherit all objects that `work` refers to.
-
-    close_in_workers: file descriptors to close in the workers.
-    """
-
-    def __init__(self, workers: int, work: Callable[[Any], Any], close_in_workers: tuple[int, ...] = ()) -> None:
-        self._workers = workers
-        self._context = _Context()
-        self._executor = ProcessPoolExecutor(workers, self._context, _start, (work, close_in_workers))
-
-    def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results of the tasks in order; at most `TASKS_EACH` tasks per worker are pending."""
-        pending: deque = deque()
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns about a fork with threads: numpy's BLAS has threads, but supports fork.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                for task in tasks:
-                    pending.append(self._executor.submit(_run, task))
-                    if len(pending) >= TASKS_EACH * self._workers:
-                        yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise WorkerDiedError(
-                "a worker process died, perhaps because of insufficient memory; run the same command with fewer "
-                "--workers than "
-                f"{self._workers}: it continues"
-            ) from error
-
-    def stop(self) -> None:
-        """Kill the workers immediately, and return when they have exited."""
-        for process in self._context.started:
-            process.kill()
-        self._executor.shutdown()
-
-
-class _Context(ForkContext):
-    """Records the started processes, because the executor has no public attribute for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[Any] = []
-
-    def Process(self, *args: Any, **kwargs: Any) -> Any:
-        self.started.append(super().Process(*args, **kwargs))
-        return self.started[-1]
-
-
-def _start(work: Callable[[Any], Any], close: tuple[int, ...]) -> None:
-    _WORK[:] = [work]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent stops this process.
-    # Use one core per worker: the tokenizers library would use all cores in each.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for descriptor in close:
-        os.close(descriptor)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)
-
-
-def _run(task: Any) -> Any:
-    return _WORK[0](task)
-
-
 PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"empty: ", b"damaged: ")
-
-# Workers are idle during the last tasks: with 12 tasks each at most 4% of the time. A task costs half a millisecond.
-TASKS_PER_WORKER = 12
-SMALL_TASK = 1 << 18
-MOST_PIECES = 1000
 
 # Sample for the comparison of backends: number of positions in the input, and characters of text at each position.
 SAMPLE_PLACES = 16
@@ -144,6 +56,9 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     for prefix in settings.prefixes:
         check_header_path(prefix)
     refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
+    if settings.partition:
+        write_one_partition(settings, sources, limits or Limits())
+        return
     work = WorkFolder(settings.output_prefix)
     try:
         _Job(settings, sources, limits or Limits(), work).run()
@@ -193,41 +108,67 @@ class _Job:
         layout = make_layout(settings, tokenizer)
         backend, reason = choose_backend(settings, tokenizer, self._sources, work.path)
         work.adopt(identity(settings, self._sources, tokenizer.fingerprint()))
-        output = self._output = TokenOutput(work, self._sources, settings, self._remarks, layout.dtype)
+        output_class = KeptParts if settings.keep_parts else TokenOutput
+        output = self._output = output_class(work, self._sources, settings, self._remarks, layout.dtype)
         resumed = output.state.size
         if not self._fresh:
             print(f"{work.path}: continuing after {output.state.documents:,} documents", file=sys.stderr)
         if not output.state.publishing:
-            print(backend_sentence(backend.name, reason, settings.processes), file=sys.stderr, flush=True)
-            if not settings.append_eod and tokenizer.eod is not None:
-                print(NO_ENDS, file=sys.stderr, flush=True)
+            announce(settings, tokenizer, backend, reason)
             worker = Worker(settings, self._sources, self._limits, work.path, backend, tokenizer, layout)
-            pool = WorkerPool(settings.processes, worker.run, (work.lock,))
-            try:
-                self._append_all(output, pool)
-            finally:
-                pool.stop()
+            if settings.in_parts:
+                self._append_parts(output, worker)
+            else:
+                self._append_all(output, worker)
         output.publish()
         self._write_headers(output, tokenizer)
         work.remove()
+        if settings.in_parts:
+            PartFolder(settings).clean(output.part_names)
         seconds = time.monotonic() - self._began
         for line in summary_lines(settings.prefixes, output.state, seconds, resumed, backend.name, self._remarks):
             print(line, flush=True)
 
-    def _append_all(self, output: TokenOutput, pool: WorkerPool) -> None:
+    def _append_all(self, output: TokenOutput, worker: Worker) -> None:
         total = sum(source.size for source in self._sources)
         progress = JobProgress(total, output.done, self._settings.log_interval)
-        saves = IntervalTimer(self._limits.save_seconds)
         balanced = max(SMALL_TASK, total // (TASKS_PER_WORKER * self._settings.processes))
         size = min(self._limits.part_bytes, balanced)
         pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
-        for encoded_parts in pool.map(group_pieces(pieces, self._sources, size)):
+        pool = WorkerPool(self._settings.processes, worker.run, (self._work.lock,))
+        try:
+            for _ in self._appended(output, pool.map(group_pieces(pieces, self._sources, size))):
+                progress.update(output.done, output.state.documents, output.tokens)
+        finally:
+            pool.stop()
+        progress.close()
+        self._show_first(output)
+
+    def _append_parts(self, output: TokenOutput, worker: Worker) -> None:
+        settings = self._settings
+        position = (0, 0) if settings.keep_parts else output.state.position
+        names = token_identity(settings, worker.tokenizer.fingerprint())
+        shards = plan_parts(self._sources, names, settings.part_bytes, position)
+        joined = PartsInOrder(settings, self._limits, worker, shards, output)
+        try:
+            for _ in self._appended(output, joined.results()):
+                joined.appended()
+        finally:
+            joined.stop()
+        self._show_first(output)
+
+    def _appended(self, output: TokenOutput, results: Iterable[Iterable[EncodedPart]]) -> Iterator[None]:
+        """Append all results, and save the progress; yields after each of them. DataError: there are no tokens."""
+        saves = IntervalTimer(self._limits.save_seconds)
+        for encoded_parts in results:
             for encoded in encoded_parts:
                 output.append(encoded)
-            progress.update(output.done, output.state.documents, output.tokens)
             if saves.passed():
                 output.save()
-        progress.close()
+            yield
+
+    def _show_first(self, output: TokenOutput) -> None:
+        """Print the first broken documents. DataError: there are no tokens."""
         for words in output.state.first:
             print(words, file=sys.stderr, flush=True)
         if not output.tokens:
@@ -259,6 +200,29 @@ class _Job:
             if output is not None:
                 output.discard()
             self._work.remove()
+
+
+def announce(settings: PreprocessSettings, tokenizer: Tokenizer, backend: Backend, reason: str) -> None:
+    """Print the backend, and a note if documents have no end."""
+    print(backend_sentence(backend.name, reason, settings.processes), file=sys.stderr, flush=True)
+    if not settings.append_eod and tokenizer.eod is not None:
+        print(NO_ENDS, file=sys.stderr, flush=True)
+
+
+def write_one_partition(settings: PreprocessSettings, sources: Sequence[InputFile], limits: Limits) -> None:
+    """Write the parts of --partition I/N: the I-th and every N-th after it, except those that are complete."""
+    folder = PartFolder(settings)
+    tokenizer = settings.tokenizer_files.load()
+    layout = make_layout(settings, tokenizer)
+    with TemporaryDirectory(prefix="sample.", dir=folder.path) as unpacked:
+        backend, reason = choose_backend(settings, tokenizer, sources, Path(unpacked))
+    announce(settings, tokenizer, backend, reason)
+    number, total = settings.share
+    identity = token_identity(settings, tokenizer.fingerprint())
+    shards = plan_parts(sources, identity, settings.part_bytes, (0, 0))[number - 1 :: total]
+    write_partition(
+        settings, limits, Worker(settings, sources, limits, folder.path, backend, tokenizer, layout), shards
+    )
 
 
 def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> TokenFormat:
@@ -316,59 +280,14 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], fol
     return texts
 
 
-def read_pieces(
-    settings: PreprocessSettings,
-    sources: Sequence[InputFile],
-    limits: Limits,
-    folder: Path,
-    size: int,
-    position: tuple[int, int],
-) -> Iterator[InputRange]:
-    """Yield the pieces of all files from a position on; this process reads files that can only be read sequentially.
-
-    size: bytes of the ranges into which a plain JSON Lines file is divided.
-    """
-    start = position[1]
-    for number in range(position[0], len(sources)):
-        source = sources[number]
-        if source.format == "jsonl" and source.compression is None:
-            for begin in range(start, source.size, size):
-                end = begin + size
-                yield InputRange(number, begin, end if end < source.size else None, raw=min(end, source.size))
-        elif source.format == "text" and settings.separator is None:
-            yield InputRange(number, raw=source.size)
-        else:
-            try:
-                for block in content_blocks(source, settings.json_keys, settings.separator, limits, folder, start):
-                    yield InputRange(number, start, block.end, block=block)
-            except DamagedFileError as error:
-                yield InputRange(number, damage=str(error))
-        start = 0
-
-
-def group_pieces(pieces: Iterable[InputRange], sources: Sequence[InputFile], size: int) -> Iterator[list[InputRange]]:
-    """Group pieces into tasks of `size` bytes or slightly more, so that many small files make few tasks."""
-    group: list[InputRange] = []
-    total = 0
-    for piece in pieces:
-        group.append(piece)
-        end = sources[piece.source].size if piece.end is None else piece.end
-        total += piece.block.size if piece.block else end - piece.start
-        if total >= size or len(group) >= MOST_PIECES:
-            yield group
-            group = []
-            total = 0
-    if group:
-        yield group
-
-
 def written(settings: PreprocessSettings) -> list[Path]:
     """Return all paths written by a run, to exclude them from the input if both are in the same folder."""
     remarks = remarks_path(settings)
-    paths = [work_path(settings.output_prefix), remarks, partial_path(remarks)]
+    paths = [work_path(settings.output_prefix), parts_path(settings), remarks, partial_path(remarks)]
     for prefix in settings.prefixes:
         header = Path(get_header_path(prefix))
-        finished = [Path(get_bin_path(prefix)), Path(get_idx_path(prefix)), header]
+        listed = Path(get_parts_path(prefix))
+        finished = [Path(get_bin_path(prefix)), Path(get_idx_path(prefix)), header, listed, partial_path(listed)]
         paths += [
             *finished,
             *unfinished(get_bin_path(prefix)),

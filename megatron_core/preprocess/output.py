@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from megatron_core.data_parts.manifest import get_parts_path
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path, index_bytes
 from megatron_core.errors import DataError
 from megatron_core.output_file import make_folder, no_follow
@@ -23,7 +23,9 @@ from megatron_core.preprocess.atomic_write import (
     sync_file,
 )
 from megatron_core.preprocess.builder import Extent, TokenWriter, publish_pair
+from megatron_core.preprocess.identity import differences
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
+from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.readers import DOCUMENT_WORDS
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart
@@ -188,38 +190,13 @@ def work_path(output_prefix: str) -> Path:
     return Path(f"{output_prefix}.work")
 
 
-def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerprint: str) -> dict[str, Any]:
-    """Return the settings and input files that determine the output of a run, by flag name."""
-    return {
-        "--json-keys": list(settings.json_keys),
-        "--append-eod": settings.append_eod,
-        "--split-sentences": settings.split_sentences,
-        "--keep-newlines": settings.keep_newlines,
-        "--document-separator": settings.document_separator,
-        "--tokenizer-type": settings.tokenizer_type,
-        "tokenizer fingerprint": fingerprint,
-        "--input": [[source.path, source.size, source.mtime_ns] for source in sources],
-    }
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], count: int) -> str:
-    """Describe the differences of two runs in their settings and first `used` input files; empty if there are none."""
-    changes = [
-        f"{name} {before.get(name)}, now {now[name]}"
-        for name in now
-        if name != "--input" and before.get(name) != now[name]
-    ]
-    for number, (was, is_now) in enumerate(zip_longest(before["--input"][:count], now["--input"][:count]), 1):
-        if was != is_now:
-            old = was[0] if was else "none"
-            new = is_now[0] if is_now else "none"
-            changed = f"different --input files (number {number} was {old}, now {new})"
-            return " and ".join([*changes, changed if old != new else f"{old} in a different state"])
-    return " and ".join(changes)
-
-
 class TokenOutput:
-    """Appends parts to the token files of every key and to the list of broken and empty documents."""
+    """Appends parts to the token files of every key and to the list of broken and empty documents.
+
+    saved: the position up to which the progress is saved.
+    """
+
+    writer: Callable[..., Any] = TokenWriter
 
     def __init__(
         self, work: WorkFolder, sources: Sequence[InputFile], settings: PreprocessSettings, remarks: Path, dtype: str
@@ -235,15 +212,16 @@ class TokenOutput:
         if stored is not None and not stored.publishing and not all(path.exists() for path in growing):
             stored = None  # The partial files were removed.
         self.state = stored or OutputState()
+        self.saved = self.state.position
         # Number of files before the current one, and their total bytes.
         self._before = (0, 0)
-        self._writers: list[TokenWriter] = []
+        self._writers: list[Any] = []
         self._remarks: BinaryIO | None = None
         if self.state.publishing:
             return
         extents: Sequence[Extent | None] = self.state.extents or [None] * len(self._prefixes)
         self._writers = [
-            TokenWriter(get_bin_path(prefix), dtype, resume=extent)
+            self.writer(get_bin_path(prefix), dtype, resume=extent)
             for prefix, extent in zip(self._prefixes, extents, strict=True)
         ]
         self._remarks = open_partial(partial_path(remarks), "r+b" if stored else "wb")
@@ -252,6 +230,14 @@ class TokenOutput:
         if settings.strict and self.state.broken:
             words = next((words for words in self.state.first if words.startswith("broken: ")), "a broken document")
             raise BrokenDocumentError(f"{words.removeprefix('broken: ')} (--strict)")
+
+    @property
+    def part_names(self) -> set[str]:
+        """Names of parts that belong to the result, and must be kept."""
+        return set()
+
+    def note_part(self, shard: InputPart) -> None:
+        """Called after the content of a part has been appended; the tokens are copied, so nothing is noted."""
 
     @property
     def tokens(self) -> int:
@@ -304,6 +290,7 @@ class TokenOutput:
         self._note_extents()
         sync_file(self._open_remarks)
         self._work.save(self.state)
+        self.saved = self.state.position
 
     def publish(self) -> None:
         """Write the indices and rename all files; after an interruption a second call completes the remaining steps."""
@@ -318,6 +305,11 @@ class TokenOutput:
         for prefix in self._prefixes:
             publish_pair(get_bin_path(prefix), get_idx_path(prefix))
         self._check_published()
+        for prefix in self._prefixes:
+            Path(get_parts_path(prefix)).unlink(missing_ok=True)
+        self._publish_remarks()
+
+    def _publish_remarks(self) -> None:
         if partial_path(self._remarks_path).exists():
             os.replace(partial_path(self._remarks_path), self._remarks_path)
         if not self.state.remarks:

@@ -60,6 +60,19 @@ class PreprocessSettings:
     """Accepted for compatibility with Megatron-LM, without effect: the input is always divided among the workers."""
     keep_sequential_samples: bool = False
     """Accepted for compatibility with Megatron-LM, without effect: documents always keep their order."""
+    engine: Literal["local", "ray"] = "local"
+    """local: the workers are processes of this machine; ray: tasks of a Ray cluster (needs the package ray), which
+    write parts to PREFIX.parts on a file system that all hosts share."""
+    partition: str | None = None
+    """I/N: write only the I-th of N shares of the parts, I from 1 to N, to PREFIX.parts; for job arrays."""
+    join_partitions: bool = False
+    """Join the parts that all partitions have written."""
+    keep_parts: bool = False
+    """With --engine ray or --join-partitions: keep the parts as the result, and write PREFIX_KEY_document.parts.json,
+    which lists them, instead of copying them into one pair."""
+    part_mebibytes: int = 256
+    """MiB of input for a part, the unit that is computed again after a failure; a packed or Parquet file is one
+    part."""
     log_interval: int = 1000
     """Documents between updates of the progress, which is shown twice a second at most."""
 
@@ -79,10 +92,35 @@ class PreprocessSettings:
         return self.document_separator and self.document_separator.replace("\\n", "\n").replace("\\t", "\t")
 
     @property
+    def key_names(self) -> list[str]:
+        """The end of the name of each key's files, such as text_document."""
+        level = "sentence" if self.split_sentences else "document"
+        return [f"{key}_{level}" for key in self.json_keys]
+
+    @property
     def prefixes(self) -> list[str]:
         """The path prefix of each key's files."""
-        level = "sentence" if self.split_sentences else "document"
-        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
+        return [f"{self.output_prefix}_{name}" for name in self.key_names]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the tokens are read from parts, which other processes write."""
+        return self.engine == "ray" or self.join_partitions
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of input for a part."""
+        return self.part_mebibytes << 20
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """I and N of --partition I/N; (0, 0) without the flag. ValueError: malformed."""
+        if self.partition is None:
+            return 0, 0
+        number, total = map(int, self.partition.split("/"))
+        if not 1 <= number <= total:
+            raise ValueError
+        return number, total
 
 
 @dataclass(frozen=True)
@@ -101,7 +139,7 @@ class Limits:
     save_seconds: float = 2.0
 
 
-MOST = {"processes": 1024, "log_interval": 2**63 - 1}
+MOST = {"processes": 1024, "log_interval": 2**63 - 1, "part_mebibytes": 2**20}
 """Largest values of settings."""
 
 
@@ -112,7 +150,7 @@ def available_cores() -> int:
 
 def check_preprocessing(settings: PreprocessSettings) -> None:
     """Raise ConfigError for settings that are invalid or contradict each other, before any file is opened."""
-    for name in ("processes", "log_interval"):
+    for name in MOST:
         if not 1 <= getattr(settings, name) <= MOST[name]:
             flag = "workers" if name == "processes" else name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(settings, name)} must be at least 1, and at most {MOST[name]:,}")
@@ -124,6 +162,24 @@ def check_preprocessing(settings: PreprocessSettings) -> None:
     if settings.keep_newlines and not settings.split_sentences:
         raise ConfigError("--keep-newlines has an effect only with --split-sentences; give both or neither")
     _check_keys(settings.json_keys)
+    _check_parts(settings)
+
+
+def _check_parts(settings: PreprocessSettings) -> None:
+    try:
+        share = settings.share
+    except ValueError:
+        raise ConfigError(f"--partition {settings.partition} must be I/N with 1 <= I <= N, such as 3/8") from None
+    chosen = {
+        "--engine ray": settings.engine == "ray",
+        "--partition": share != (0, 0),
+        "--join-partitions": settings.join_partitions,
+    }
+    flags = [flag for flag, is_given in chosen.items() if is_given]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
+    if settings.keep_parts and not settings.in_parts:
+        raise ConfigError("--keep-parts has an effect only with --engine ray or --join-partitions; add one of them")
 
 
 def _check_keys(keys: Sequence[str]) -> None:

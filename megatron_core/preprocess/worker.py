@@ -1,6 +1,6 @@
 """Work of the worker processes: read a range of a file, or take text read by the main process, and tokenize it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -20,6 +20,8 @@ from megatron_core.tokenizers.fast import Backend, TokenizerBackend
 FEW = 64
 
 Splitter = Callable[[str], list[str]]
+InputFiles = Sequence[InputFile] | Mapping[int, InputFile]
+"""Input files by their index."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class InputRange:
 
 @dataclass
 class EncodedPart:
-    """Result of a piece: `Encoded` for each key of each batch, and counts over all batches.
+    """Result of a piece: `Encoded` for each key of each batch, and counts over all batches; read once.
 
     raw: bytes of the file read from disk up to the end of the piece. size: bytes of text. remarks: line, kind
     ("broken", "empty") and sentence for documents with problems. dropped: bytes without a token.
@@ -149,8 +151,8 @@ class EncodedPart:
     lines: int = 0
     documents: int = 0
     dropped: int = 0
-    encoded: list[list[Encoded]] = field(default_factory=list)
-    remarks: list[tuple[int, str, str]] = field(default_factory=list)
+    encoded: Iterable[list[Encoded]] = field(default_factory=list)
+    remarks: Iterable[tuple[int, str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -161,7 +163,7 @@ class Worker:
     """
 
     settings: PreprocessSettings
-    sources: Sequence[InputFile]
+    sources: InputFiles
     limits: Limits
     folder: Path
     backend: Backend
@@ -223,13 +225,14 @@ class Worker:
             where = "" if self.sources[encoded_part.piece.source].format == "text" else f" under {key!r}"
             remarks += [(batch.numbers[number], "empty", f"has no text{where}") for number in empty]
         first = encoded_part.lines
-        encoded_part.remarks += [(first + number, category, sentence) for number, category, sentence in sorted(remarks)]
+        added = [(first + number, category, sentence) for number, category, sentence in sorted(remarks)]
+        encoded_part.remarks = [*encoded_part.remarks, *added]
         encoded_part.lines += batch.lines
         encoded_part.documents += len(batch.numbers)
         encoded_part.size += batch.size
         encoded_part.dropped += sum(count_bytes(texts, self._dropped) for texts in batch.texts)
         encoded_part.raw = block.raw
-        encoded_part.encoded.append(encoded)
+        encoded_part.encoded = [*encoded_part.encoded, encoded]
 
     def _compare(self, batch: Batch, encoded: Encoded) -> bool:
         """Compare the ids of one document with the tokenizer's; False if no document in the batch is short enough."""

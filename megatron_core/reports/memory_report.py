@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -214,7 +215,8 @@ class MemorySnapshots(Callback):
 
     def before_run(self) -> None:
         """Install the signal handler."""
-        self._previous = signal.signal(signal.SIGUSR2, self._on_signal)
+        if current_thread() is main_thread():  # as in StopRequests
+            self._previous = signal.signal(signal.SIGUSR2, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True
@@ -260,7 +262,8 @@ class MemorySnapshots(Callback):
     def close(self) -> None:
         """Stop counting and restore the previous signal handler."""
         self._watching.close()
-        signal.signal(signal.SIGUSR2, self._previous)
+        if self._previous is not None:
+            signal.signal(signal.SIGUSR2, self._previous)
 
     def _kinds(self, activations: int) -> dict[str, int]:
         return self.run.state_bytes() | {"activations": max(activations, 0), "process": self._other}

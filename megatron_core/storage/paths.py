@@ -20,7 +20,8 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, shortened
 from megatron_core.locations import ObjectPath, cache_folder
-from megatron_core.storage.tokens import StreamedTokens
+from megatron_core.storage.block_cache import shared_cache
+from megatron_core.storage.tokens import LimitedTokens, StreamedTokens
 
 READ_BYTES = 2**25
 """Bytes of one request while a file is read from start to end."""
@@ -212,9 +213,10 @@ class StoragePath(ObjectPath):
 
         return TensorsInStorage(self)
 
-    def open_tokens(self) -> StreamedTokens:
+    def open_tokens(self) -> StreamedTokens | LimitedTokens:
         """The object in blocks that are kept on this machine."""
-        return StreamedTokens(self)
+        blocks = shared_cache()
+        return StreamedTokens(self) if blocks is None else LimitedTokens(self, blocks)
 
 
 class StorageWriter:

@@ -1,6 +1,7 @@
 """Reads a token file in object storage block by block, and keeps the blocks in the cache of this machine."""
 
 import os
+from functools import partial
 from mmap import ACCESS_READ
 from mmap import mmap as mapping
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import BinaryIO, cast
 
 from megatron_core.errors import DataError
 from megatron_core.locations import CACHE_VARIABLE, ObjectPath
+from megatron_core.storage.block_cache import BLOCK_BYTES as SMALL_BLOCK
+from megatron_core.storage.block_cache import BlockCache
 
 BLOCK_BYTES = 2**22
 """Bytes of one request. Samples are read in random order, so a block serves other samples later."""
@@ -54,6 +57,37 @@ class StreamedTokens:
             self._present[block] = 1
         except OSError as error:
             raise DataError(f"{self.path} cannot be read at byte {start}: {error}; {_WAY_OUT}") from None
+
+
+class LimitedTokens:
+    """As `StreamedTokens`, in a cache of limited size."""
+
+    def __init__(self, path: ObjectPath, blocks: BlockCache) -> None:
+        self.path = path
+        self._blocks = blocks
+        try:
+            self.size = cast(Path, path).stat().st_size
+            self._version = path.cached_folder().name  # depends on the URL, too
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}; {_WAY_OUT}") from None
+
+    def read(self, position: int, length: int) -> bytes:
+        """``length`` bytes from byte ``position`` on, which must be inside the object."""
+        first = position // SMALL_BLOCK
+        numbers = range(first, -(-(position + length) // SMALL_BLOCK))
+        data = b"".join(self._blocks.read(f"{self._version} {n}", partial(self._fetch, n)) for n in numbers)
+        start = position - first * SMALL_BLOCK
+        return data[start : start + length]
+
+    def _fetch(self, block: int) -> bytes:
+        start = block * SMALL_BLOCK
+        try:
+            data = self.path.read_range(start, min(SMALL_BLOCK, self.size - start))
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read at byte {start}: {error}; {_WAY_OUT}") from None
+        if len(data) != min(SMALL_BLOCK, self.size - start):
+            raise DataError(f"{self.path} was replaced while it was read; start again")
+        return data
 
 
 _WAY_OUT = f"restore the access, or free space in the cache (environment variable {CACHE_VARIABLE})"

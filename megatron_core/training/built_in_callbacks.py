@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -54,7 +55,9 @@ class StopRequests(Callback):
         """Start the time limit and install the signal handlers."""
         minutes = self.run.config.training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        # Python allows handlers in the main thread only; Ray Train runs a training in another one.
+        signals = SIGNALS if current_thread() is main_thread() else ()
+        handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
 
     def before_step(self) -> None:

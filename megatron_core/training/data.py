@@ -125,8 +125,7 @@ class DataPart:
 
 def data_parts(config: RunConfig) -> Sequence[DataPart]:
     """The data parts of the features that the run uses."""
-    hooks = [feature.data_part for feature in used_features(config) if feature.data_part is not None]
-    return [load_hook(hook)() for hook in hooks]
+    return [load_hook(feature.data_part)() for feature in used_features(config) if feature.data_part is not None]
 
 
 def file_reader(config: RunConfig) -> Callable[[str], FileContent]:

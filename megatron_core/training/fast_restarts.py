@@ -70,5 +70,4 @@ def fast_restarts(settings: CheckpointConfig, device: torch.device) -> FastResta
     hooks = {name: hook for feature in features() for name, hook in feature.fast_restarts.items()}
     if name not in hooks:
         raise ConfigError(f"non_persistent_ckpt_type={name}, but this package lacks its feature; use global")
-    restarts: FastRestarts = load_hook(hooks[name])(settings, device)
-    return restarts
+    return load_hook(hooks[name])(settings, device)

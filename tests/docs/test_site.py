@@ -16,6 +16,7 @@ assert SPEC is not None and SPEC.loader is not None
 hooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(hooks)
 EMPTY = {
+    "data_parts",
     "resilience",
     "reports",
     "cpu_ranks",

@@ -8,17 +8,22 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron_core.preprocess import PreprocessSettings
+from megatron_core.preprocess.settings import check_preprocessing
 from megatron_core.reports.dry_run import RankEstimate
+from megatron_core.terminal import parse_flags
 from megatron_core.training import read_settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-CONFIGURATIONS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "kubernetes")
+JOBS = ("kubernetes", "preprocess_array", "preprocess_join")
+CONFIGURATIONS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem not in JOBS)
 PARAMETERS = {
     "gpt3_175b": 174_604_259_328,
     "llama3_8b": 8_030_261_248,
@@ -124,3 +129,28 @@ def test_kubernetes() -> None:
     found, world = _dry_run(container["command"])
     assert world == 16
     assert found.config.checkpoint.save == found.config.checkpoint.load
+
+
+def test_preprocessing_in_an_array_of_kubernetes() -> None:
+    """Every partition has a pod, and the join has the same flags."""
+    array, join = (yaml.safe_load((EXAMPLES / f"preprocess_{name}.yaml").read_text()) for name in ("array", "join"))
+    total = array["spec"]["completions"]
+    assert array["spec"]["completionMode"] == "Indexed"
+    commands = []
+    for job in (array, join):
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        shell = container["command"]
+        shell[-1] = shell[-1].replace("exec megatron-preprocess", "echo")
+        for index in range(total if job is array else 1):
+            environment = os.environ | {"JOB_COMPLETION_INDEX": str(index)}
+            words = subprocess.run(shell, env=environment, check=True, capture_output=True, text=True).stdout.split()
+            commands.append(parse_flags(PreprocessSettings, args=words, description=""))
+    *parts, joined = commands
+    assert [part.share for part in parts] == [(number, total) for number in range(1, total + 1)]
+    assert joined.join_partitions
+    same = {"partition": None, "join_partitions": False}
+    assert {replace(settings, **same) for settings in commands} == {replace(joined, **same)}
+    for settings in commands:
+        check_preprocessing(settings)

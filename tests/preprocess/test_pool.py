@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.preprocess.job import TASKS_EACH, WorkerDiedError, WorkerPool
+from megatron_core.preprocess.pool import TASKS_EACH, WorkerDiedError, WorkerPool
 
 
 def test_results_come_in_order_and_few_tasks_are_taken_ahead() -> None:
@@ -60,7 +60,7 @@ def test_stop_does_not_wait_for_the_work() -> None:
 
 PARENT = """
 import os, time
-from megatron_core.preprocess.job import WorkerPool
+from megatron_core.preprocess.pool import WorkerPool
 def work(number):
     os.write(1, b"%d\\n" % os.getpid())  # print writes number and end of line apart
     time.sleep(600)

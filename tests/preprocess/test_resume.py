@@ -17,8 +17,8 @@ from megatron_core.errors import DataError
 from megatron_core.preprocess import Limits, preprocess
 from megatron_core.preprocess.atomic_write import DiskFullError
 from megatron_core.preprocess.inputs import DamagedFileError
-from megatron_core.preprocess.job import WorkerDiedError
 from megatron_core.preprocess.output import TokenOutput, WorkFolder
+from megatron_core.preprocess.pool import WorkerDiedError
 from megatron_core.preprocess.worker import EncodedPart
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl, write_packed
 from tests.sample import WHOLE_MATRIX

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.build import Share, Splits, build_datasets
+from megatron_core.datasets.indexed import IndexedDataset
+from megatron_core.errors import DataError
 from megatron_core.features.megatron_order.build import build_megatron_order
 from megatron_core.features.megatron_order.mock import build_mock_order
 from megatron_core.features.megatron_order.order import samples_wanted
@@ -57,6 +59,12 @@ class MegatronOrder:
     ) -> Dataset:
         """The samples of a split as one data set; DataError for too few tokens."""
         data = self.config.data
+        for file, _ in shares:
+            if not isinstance(file, IndexedDataset):
+                raise DataError(
+                    f"{file.path_prefix} is a list of parts, and --data-order megatron needs the index of one pair; "
+                    "join the parts with megatron-merge-datasets, or use --data-order keyed"
+                )
         settings = self.config.section(MegatronOrderConfig)
         is_read_once = data.full_validation and split_name != "train"
         return build_megatron_order(

@@ -1,0 +1,91 @@
+"""Preprocessing on a real Ray cluster of this machine: the bytes of one run, whatever dies."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_core.errors import ConfigError
+from megatron_core.preprocess import PreprocessSettings, engines, preprocess
+from megatron_core.preprocess.plan import InputPart
+from megatron_core.preprocess.pool import WorkerDiedError
+from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl
+
+ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A Ray cluster of two CPUs, which the runs find."""
+    context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    address = context.address_info["address"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", address)
+        # A run disconnects from the cluster at its end; this process keeps the cluster.
+        patch.setattr(ray, "shutdown", lambda: None)
+        patch.setattr(ray, "init", lambda **_: None)
+        yield
+    ray.shutdown()
+
+
+def dying_once(shared: Any, part: InputPart) -> None:
+    """The task of a worker that is killed the first time it gets a part, when half of the part is written."""
+    settings = shared[0]
+    killed = Path(f"{settings.output_prefix}.killed") / part.name
+    if not killed.exists():
+        killed.parent.mkdir(exist_ok=True)
+        killed.touch()
+        (Path(f"{settings.output_prefix}.parts") / f"{part.name}.0123").mkdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+    engines.write_part(shared, part)
+
+
+def always_dying(shared: Any, part: InputPart) -> None:
+    """The task of a worker that cannot process the second file."""
+    if 1 in part.sources:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engines.write_part(shared, part)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three files, of which one is divided."""
+    monkeypatch.setattr(PreprocessSettings, "part_bytes", property(lambda self: 8000))
+    write_jsonl(tmp_path / "a.jsonl", texts(150))
+    write_jsonl(tmp_path / "b.jsonl.gz", texts(40))
+    write_jsonl(tmp_path / "c.jsonl.zst", texts(9))
+    return tmp_path
+
+
+def test_workers_that_are_killed_do_not_change_a_byte(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"input": (f"{corpus}/[a-c].*",), "append_eod": True}
+    expected = outcome(corpus, **changes)
+    monkeypatch.setattr(engines, "write_part", dying_once)
+    assert outcome(corpus, engine="ray", **changes) == expected
+    assert len(list((corpus / "out.killed").iterdir())) > 2
+    assert not (corpus / "out.parts").exists()
+
+
+def test_a_part_on_which_workers_always_die_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"input": (f"{corpus}/[a-c].*",)}
+    expected = outcome(corpus, **changes)
+    monkeypatch.setattr(engines, "MOST_FAILURES", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "write_part", always_dying)
+        with pytest.raises(WorkerDiedError, match=r"workers died 2 times on .*b.jsonl.gz, byte 0 on.*continues"):
+            preprocess(settings(corpus, engine="ray", **changes), SMALL)
+    assert outcome(corpus, engine="ray", **changes) == expected
+
+
+def test_an_error_of_a_task_is_the_error_of_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "write_part", other_tokenizer)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        preprocess(settings(corpus, engine="ray", input=(f"{corpus}/a.jsonl",)), SMALL)
+
+
+def other_tokenizer(shared: Any, part: InputPart) -> None:
+    """A task that fails."""
+    raise ConfigError("another tokenizer")
