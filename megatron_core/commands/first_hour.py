@@ -135,8 +135,8 @@ def hidden_size_for(seconds: float, flops_per_second: float) -> int:
 
 def training_seconds(minutes: float) -> float:
     """Seconds of ``minutes`` that remain for training; a quarter if the other steps take most of the time."""
-    others = sum(DATA_SECONDS.values()) + sum(END_SECONDS.values()) + (len(LAYOUTS) + 2) * START_SECONDS
-    return max(60 * minutes - others, 15 * minutes)
+    fixed_seconds = sum(DATA_SECONDS.values()) + sum(END_SECONDS.values()) + (len(LAYOUTS) + 2) * START_SECONDS
+    return max(60 * minutes - fixed_seconds, 15 * minutes)
 
 
 class TimedSteps:
@@ -169,10 +169,8 @@ class TimedSteps:
                 if line_to_show := SHOWN.match(line.rstrip()):
                     print(f"    {line_to_show[0]}", flush=True)
         if process.returncode:
-            output = "".join(latest)
-            raise MegatronError(
-                f"the step {title!r} failed with status {process.returncode}; see {self.log}:\n{output}"
-            )
+            text = "".join(latest)
+            raise MegatronError(f"the step {title!r} failed with status {process.returncode}; {self.log}:\n{text}")
         seconds = time.monotonic() - began
         expected = self.expected.pop(title, 0.0)
         if expected > 2 * START_SECONDS:
@@ -292,10 +290,10 @@ class FirstHour:
             "--log-interval", max(1, plan.pretraining // 20),
         ]  # fmt: skip
         for number, (name, layout) in enumerate(LAYOUTS.items(), 1):
-            last = plan.pretraining * number // len(LAYOUTS)
-            load = ["--load", self.pretrained] if number > 1 else ["--overwrite-checkpoints"]
-            length = ["--train-iters", last, "--eval-interval", last]
-            self._train(f"pretraining, {name}", plan, *common, *layout, *length, *load)
+            final_step = plan.pretraining * number // len(LAYOUTS)
+            load_and_length: list[object] = ["--load", self.pretrained] if number > 1 else ["--overwrite-checkpoints"]
+            load_and_length += ["--train-iters", final_step, "--eval-interval", final_step]
+            self._train(f"pretraining, {name}", plan, *common, *layout, *load_and_length)
 
     def fine_tune(self, plan: HourPlan) -> None:
         """Train on conversations; evaluate the loss of held-out answers before and after it."""
