@@ -2,9 +2,7 @@
 
 megatron-first-hour
 
-megatron-first-hour --minutes 3 --output small
-
-megatron-first-hour --corpus ~/notes --conversations talks.jsonl
+megatron-first-hour --minutes 3 --corpus ~/notes --conversations talks.jsonl
 
 --minutes determines the size of the model and the number of steps. The text is the source code of Python's standard
 library, the conversations are questions about its functions, answered by their docstrings: nothing is downloaded.
@@ -47,6 +45,7 @@ table 3)."""
 LAYERS = 4
 HEAD = 32
 SEQUENCE = 256
+LEAST_DOCUMENTS = 20  # 5 % of the documents are for validation
 BATCH = 16
 SHARES = (0.65, 0.15)
 """Of the time for training, those of pretraining and fine-tuning; the rest is for evaluation and slower layouts."""
@@ -136,8 +135,8 @@ def hidden_size_for(seconds: float, flops_per_second: float) -> int:
 
 def training_seconds(minutes: float) -> float:
     """Seconds of ``minutes`` that remain for training; a quarter if the other steps take most of the time."""
-    others = sum(DATA_SECONDS.values()) + sum(END_SECONDS.values()) + (len(LAYOUTS) + 2) * START_SECONDS
-    return max(60 * minutes - others, 15 * minutes)
+    fixed_seconds = sum(DATA_SECONDS.values()) + sum(END_SECONDS.values()) + (len(LAYOUTS) + 2) * START_SECONDS
+    return max(60 * minutes - fixed_seconds, 15 * minutes)
 
 
 class TimedSteps:
@@ -170,10 +169,8 @@ class TimedSteps:
                 if line_to_show := SHOWN.match(line.rstrip()):
                     print(f"    {line_to_show[0]}", flush=True)
         if process.returncode:
-            raise MegatronError(
-                f"the step {title!r} failed with status {process.returncode}; {self.log} has its output:\n"
-                + "".join(latest)
-            )
+            text = "".join(latest)
+            raise MegatronError(f"the step {title!r} failed with status {process.returncode}; {self.log}:\n{text}")
         seconds = time.monotonic() - began
         expected = self.expected.pop(title, 0.0)
         if expected > 2 * START_SECONDS:
@@ -262,6 +259,8 @@ class FirstHour:
         """Corpus, tokenizer, tokens, and conversations."""
         folder = ["--folder", self.settings.corpus] if self.settings.corpus else []
         self.steps.run("text", "collect_corpus", *folder, "--output", self.corpus)
+        if (documents := self.corpus.read_text().count("\n")) < LEAST_DOCUMENTS:
+            raise DataError(f"--corpus has {documents} documents; give {LEAST_DOCUMENTS} files or more, for validation")
         self.steps.run(
             "tokenizer", "train_tokenizer", "--input", self.corpus, "--vocab-size", self.settings.vocab_size,
             "--special-tokens", *ROLES, "--output", self.tokenizer,
@@ -291,10 +290,10 @@ class FirstHour:
             "--log-interval", max(1, plan.pretraining // 20),
         ]  # fmt: skip
         for number, (name, layout) in enumerate(LAYOUTS.items(), 1):
-            last = plan.pretraining * number // len(LAYOUTS)
-            load = ["--load", self.pretrained] if number > 1 else ["--overwrite-checkpoints"]
-            length = ["--train-iters", last, "--eval-interval", last]
-            self._train(f"pretraining, {name}", plan, *common, *layout, *length, *load)
+            final_step = plan.pretraining * number // len(LAYOUTS)
+            load_and_length: list[object] = ["--load", self.pretrained] if number > 1 else ["--overwrite-checkpoints"]
+            load_and_length += ["--train-iters", final_step, "--eval-interval", final_step]
+            self._train(f"pretraining, {name}", plan, *common, *layout, *load_and_length)
 
     def fine_tune(self, plan: HourPlan) -> None:
         """Train on conversations; evaluate the loss of held-out answers before and after it."""
@@ -353,11 +352,14 @@ class FirstHour:
             if address is None:
                 raise MegatronError(f"the chat page did not start: {first}{server.stdout.read()}")
             question = "What does os.path.join do?"
-            print(f"\nquestion  {question}\nanswer    {ask(address[0], question)}", flush=True)
-            print(f"\nchat with it at {address[0]} (Ctrl-C ends it)", flush=True)
-            if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-                webbrowser.open(address[0])
-            server.wait()
+            try:
+                print(f"\nquestion  {question}\nanswer    {ask(address[0], question)}")
+                print(f"\nchat with it at {address[0]} (Ctrl-C ends it)", flush=True)
+                if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+                    webbrowser.open(address[0])
+                server.wait()
+            finally:
+                server.terminate()
 
     def _train(self, title: str, plan: HourPlan, *flags: object) -> None:
         self.steps.run(title, "train", "--nproc-per-node", 2, *plan.flags(), "--global-batch-size", BATCH, *flags)
@@ -370,10 +372,10 @@ def validation_loss(metrics: Path) -> float:
 
 def ask(address: str, question: str) -> str:
     """The likeliest answer of the server at ``address``."""
-    request = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
-    headers = {"Content-Type": "application/json"}
-    body = json.dumps(request).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/v1/chat/completions", body, headers)) as response:
+    fields = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(fields).encode(), kind)
+    with urllib.request.urlopen(request) as response:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
@@ -384,9 +386,8 @@ def first_hour(settings: FirstHourFlags) -> None:
         raise ConfigError(f"--minutes {settings.minutes} must be positive")
     missing = [name for name in ("starlette", "uvicorn", "h11", "pydantic") if not importlib.util.find_spec(name)]
     if settings.serve and missing:
-        raise ConfigError(
-            f"the chat page needs {', '.join(missing)}: pip install {' '.join(missing)}, or give --no-serve"
-        )
+        names = " ".join(missing)
+        raise ConfigError(f"the chat page needs {names}: pip install {names}, or give --no-serve")
     hour = FirstHour(settings)
     plan = hour.make_plan()
     hour.prepare_data()
