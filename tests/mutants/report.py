@@ -12,33 +12,37 @@ import yaml
 from tests.mutants.examine import FOUND, NOT_EXECUTED, SURVIVED, Verdict
 
 EQUIVALENT = "equivalent"
+NO_NUMBER = "no number"
+KINDS = ("order", "memory", "message", "check", "unused")
+"""What a mutant changes that changes no number of a training; ``equivalent.yaml`` defines each."""
 REASONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text())
 
 
 def latest(verdicts: list[Verdict]) -> list[Verdict]:
-    """The last verdict of each mutant, with the equivalent ones, in the order of the list of mutants."""
+    """The last verdict of each mutant, with those that change no training, in the order of the list of mutants."""
     by_name: dict[str, Verdict] = {}
     for verdict in verdicts:
         by_name[verdict.name] = verdict
     for verdict in by_name.values():
-        if verdict.outcome != FOUND and reason_of(verdict):
-            verdict.outcome = EQUIVALENT
+        entry = entry_of(verdict)
+        if verdict.outcome != FOUND and entry is not None:
+            verdict.outcome = NO_NUMBER if "kind" in entry else EQUIVALENT
     return list(by_name.values())
 
 
 def judged_by_all(verdicts: list[Verdict]) -> list[Verdict]:
     """The beginning of the list up to the first mutant that not all judges have judged: an even sample."""
-    complete = lambda verdict: verdict.outcome in (FOUND, EQUIVALENT) or verdict.final  # noqa: E731
+    complete = lambda verdict: verdict.outcome in (FOUND, EQUIVALENT, NO_NUMBER) or verdict.final  # noqa: E731
     return list(takewhile(complete, latest(verdicts)))
 
 
-def reason_of(verdict: Verdict) -> str:
-    """The recorded reason why a mutant changes no training; "" without one."""
+def entry_of(verdict: Verdict) -> dict[str, str] | None:
+    """The entry of ``equivalent.yaml`` with the reason why a mutant changes no training."""
     for entry in REASONS.get(verdict.name.partition(":")[0], []):
         target = verdict.name.partition(":")[2].partition("#")[0]
         if fnmatchcase(target, entry["function"]) and fnmatchcase(verdict.change, entry.get("change", "*")):
-            return entry["reason"]
-    return ""
+            return entry
+    return None
 
 
 def way_of(verdict: Verdict) -> str:
@@ -58,18 +62,22 @@ def summary(verdicts: list[Verdict]) -> str:
     """A table of the packages, and how mutants are found, of the mutants that all judges have judged."""
     final = judged_by_all(verdicts)
     lines = [
-        "| package | mutants | found | equivalent | not executed | survived | share found |",
-        "|---|---|---|---|---|---|---|",
+        "| package | mutants | found | equivalent | no number | not executed | survived | share found |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     packages = sorted({verdict.name.partition(".")[0] for verdict in final})
     for package in [*packages, "all"]:
         chosen = [verdict for verdict in final if package in ("all", verdict.name.partition(".")[0])]
         number = Counter(verdict.outcome for verdict in chosen)
-        share = 100 * number[FOUND] / max(len(chosen) - number[EQUIVALENT], 1)
-        cells = [package, len(chosen), number[FOUND], number[EQUIVALENT], number[NOT_EXECUTED], number[SURVIVED]]
+        share = 100 * number[FOUND] / max(len(chosen) - number[EQUIVALENT] - number[NO_NUMBER], 1)
+        outcomes = (FOUND, EQUIVALENT, NO_NUMBER, NOT_EXECUTED, SURVIVED)
+        cells = [package, len(chosen), *(number[outcome] for outcome in outcomes)]
         lines.append(f"| {' | '.join(map(str, cells))} | {share:.1f} % |")
     ways = Counter(way_of(verdict) for verdict in final if verdict.outcome == FOUND)
     lines += ["", *(f"found by {way}: {number}" for way, number in ways.most_common())]
+    entries = [entry_of(verdict) for verdict in final if verdict.outcome == NO_NUMBER]
+    kinds = Counter(entry["kind"] for entry in entries if entry is not None)
+    lines += [f"no number, {kind}: {number}" for kind, number in kinds.most_common()]
     return "\n".join(lines)
 
 
