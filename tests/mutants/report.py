@@ -13,8 +13,10 @@ from tests.mutants.examine import FOUND, NOT_EXECUTED, SURVIVED, Verdict
 
 EQUIVALENT = "equivalent"
 NO_NUMBER = "no number"
-KINDS = ("order", "memory", "message", "check", "unused")
-"""What a mutant changes that changes no number of a training; ``equivalent.yaml`` defines each."""
+ON_GPU = "on a GPU"
+KINDS = ("order", "memory", "message", "check", "process")
+"""What a mutant changes instead of a number of a training; ``equivalent.yaml`` defines each."""
+OUTCOMES = (FOUND, EQUIVALENT, NO_NUMBER, ON_GPU, NOT_EXECUTED, SURVIVED)
 REASONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text())
 
 
@@ -26,13 +28,14 @@ def latest(verdicts: list[Verdict]) -> list[Verdict]:
     for verdict in by_name.values():
         entry = entry_of(verdict)
         if verdict.outcome != FOUND and entry is not None:
-            verdict.outcome = NO_NUMBER if "kind" in entry else EQUIVALENT
+            kind = entry.get("kind")
+            verdict.outcome = ON_GPU if kind == "gpu" else NO_NUMBER if kind else EQUIVALENT
     return list(by_name.values())
 
 
 def judged_by_all(verdicts: list[Verdict]) -> list[Verdict]:
     """The beginning of the list up to the first mutant that not all judges have judged: an even sample."""
-    complete = lambda verdict: verdict.outcome in (FOUND, EQUIVALENT, NO_NUMBER) or verdict.final  # noqa: E731
+    complete = lambda verdict: verdict.outcome in OUTCOMES[:4] or verdict.final  # noqa: E731
     return list(takewhile(complete, latest(verdicts)))
 
 
@@ -61,17 +64,13 @@ def way_of(verdict: Verdict) -> str:
 def summary(verdicts: list[Verdict]) -> str:
     """A table of the packages, and how mutants are found, of the mutants that all judges have judged."""
     final = judged_by_all(verdicts)
-    lines = [
-        "| package | mutants | found | equivalent | no number | not executed | survived | share found |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [f"| package | mutants | {' | '.join(OUTCOMES)} | share found |", "|---" * (3 + len(OUTCOMES)) + "|"]
     packages = sorted({verdict.name.partition(".")[0] for verdict in final})
     for package in [*packages, "all"]:
         chosen = [verdict for verdict in final if package in ("all", verdict.name.partition(".")[0])]
         number = Counter(verdict.outcome for verdict in chosen)
-        share = 100 * number[FOUND] / max(len(chosen) - number[EQUIVALENT] - number[NO_NUMBER], 1)
-        outcomes = (FOUND, EQUIVALENT, NO_NUMBER, NOT_EXECUTED, SURVIVED)
-        cells = [package, len(chosen), *(number[outcome] for outcome in outcomes)]
+        share = 100 * number[FOUND] / max(number[FOUND] + number[NOT_EXECUTED] + number[SURVIVED], 1)
+        cells = [package, len(chosen), *(number[outcome] for outcome in OUTCOMES)]
         lines.append(f"| {' | '.join(map(str, cells))} | {share:.1f} % |")
     ways = Counter(way_of(verdict) for verdict in final if verdict.outcome == FOUND)
     lines += ["", *(f"found by {way}: {number}" for way, number in ways.most_common())]
