@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 from collections import Counter
 
 import pytest
@@ -108,7 +109,8 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_entries_name_functions_kinds_and_reasons() -> None:
     for module, entries in REASONS.items():
+        names = [name.partition(":")[2] for name in functions(module)]
         for entry in entries:
-            assert function_of(f"{module}:{entry['function']}"), entry
+            assert fnmatch.filter(names, entry["function"]), entry
             assert entry["reason"]
             assert entry.get("kind", "gpu") in ("gpu", *KINDS), entry
