@@ -26,15 +26,15 @@ from tests.mutants.targets import ROOT, all_mutants, modules
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("command", choices=["list", "run", "again", "report", "survivors"])
+    parser.add_argument("command", choices=["list", "run", "again", "report", "bound", "survivors"])
     parser.add_argument("folder", type=Path, help="of the results")
     parser.add_argument("--count", type=int, default=2000, help="mutants of the sample")
     parser.add_argument("--only", default="", help="mutants whose name begins so")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = arguments.folder / "verdicts.jsonl"
-    if arguments.command == "report":
-        print(summary(list(verdicts(results))))
+    if arguments.command in ("report", "bound"):
+        print(summary(list(verdicts(results)), bound=arguments.command == "bound"))
     elif arguments.command == "survivors":
         print(survivors(list(verdicts(results)), arguments.only))
     elif arguments.command == "list":

@@ -61,9 +61,12 @@ def way_of(verdict: Verdict) -> str:
     return "layouts of the plain model" if verdict.by.startswith("layout") else "plain model"
 
 
-def summary(verdicts: list[Verdict]) -> str:
-    """A table of the packages, and how mutants are found, of the mutants that all judges have judged."""
-    final = judged_by_all(verdicts)
+def summary(verdicts: list[Verdict], *, bound: bool = False) -> str:
+    """A table of the packages, and how mutants are found, of the mutants that all judges have judged.
+
+    ``bound``: also of the others, which count as not found, so that the share is a lower bound.
+    """
+    final = latest(verdicts) if bound else judged_by_all(verdicts)
     lines = [f"| package | mutants | {' | '.join(OUTCOMES)} | share found |", "|---" * (3 + len(OUTCOMES)) + "|"]
     packages = sorted({verdict.name.partition(".")[0] for verdict in final})
     for package in [*packages, "all"]:

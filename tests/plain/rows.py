@@ -142,7 +142,7 @@ MODELS: dict[str, Values] = {
     "xielu": ROPE | {"xielu": True},
     "width of the mlp": {"ffn_hidden_size": 20},
     "z-loss": UNTIED | {"output_z_loss_coeff": 0.05},
-    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3, "seed": 99},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3, "seed": 99, "seq_length": 16},
     "dropout in documents": ROPE | PACKED | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "latent attention": LATENT,
     "latent queries": LATENT | {"q_lora_rank": 7, "latent_norm_epsilon": 1e-2},
@@ -403,6 +403,11 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "cp2 a2a": ("groups", 2, CP2 | {"cp_comm_type": ("a2a",)}),
     "cp4 a2a+p2p": (
         "chunks of four",
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+    ),
+    "dropout, cp4 a2a+p2p": (
+        "dropout",
         4,
         {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
     ),
