@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_core.data_parallel import Bucket, BucketMemory, DataParallel, DataParallelSettings
+from megatron_core.data_parallel.bucket_layout import matrix_work
+from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.fill import make_buckets, units_of
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.handles import Handle
+from megatron_core.parallel.sharding import replicated
 from megatron_core.training.driver import StepWork, forward_backward
 from megatron_core.training.objective import count_tokens
 from megatron_core.training.step import forward_step, load_batches
@@ -59,6 +69,20 @@ def test_bucket_size_closes_buckets() -> None:
     assert [b.names for b in _buckets(_chain(), bucket_size=10) if b.kind.decay] == [["1.weight"], ["0.weight"]]
 
 
+@pytest.mark.parametrize("shape", [(5,), (4, 4), (3, 7), (7, 3), (2, 3, 3, 5)])
+def test_matrix_work_counts_multiplications(shape: tuple[int, ...]) -> None:
+    """Muon's iteration X <- a X + (b A + c A A) X with A = X X^T, on the shorter side, as torch counts its products."""
+    if len(shape) == 1:
+        assert matrix_work(shape) == 5
+        return
+    x = torch.zeros(shape)
+    x = x.mT if shape[-2] > shape[-1] else x
+    with FlopCounterMode(display=False) as counter:
+        gram = x @ x.mT
+        (gram + gram @ gram) @ x
+    assert 2 * matrix_work(shape) == counter.get_total_flops()
+
+
 def test_buckets_join_units_below_stage_2_alone() -> None:
     """A unit is a child here; GPT's are the embedding, each layer and the head."""
     joined = [b.names for b in _buckets(_chain(), zero_stage=1)]
@@ -105,3 +129,39 @@ def test_overlap_reduces_during_backward() -> None:
     started, total = run_ranks(2, _reduced_before_finish, True)[0]
     assert started == total > 4
     assert run_ranks(2, _reduced_before_finish, False)[0][0] == 0
+
+
+class Recording(Compressor):
+    """Sums without loss, and keeps the gradients that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: list[float] = []
+
+    def is_active(self) -> bool:
+        return True
+
+    def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
+        self.received.append(bucket.grads[0].item())
+        yield all_reduce_(bucket.grads, bucket.dp_group, async_op=True)
+
+
+def _compressed(zero_stage: int) -> tuple[list[float], float]:
+    """Gradients of a weight of which each tensor-parallel rank computes a part: those compressed, and the sum."""
+    rank = dist.get_rank()
+    groups = ParallelGroups(Grid(tp=2, dp=2), rank)
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight.shard_spec = replicated((4, 4), groups.index("tp"), partial_grad=True)
+    compressor = Recording()
+    data = DataParallel({0: layer}, groups, DataParallelSettings(zero_stage=zero_stage), compressor=compressor)
+    layer(torch.full((1, 4), 10.0**rank)).sum().backward()
+    data.finish_grad_sync()
+    return compressor.received, data.buckets[0].grad_shard[0].item()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_compressors_get_gradients_that_are_complete_over_model_axes(zero_stage: int) -> None:
+    """Else each rank's part would be approximated instead of the gradient."""
+    results = run_ranks(4, _compressed, zero_stage)
+    assert [received for received, _ in results] == [[11.0], [11.0], [1100.0], [1100.0]]
+    assert [total for _, total in results] == [1111.0] * 4

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel import Bucket, DataParallel, DataParallelSettings
+from megatron_core.data_parallel import Bucket, DataParallel, DataParallelSettings, buffer
+from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.training.setup import Run
@@ -104,3 +107,30 @@ def test_order_of_execution_is_not_that_of_registration() -> None:  # C59
         for weights in ranks[1:]:
             np.testing.assert_array_equal(weights, ranks[0])
     assert all(not np.array_equal(a, b) for a, b in zip(plain[0], start, strict=True))
+
+
+class _Later:
+    """A gather whose weights arrive when it is waited for."""
+
+    def __init__(self, *args: Any) -> None:
+        self._args = args
+
+    def wait(self) -> None:
+        all_gather_flat_(*self._args)
+
+
+def _read_without_a_forward() -> list[bool]:
+    """Whether each weight has its updated value when it is read outside of its module."""
+    buffer.all_gather_flat_ = lambda weights, shard, group, async_op: _Later(weights, shard, group)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
+    settings = DataParallelSettings(zero_stage=1, overlap_param_gather=True)
+    data = DataParallel({0: model}, groups, settings)
+    for bucket in data.buckets:
+        bucket.weight_shard.fill_(7.0)
+    data.start_param_sync()
+    return [bool((parameter * 2 == 14.0).all()) for parameter in model.parameters()]
+
+
+def test_reads_outside_of_a_module_wait_for_the_weights() -> None:
+    assert run_ranks(2, _read_without_a_forward) == [[True] * 4] * 2

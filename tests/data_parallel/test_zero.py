@@ -16,6 +16,7 @@ from torch.nn.utils import skip_init
 from megatron_core.data_parallel import Bucket, DataParallel, DataParallelSettings
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
+from megatron_core.schedules.actions import Action
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
@@ -217,6 +218,44 @@ def test_frozen_matrices_that_are_not_handled_as_they_should_are_found(target: s
             assert _faults_with_frozen(3) != []
         except RankFailure as failure:  # released weights cannot be read
             assert "storage" in str(failure)
+
+
+class _WithCache(nn.Module):
+    """Returns tensors from the middle of its units, as a model with a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+
+    def units(self) -> list[list[nn.Module]]:
+        return [[layer] for layer in self.layers]
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        cache = []
+        for first, second in self.layers:
+            cache.append(first(x) * 1.0)
+            x = x + second(cache[-1])
+        return {"loss": x.square().mean(), "cache": cache}
+
+
+def _late_gradients(stage: int) -> list[str]:
+    """Weights whose gradients arrive after the sum of their unit."""
+    model = _WithCache()
+    groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
+    data = DataParallel({0: model}, groups, DataParallelSettings(zero_stage=stage))
+    forward, backward = Action(0, "F", 0), Action(0, "B", 0)
+    data.begin_action(forward)
+    loss = model(torch.ones(2, 4))["loss"]
+    data.end_action(forward)
+    data.begin_action(backward)
+    loss.backward()
+    data.end_action(backward)
+    return [name for bucket in data.buckets if bucket.has_grads for name in bucket.names]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensors_from_the_middle_of_a_unit_do_not_end_its_backward(stage: int) -> None:
+    assert run_ranks(2, _late_gradients, stage) == [[], []]
 
 
 def _chain(matrices: int, groups: ParallelGroups, stage: int) -> tuple[nn.Module, DataParallel]:

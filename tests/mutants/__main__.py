@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # recomputation imports it, which takes 1.5 s; forked processes inherit the import
 
 from tests.defects.source import forget_all
-from tests.mutants.examine import FOUND, Budget, Verdict, examine, verdicts
+from tests.mutants.examine import FOUND, Budget, Verdict, examine, examine_again, verdicts
 from tests.mutants.judges import Case, all_rows, learn_cases, learn_rows
 from tests.mutants.lines import Lines
 from tests.mutants.report import summary, survivors
@@ -26,15 +26,15 @@ from tests.mutants.targets import ROOT, all_mutants, modules
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("command", choices=["list", "run", "again", "report", "survivors"])
+    parser.add_argument("command", choices=["list", "run", "again", "report", "bound", "survivors"])
     parser.add_argument("folder", type=Path, help="of the results")
     parser.add_argument("--count", type=int, default=2000, help="mutants of the sample")
     parser.add_argument("--only", default="", help="mutants whose name begins so")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = arguments.folder / "verdicts.jsonl"
-    if arguments.command == "report":
-        print(summary(list(verdicts(results))))
+    if arguments.command in ("report", "bound"):
+        print(summary(list(verdicts(results)), bound=arguments.command == "bound"))
     elif arguments.command == "survivors":
         print(survivors(list(verdicts(results)), arguments.only))
     elif arguments.command == "list":
@@ -60,12 +60,12 @@ def run(folder: Path, results: Path, count: int, only: str, again: bool) -> None
         mutants = [mutant for mutant in mutants if is_missed(known.get(mutant.name))]
     else:
         mutants = [mutant for mutant in mutants if mutant.name not in known]
-    budget = Budget(40, 10, 15.0) if again else Budget()
+    budget = Budget(40, 10, 20.0) if again else Budget()
     forget_all()
     gc.freeze()  # otherwise each child's collections copy the parent's memory
     with results.open("a", buffering=1) as file:
         for mutant in mutants:
-            verdict = examine(mutant, rows, cases, lines, budget)
+            verdict = (examine_again if again else examine)(mutant, rows, cases, lines, budget)
             verdict.final = again
             print(verdict.line_of_file(), file=file)
             if verdict.outcome != FOUND:

@@ -25,8 +25,8 @@ from tests.mutants.lines import Lines
 FOUND = "found"
 SURVIVED = "survived"
 NOT_EXECUTED = "not executed"
-PATIENCE = 20.0
-"""Seconds by which a judge may exceed ten times its usual time."""
+PATIENCE = 60.0
+"""Seconds, enough on a busy machine, by which a judge may exceed ten times its usual time."""
 
 
 @dataclass
@@ -94,6 +94,22 @@ def examine(mutant: Mutant, rows: list[Row], cases: list[Case], lines: Lines, bu
         shutil.rmtree(folder, ignore_errors=True)
     verdict.seconds = round(time.monotonic() - start, 2)
     return verdict
+
+
+def examine_again(mutant: Mutant, rows: list[Row], cases: list[Case], lines: Lines, budget: Budget) -> Verdict:
+    """Judge a mutant by tests, which find most of those that are left, and if none finds it by rows.
+
+    Each in a process of its own, because tests leave modules and settings behind.
+    """
+    by_tests = examine(mutant, [], cases, lines, budget)
+    if by_tests.outcome == FOUND:
+        return by_tests
+    by_rows = examine(mutant, rows, [], lines, budget)
+    if by_rows.outcome == NOT_EXECUTED:
+        return by_tests
+    by_rows.judges += by_tests.judges
+    by_rows.seconds = round(by_rows.seconds + by_tests.seconds, 2)
+    return by_rows
 
 
 def rows_for(mutant: Mutant, changed: set[int], of_module: range, rows: list[Row], budget: Budget) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,8 +23,10 @@ STEPS = 3
 FOLDERS = (
     *("ops", "tensor_parallel", "context_parallel", "transformer", "models", "pipeline_parallel", "data_parallel"),
     *("optimizer", "parallel", "training", "datasets", "parity"),
-    # The only tests of sums with other bytes on the wire, of means over groups of ranks, and of adapters.
-    *("features/compression", "features/outer_steps", "features/lora"),
+    # The only tests of sums with other bytes on the wire, of means over groups of ranks, of adapters, and of updates of
+    # whole matrices; of units of a user's own model; and of what a shard stores.
+    *("features/compression", "features/outer_steps", "features/lora", "features/matrix_optimizers"),
+    *("features/equal_bits", "features/fp8", "features/qk_clip", "features/multi_token", "any_model", "checkpoint"),
 )
 """Folders of tests that claim the mutated packages."""
 FILES = tuple(f"tests/plain/test_{name}.py" for name in ("initial", "loop", "data", "groups", "precisions"))
@@ -135,7 +138,7 @@ class Recorder:
         self._failed |= report.outcome != "passed"
 
 
-OPTIONS = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--timeout=120"]
+OPTIONS = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--timeout=0"]
 
 
 def learn_cases(lines: Lines) -> list[Case]:
@@ -146,10 +149,17 @@ def learn_cases(lines: Lines) -> list[Case]:
 
 
 class FirstFailure:
-    """A plugin of pytest that keeps the name of the first test that fails."""
+    """A plugin of pytest that runs all chosen tests, and keeps the name of the first that fails."""
 
     def __init__(self) -> None:
         self.name = ""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        """The sample of ``make test`` is a sample of all tests, not of a few of them."""
+        chosen = [*items]
+        yield
+        items[:] = chosen
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep a failure."""

@@ -12,33 +12,40 @@ import yaml
 from tests.mutants.examine import FOUND, NOT_EXECUTED, SURVIVED, Verdict
 
 EQUIVALENT = "equivalent"
+NO_NUMBER = "no number"
+ON_GPU = "on a GPU"
+KINDS = ("order", "memory", "message", "check", "process", "inference")
+"""What a mutant changes instead of a number of a training; ``equivalent.yaml`` defines each."""
+OUTCOMES = (FOUND, EQUIVALENT, NO_NUMBER, ON_GPU, NOT_EXECUTED, SURVIVED)
 REASONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text())
 
 
 def latest(verdicts: list[Verdict]) -> list[Verdict]:
-    """The last verdict of each mutant, with the equivalent ones, in the order of the list of mutants."""
+    """The last verdict of each mutant, with those that change no training, in the order of the list of mutants."""
     by_name: dict[str, Verdict] = {}
     for verdict in verdicts:
         by_name[verdict.name] = verdict
     for verdict in by_name.values():
-        if verdict.outcome != FOUND and reason_of(verdict):
-            verdict.outcome = EQUIVALENT
+        entry = entry_of(verdict)
+        if verdict.outcome != FOUND and entry is not None:
+            kind = entry.get("kind")
+            verdict.outcome = ON_GPU if kind == "gpu" else NO_NUMBER if kind else EQUIVALENT
     return list(by_name.values())
 
 
 def judged_by_all(verdicts: list[Verdict]) -> list[Verdict]:
     """The beginning of the list up to the first mutant that not all judges have judged: an even sample."""
-    complete = lambda verdict: verdict.outcome in (FOUND, EQUIVALENT) or verdict.final  # noqa: E731
+    complete = lambda verdict: verdict.outcome in OUTCOMES[:4] or verdict.final  # noqa: E731
     return list(takewhile(complete, latest(verdicts)))
 
 
-def reason_of(verdict: Verdict) -> str:
-    """The recorded reason why a mutant changes no training; "" without one."""
+def entry_of(verdict: Verdict) -> dict[str, str] | None:
+    """The entry of ``equivalent.yaml`` with the reason why a mutant changes no training."""
     for entry in REASONS.get(verdict.name.partition(":")[0], []):
         target = verdict.name.partition(":")[2].partition("#")[0]
         if fnmatchcase(target, entry["function"]) and fnmatchcase(verdict.change, entry.get("change", "*")):
-            return entry["reason"]
-    return ""
+            return entry
+    return None
 
 
 def way_of(verdict: Verdict) -> str:
@@ -54,22 +61,25 @@ def way_of(verdict: Verdict) -> str:
     return "layouts of the plain model" if verdict.by.startswith("layout") else "plain model"
 
 
-def summary(verdicts: list[Verdict]) -> str:
-    """A table of the packages, and how mutants are found, of the mutants that all judges have judged."""
-    final = judged_by_all(verdicts)
-    lines = [
-        "| package | mutants | found | equivalent | not executed | survived | share found |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def summary(verdicts: list[Verdict], *, bound: bool = False) -> str:
+    """A table of the packages, and how mutants are found, of the mutants that all judges have judged.
+
+    ``bound``: also of the others, which count as not found, so that the share is a lower bound.
+    """
+    final = latest(verdicts) if bound else judged_by_all(verdicts)
+    lines = [f"| package | mutants | {' | '.join(OUTCOMES)} | share found |", "|---" * (3 + len(OUTCOMES)) + "|"]
     packages = sorted({verdict.name.partition(".")[0] for verdict in final})
     for package in [*packages, "all"]:
         chosen = [verdict for verdict in final if package in ("all", verdict.name.partition(".")[0])]
         number = Counter(verdict.outcome for verdict in chosen)
-        share = 100 * number[FOUND] / max(len(chosen) - number[EQUIVALENT], 1)
-        cells = [package, len(chosen), number[FOUND], number[EQUIVALENT], number[NOT_EXECUTED], number[SURVIVED]]
+        share = 100 * number[FOUND] / max(number[FOUND] + number[NOT_EXECUTED] + number[SURVIVED], 1)
+        cells = [package, len(chosen), *(number[outcome] for outcome in OUTCOMES)]
         lines.append(f"| {' | '.join(map(str, cells))} | {share:.1f} % |")
     ways = Counter(way_of(verdict) for verdict in final if verdict.outcome == FOUND)
     lines += ["", *(f"found by {way}: {number}" for way, number in ways.most_common())]
+    entries = [entry_of(verdict) for verdict in final if verdict.outcome == NO_NUMBER]
+    kinds = Counter(entry["kind"] for entry in entries if entry is not None)
+    lines += [f"no number, {kind}: {number}" for kind, number in kinds.most_common()]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.defects.source import compiled, definition_of, exchanged, function_of
 from tests.mutants.edits import mutants_of
 from tests.mutants.examine import FOUND, NOT_EXECUTED, SURVIVED, Verdict
-from tests.mutants.report import EQUIVALENT, REASONS, judged_by_all, latest, summary
+from tests.mutants.report import EQUIVALENT, KINDS, NO_NUMBER, REASONS, judged_by_all, latest, summary
 from tests.mutants.targets import functions, modules
 
 CLIP = "optimizer.clip:clip_factor"
@@ -85,25 +86,31 @@ def verdict(name: str, outcome: str, **fields: object) -> Verdict:
 
 def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last verdict counts; the table ends before the first mutant that not all judges have judged."""
-    monkeypatch.setitem(REASONS, "optimizer.clip", [{"function": "same", "reason": "equal"}])
+    entries = [{"function": "same", "reason": "equal"}, {"function": "text", "kind": "message", "reason": "a name"}]
+    monkeypatch.setitem(REASONS, "optimizer.clip", entries)
     verdicts = [
         verdict("a#0", FOUND, by="llama", symptom="exception X"),
         verdict("b#0", SURVIVED),
         verdict("same#0", SURVIVED),
+        verdict("text#0", SURVIVED),
         verdict("c#0", NOT_EXECUTED, final=True),
         verdict("d#0", SURVIVED),
         verdict("e#0", FOUND, by="llama"),
         verdict("b#0", FOUND, by="tests/optimizer/test_clip.py::test", final=True),
     ]
-    assert [item.outcome for item in latest(verdicts)] == [FOUND, FOUND, EQUIVALENT, NOT_EXECUTED, SURVIVED, FOUND]
-    assert len(judged_by_all(verdicts)) == 4
+    outcomes = [FOUND, FOUND, EQUIVALENT, NO_NUMBER, NOT_EXECUTED, SURVIVED, FOUND]
+    assert [item.outcome for item in latest(verdicts)] == outcomes
+    assert len(judged_by_all(verdicts)) == 5
     text = summary(verdicts)
-    assert "| optimizer | 4 | 2 | 1 | 1 | 0 | 66.7 % |" in text
+    assert "| optimizer | 5 | 2 | 1 | 1 | 0 | 1 | 0 | 66.7 % |" in text
+    assert "no number, message: 1" in text
     assert "found by exception while training: 1" in text and "found by other tests: 1" in text
 
 
-def test_equivalent_mutants_name_functions_and_reasons() -> None:
+def test_entries_name_functions_kinds_and_reasons() -> None:
     for module, entries in REASONS.items():
+        names = [name.partition(":")[2] for name in functions(module)]
         for entry in entries:
-            assert function_of(f"{module}:{entry['function']}"), entry
+            assert fnmatch.filter(names, entry["function"]), entry
             assert entry["reason"]
+            assert entry.get("kind", "gpu") in ("gpu", *KINDS), entry

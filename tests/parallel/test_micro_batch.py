@@ -29,6 +29,14 @@ def test_residual_parts_make_up_the_sequence(size: int, sequence_parallel: bool)
     assert rows.tolist() == [parts[-1].tolist(), (parts[-1] + 12).tolist()]
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_messages_have_the_length_of_residual_parts(sequence_parallel: bool) -> None:
+    """Of a sequence that context-parallel ranks share, and with sequence parallelism tensor-parallel ranks, too."""
+    split = SequenceSplit(tp_rank=1, tp_size=2, cp_rank=1, cp_size=2, sequence_parallel=sequence_parallel)
+    residual = split.residual(split.local(torch.arange(24).unsqueeze(0)), dim=1)
+    assert split.message_length(24) == residual.shape[1] == (6 if sequence_parallel else 12)
+
+
 def test_a_batch_of_whole_sequences() -> None:
     micro = MicroBatch.of(BATCH, SequenceSplit(1, 2, sequence_parallel=True), CPU)
     assert micro.residual_length == 6

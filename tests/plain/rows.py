@@ -142,7 +142,8 @@ MODELS: dict[str, Values] = {
     "xielu": ROPE | {"xielu": True},
     "width of the mlp": {"ffn_hidden_size": 20},
     "z-loss": UNTIED | {"output_z_loss_coeff": 0.05},
-    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3, "seed": 99},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3, "seed": 99, "seq_length": 16},
+    "dropout in documents": ROPE | PACKED | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "latent attention": LATENT,
     "latent queries": LATENT | {"q_lora_rank": 7, "latent_norm_epsilon": 1e-2},
     "latent attention without norms, yarn": LATENT
@@ -350,6 +351,7 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "larger micro-batch": ("llama", 1, {"micro_batch_size": 4}),
     "compiled layers": ("llama", 1, {"compile": True, "compile_backend": "eager"}),
     "compiled layers, aot": ("llama", 1, {"compile": True, "compile_backend": "aot_eager"}),
+    "compiled layers, tp2": ("llama", 2, TP2 | {"compile": True, "compile_backend": "aot_eager"}),
     "full recompute": (FOUR, 1, FULL | {"recompute_method": "uniform", "recompute_num_layers": 2}),
     "recompute of a block": (FOUR, 1, FULL | {"recompute_method": "block", "recompute_num_layers": 1}),
     "selective recompute": (
@@ -404,6 +406,11 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
         4,
         {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
     ),
+    "dropout, cp4 a2a+p2p": (
+        "dropout",
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+    ),
     "documents, cp2": ("documents", 2, CP2),
     "gpipe": (FOUR, 2, PP2 | {"pipeline_schedule": "gpipe"}),
     "1f1b": (FOUR, 2, PP2 | {"pipeline_schedule": "1f1b", "overlap_p2p_communication": False}),
@@ -416,6 +423,12 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "layout of stages": (FOUR, 2, PP2 | {"pipeline_model_parallel_layout": "Et|tttL"}),
     "first stage": (FOUR, 2, PP2 | {"decoder_first_pipeline_num_layers": 1}),
     "last stage": (FOUR, 2, PP2 | {"decoder_last_pipeline_num_layers": 1}),
+    "one group, tp2": ("one group", 2, TP2),
+    "sums of three stages of a rank": (
+        "gpt2 of six layers",
+        4,
+        PP2 | {"num_virtual_stages_per_pipeline_rank": 3, "overlap_grad_reduce": True, "micro_batch_size": 1},
+    ),
     "embedding and loss count as layers": (
         "gpt2 of six layers",
         2,

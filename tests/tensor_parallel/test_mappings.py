@@ -11,6 +11,10 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel import mappings
 from megatron_core import parallel_state
+from megatron_core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron_core.verify.ranks import run_ranks
 
 SIZES = [1, 3]
@@ -79,6 +83,67 @@ def pairs(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_classes_for_autograd(name: str, ranks: int) -> None:
     run_ranks(ranks, pairs, name)
+
+
+REGIONS = {
+    "copy_to_tensor_model_parallel_region": "_CopyToModelParallelRegion",
+    "reduce_from_tensor_model_parallel_region": "_ReduceFromModelParallelRegion",
+    "scatter_to_tensor_model_parallel_region": "_ScatterToModelParallelRegion",
+    "gather_from_tensor_model_parallel_region": "_GatherFromModelParallelRegion",
+    "scatter_to_sequence_parallel_region": "_ScatterToSequenceParallelRegion",
+    "gather_from_sequence_parallel_region": "_GatherFromSequenceParallelRegion",
+    "reduce_scatter_to_sequence_parallel_region": "_ReduceScatterToSequenceParallelRegion",
+    "all_gather_last_dim_from_tensor_parallel_region": "_AllGatherFromTensorParallelRegion",
+    "reduce_scatter_last_dim_to_tensor_parallel_region": "_ReduceScatterToTensorParallelRegion",
+}
+
+
+def regions() -> None:
+    parallel_state.initialize_model_parallel(2)
+    rank = torch.distributed.get_rank()
+    for function, pair in REGIONS.items():
+        there, back, dim = PAIRS[pair]
+        inputs = [matrix(r) for r in range(2)]
+        x = inputs[rank].clone().requires_grad_()
+        output = getattr(mappings, function)(x)
+        assert torch.equal(output, there(inputs, dim, rank)), function
+        grads = [matrix(r, *output.shape) + 7.0 for r in range(2)]
+        output.backward(grads[rank])
+        assert torch.equal(x.grad, back(grads, dim, rank)), function
+
+
+def test_functions_by_default_use_the_tensor_parallel_group() -> None:
+    run_ranks(2, regions)
+
+
+def products() -> None:
+    """Rank r has rows r of the input and columns r of the output; the gradient is that of the sum of outputs times 1,
+    2, ... for each column."""
+    parallel_state.initialize_model_parallel(2)
+    rank = torch.distributed.get_rank()
+    whole = torch.cat([matrix(r, 3) for r in range(2)]).requires_grad_()
+    weights = [torch.nn.Parameter(matrix(r, 2) - 50.0) for r in range(2)]
+    biases = [torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    scale = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    expected = [torch.nn.functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
+    sum((output * scale).sum() for output in expected).backward()
+    for sequence_parallel in (True, False):
+        x = (whole.chunk(2)[rank] if sequence_parallel else whole).detach().clone().requires_grad_()
+        weight = torch.nn.Parameter(weights[rank].detach().clone())
+        bias = biases[rank].detach().clone().requires_grad_()
+        for frozen in (False, True):
+            function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
+            x.grad = bias.grad = None
+            output = function(x, weight, bias, False, not sequence_parallel, sequence_parallel)
+            assert torch.equal(output, expected[rank])
+            (output * scale).sum().backward()
+            assert torch.equal(x.grad, whole.grad.chunk(2)[rank] if sequence_parallel else whole.grad)
+            assert bias.grad is None if frozen else torch.equal(bias.grad, biases[rank].grad)
+            assert torch.equal(weight.grad, weights[rank].grad)  # of the first call alone
+
+
+def test_products_of_column_parallel_layers() -> None:
+    run_ranks(2, products)
 
 
 def uneven() -> None:

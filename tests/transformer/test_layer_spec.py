@@ -20,6 +20,7 @@ from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.transformer import MLP, LayerContext, LayerSpec, SequenceContext, layer_spec
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
+from megatron_core.transformer.norm import Norm
 from megatron_core.verify.bounds import FLOAT64_BOUND, relative_errors
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -167,3 +168,14 @@ def test_losses_of_a_single_layer_are_named(pattern: tuple[int, ...]) -> None:
     ).model
     assert auxiliary_loss_names(config) == ("load_balancing_loss",)
     assert auxiliary_loss_names(replace(config, num_experts=None)) == ()
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_norms_without_initialization_scale_by_one(plus_one: bool) -> None:
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, apply_layernorm_1p=plus_one)
+    model = GPTModel(config, 61, 16, parallel=ModelParallelConfig(perform_initialization=False))
+    x = torch.randn(3, 8)
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    assert len(norms) == 3
+    for norm in norms:
+        assert norm(x).allclose(torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
