@@ -52,8 +52,8 @@ class EngineOffload:
             self._offloaded.restore()
             self._offloaded = None
 
-    def _require_state(self, parts: Collection[str]) -> None:
-        missing = () if self._offloaded is None else sorted(self._offloaded.parts.intersection(parts))
+    def _require_state(self, names: Collection[str]) -> None:
+        missing = () if self._offloaded is None else sorted(self._offloaded.parts.intersection(names))
         if missing:
             raise ConfigError(f"the engine's {', '.join(missing)} are offloaded; call reload() first (reload_states())")
 

@@ -246,7 +246,7 @@ class ConfigReader:
     def _quantized(self, stage: int, ranks: int) -> dict[str, Any]:
         name = "zero_optimization.zero_quantized"
         kinds = {"gradients": "int4-gradients", "weights": "int8-weights"}
-        chosen = [kind for key, kind in kinds.items() if self.flag(f"{name}_{key}")]
+        chosen = [value for key, value in kinds.items() if self.flag(f"{name}_{key}")]
         if "int8-weights" in chosen and stage != 3:
             self.faults.append(f"{name}_weights=true needs zero_optimization.stage 3; set it to false")
         return {"grad_compression": "-".join(chosen)} if chosen and ranks > 1 else {}

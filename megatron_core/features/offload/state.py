@@ -97,16 +97,16 @@ class OffloadedState:
             yield from tensor.split(CHUNK_BYTES)
 
 
-def _kept_tensors(data: DataParallel, optimizer: Optimizer, parts: Collection[str]) -> Iterator[Tensor]:
+def _kept_tensors(data: DataParallel, optimizer: Optimizer, names: Collection[str]) -> Iterator[Tensor]:
     """Weights and optimizer state of this rank."""
-    if "weights" in parts:
+    if "weights" in names:
         for bucket in data.all_buckets:
             yield bucket.weights
             yield bucket.weight_shard
         yield from (parameter.data for _, parameter in data.frozen)
     for _, tensors in optimizer.tensors():
-        yield from (t for name, t in tensors.items() if ("main_weights" if name == "main" else "moments") in parts)
-    if "moments" in parts:
+        yield from (t for label, t in tensors.items() if ("main_weights" if label == "main" else "moments") in names)
+    if "moments" in names:
         yield from (piece.memory for piece in optimizer.joint_state())
 
 

@@ -262,7 +262,7 @@ class EngineCheckpoint(EngineSettings):
         if self.core.world.device.type == "cpu":
             log_dist("offload_states has no effect on a CPU: the state is in host memory", ranks=[0])
             return
-        self.core.offload(parts=[part for kind, part in STATES.items() if include is None or kind in include])
+        self.core.offload(parts=[name for state, name in STATES.items() if include is None or state in include])
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state of ``offload_states`` back."""
