@@ -122,7 +122,8 @@ class GatedExperts(nn.Module):
         """``[..., hidden]``, of the same shape afterwards; sets ``l_aux`` and ``exp_counts``."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         routes: Routes = self.gate(tokens, used_token, True)
-        self.l_aux, self.exp_counts = routes.aux_loss, routes.counts
+        self.l_aux = routes.aux_loss
+        self.exp_counts = routes.counts
         width = tokens.shape[1]
         slots = buffer_slots(routes.experts, routes.rows, routes.num_experts, routes.capacity)
         buffers = fill_buffers(tokens, slots, routes.num_experts, routes.capacity)

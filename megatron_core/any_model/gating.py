@@ -186,7 +186,8 @@ def jittered(x: Tensor, epsilon: float = 1e-2) -> Tensor:
 
 def gumbel(x: Tensor) -> Tensor:
     """Draw standard Gumbel noise of the shape of ``x``, float32."""
-    location, scale = torch.zeros((), device=x.device), torch.ones((), device=x.device)
+    location = torch.zeros((), device=x.device)
+    scale = torch.ones((), device=x.device)
     return torch.distributions.Gumbel(location, scale).rsample(x.shape)
 
 

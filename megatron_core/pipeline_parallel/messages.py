@@ -216,10 +216,6 @@ class StructuredMessages:
         """Return the structure of a stage's output."""
         return self.structures[stage, self.kinds[micro]]
 
-    def value_of(self, stage: int, micro: int, message: Message | None) -> Any:
-        """Return a stage's output from its message; None without one, on the first stage."""
-        return None if message is None else self.structure_of(stage, micro).fill(tensors_of(message))
-
     def learn(self, action: Action, structure: Structure) -> None:
         """Store the structure of a forward's output; ``LayoutError`` if it was another one before."""
         # Receivers allocate buffers by the structure: another one would fill only a part, or overflow.

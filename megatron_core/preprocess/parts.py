@@ -224,7 +224,8 @@ def _slices(datasets: Sequence[IndexedDataset], begin: Extents, end: Extents) ->
 
 def _documents(dataset: IndexedDataset, first: int, stop: int) -> Encoded:
     borders = np.asarray(dataset.document_indices[first : stop + 1])
-    low, high = int(borders[0]), int(borders[-1])
+    low = int(borders[0])
+    high = int(borders[-1])
     lengths = np.asarray(dataset.sequence_lengths[low:high])
     start = int(dataset.sequence_pointers[low]) // dataset.itemsize if high > low else 0
     tokens = dataset.tokens(start, int(lengths.sum(dtype=np.int64)))

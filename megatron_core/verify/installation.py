@@ -111,7 +111,8 @@ def selected(op: str, device_type: str, dtype: torch.dtype) -> str:
 
 def failing_collectives() -> list[str]:
     """Run each collective that training uses, on every rank; return the names of those with a wrong result."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     world = dist.group.WORLD
     assert world is not None
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
