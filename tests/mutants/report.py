@@ -15,7 +15,7 @@ EQUIVALENT = "equivalent"
 NO_NUMBER = "no number"
 ON_GPU = "on a GPU"
 KINDS = ("order", "memory", "message", "check", "process", "inference")
-"""What a mutant changes instead of a number of a training; ``equivalent.yaml`` defines each."""
+"""Effects other than a number of a training; ``equivalent.yaml`` defines each."""
 OUTCOMES = (FOUND, EQUIVALENT, NO_NUMBER, ON_GPU, NOT_EXECUTED, SURVIVED)
 REASONS: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts
+from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_parts, reference
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from tests.ops.checks import (
@@ -314,3 +314,15 @@ def test_the_reference_is_the_definition(smoothing: float) -> None:
         options = {"valid": 7, "smoothing": smoothing, "backend": "reference", "overwrite": overwrite}
         found = results(logits.clone(), target, dloss, **options)
         assert_near(found, exact(logits, target, dloss, 7, smoothing), BOUND[torch.float64])
+
+
+def test_each_target_is_in_one_part() -> None:
+    """Of a vocabulary of 8 tokens that two ranks share."""
+    logits = torch.arange(1.0, 9.0, dtype=torch.float64)
+    targets = torch.arange(8)
+    parts = [
+        reference.cross_entropy_parts(part.expand(8, 4), targets, first, 4)[2]
+        for first, part in zip((0, 4), logits.split(4), strict=True)
+    ]
+    assert parts[0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    assert parts[1].tolist() == [0, 0, 0, 0, 5, 6, 7, 8]
