@@ -1,7 +1,7 @@
 """The measures, each with the value that it must not exceed (or fall below) and its aim.
 
 A limit is the value when the measure was last improved, of lines rounded up, which leaves room for corrections: after
-an improvement lower it. A limit is raised only for a capability that an issue asks for; the comment beside it says by
+an improvement lower it. A limit is raised only for a capability that an issue asks for; the comment next to it says by
 how much and for what.
 """
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import init_distributed
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT  # type: ignore[import-not-found,unused-ignore]
 from deepspeed.git_version_info import git_branch, git_hash, version
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
