@@ -2,12 +2,17 @@
 
 Processor time includes that of the processes that a test starts and waits for. It hardly depends on what else runs on
 the machine, as the duration does.
+
+``python -m tests.costs FILE`` adds the long tests of such a table to ``long_tests.txt``, of which ``make test`` runs a
+part (``sample.py``), and removes those that have become short.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +25,8 @@ FILE_LIMIT = 8.0
 """Processor seconds or waits in seconds from which on the summary lists a file."""
 SUMMARY_TESTS = 500
 """Tests from which on a run has a summary."""
+LONG_SECONDS = 1.4
+"""Processor seconds and waits, together, from which on a test is long."""
 START = "start and collection"
 PHASES = ("setup", "call", "teardown", "in all")
 
@@ -115,3 +122,19 @@ class Costs:
         rows = sorted(self.of_test.items(), key=lambda entry: -sum(entry[1][-1]))
         table = [[test, *(f"{seconds:.3f}" for pair in phases for seconds in pair)] for test, phases in rows]
         path.write_text("".join("\t".join(row) + "\n" for row in [header, *table]))
+
+
+def with_measured(names: set[str], table: Path) -> set[str]:
+    """The long tests after the measurements in ``table``; ``names``: those before, of which it may lack some."""
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    seconds = {row["test"]: float(row["in all: processor"]) + float(row["in all: waits"]) for row in rows}
+    long_names = {name for name, value in seconds.items() if value >= LONG_SECONDS and not name.startswith(START)}
+    return long_names | (names - seconds.keys())
+
+
+if __name__ == "__main__":
+    from tests.sample import LONG_TESTS
+
+    before = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    LONG_TESTS.write_text("".join(f"{name}\n" for name in sorted(with_measured(before, Path(sys.argv[1])))))

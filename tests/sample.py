@@ -6,7 +6,9 @@
 4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps
    one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
    others if the part or the core changed. Modules ``test_planted*`` keep all of theirs.
-5. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
+5. Of the long tests and cases of optional parts (``long_tests.txt``), each folder keeps one of ``LONG_SHARE``;
+   ``make test-changed`` adds the others.
+6. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
 Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
 kept. A table with more structure chooses its own rows (``tests.parity.every_row.cover``) and is marked ``every_case``.
@@ -33,6 +35,9 @@ CASES = 3
 OPTIONAL_SHARE = 4
 OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
+LONG_SHARE = 4
+LONG_TESTS = TESTS / "long_tests.txt"
+"""Names of tests that take long, which ``python -m tests.costs`` writes; a test with a new name is a short one."""
 STARTERS = {
     "ForkedPopen",
     "Popen",
@@ -59,16 +64,33 @@ def left_out(items: Iterable[pytest.Function]) -> set[pytest.Function]:
     for cases in tests.values():
         kept = spread(len(cases), _count(cases[0], len(cases)))
         left |= {case for number, case in enumerate(cases) if number not in kept}
+    return left | _left_out_long_tests([case for cases in tests.values() for case in cases if case not in left])
+
+
+def _left_out_long_tests(cases: Iterable[pytest.Function]) -> set[pytest.Function]:
+    """Rule 5: long tests in folders of optional parts."""
+    long_names = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    by_folder: dict[Path, list[pytest.Function]] = {}
+    for case in cases:
+        if case.nodeid in long_names and is_optional(case.path) and not _plants_defects(case.path):
+            by_folder.setdefault(case.path.parent, []).append(case)
+    left: set[pytest.Function] = set()
+    for of_folder in by_folder.values():
+        kept = spread(len(of_folder), -(-len(of_folder) // LONG_SHARE))
+        left |= {case for number, case in enumerate(of_folder) if number not in kept}
     return left
+
+
+def _plants_defects(path: Path) -> bool:
+    """Whether the tests of a file plant defects, which show what the sample finds."""
+    return path.stem.startswith("test_planted")
 
 
 def _left_out_of_optional_parts(tests: dict[tuple[Path, str], list[pytest.Function]]) -> set[pytest.Function]:
     """Rule 4: cases of tests that start ranks or programs, in folders of optional parts."""
     by_module: dict[Path, list[list[pytest.Function]]] = {}
     for (path, _), cases in tests.items():
-        # Planted defects show what the sample finds.
-        plants = path.stem.startswith("test_planted")
-        if not plants and is_optional(path) and starts_processes(cases[0].function):
+        if not _plants_defects(path) and is_optional(path) and starts_processes(cases[0].function):
             by_module.setdefault(path, []).append(cases)
     left: set[pytest.Function] = set()
     for of_module in by_module.values():

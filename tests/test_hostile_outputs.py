@@ -92,7 +92,7 @@ READS: dict[str, set[str]] = {
     "plot_metrics": {"metrics", "title"},
     "preprocess_data": {
         "input", "json_keys", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
-        "document_separator", "tokenization_backend",
+        "document_separator", "tokenization_backend", "engine", "partition",
     },
     "post_train": {"host", "model_name"},
     "replay_step": {"step"},

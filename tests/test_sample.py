@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_core.verify import ranks
-from tests import programs
-from tests.sample import CASES, OPTIONAL_SHARE, TESTS, is_optional, left_out, spread, starts_processes
+from tests import costs, programs, sample
+from tests.sample import CASES, LONG_SHARE, OPTIONAL_SHARE, TESTS, is_optional, left_out, spread, starts_processes
 
 
 def _directly() -> None:
@@ -37,6 +37,7 @@ class Case:
     function: Any
     marks: dict[str, Any] = field(default_factory=dict)
     path: Path = Path(__file__)
+    nodeid: str = ""
 
     def get_closest_marker(self, name: str) -> Any:
         """The mark, or None."""
@@ -100,3 +101,34 @@ def test_a_module_of_an_optional_part_keeps_a_share_of_its_tests() -> None:
     assert left_out(every) == set()
     cheap: Any = [Case(f"test_{number}", _not_at_all, path=optional) for number in range(9)]
     assert left_out(cheap) == set()
+
+
+def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"test_{number}" for number in range(9)]
+    (tmp_path / "long").write_text("\n".join(names))
+    monkeypatch.setattr(sample, "LONG_TESTS", tmp_path / "long")
+    kept = {}
+    for file in ("planner/test_search.py", "planner/test_planted.py", "schedules/test_table.py"):
+        cases: Any = [Case(name, _not_at_all, path=TESTS / file, nodeid=name) for name in [*names, "short"]]
+        kept[file] = len(cases) - len(left_out(cases))
+    assert kept == {
+        "planner/test_search.py": -(-len(names) // LONG_SHARE) + 1,
+        "planner/test_planted.py": len(names) + 1,
+        "schedules/test_table.py": len(names) + 1,
+    }
+
+
+def test_long_tests_are_listed_by_measurement(tmp_path: Path) -> None:
+    table = tmp_path / "costs"
+    rows = [("long", 1.0, 0.5), ("short", 0.3, 0.1), ("became short", 0.2, 0.0), (costs.START, 9.0, 0.0)]
+    header = "test\tin all: processor\tin all: waits"
+    table.write_text("\n".join([header, *("\t".join(map(str, row)) for row in rows)]))
+    assert costs.with_measured({"became short", "not run"}, table) == {"long", "not run"}
+
+
+def test_listed_long_tests_exist() -> None:
+    """A name without a test would hide that the test with its new name is not listed."""
+    for name in sample.LONG_TESTS.read_text().splitlines():
+        file, _, test = name.partition("::")
+        code = (TESTS.parent / file).read_text()
+        assert f"def {test.partition('[')[0].rpartition('::')[2]}(" in code, name

@@ -70,8 +70,8 @@ def test_wrong_style_is_a_fault() -> None:
 @pytest.mark.parametrize(
     ("target", "old", "new", "expected"),
     [
-        ("ParallelLinear.forward", "copy_to_region(x, self.group)", "x", "the gradient of input 0 is off by"),
-        ("ParallelLinear.forward", "reduce_from_region(self", "(lambda y, _: y)(self", "output 0 is off by"),
+        ("split_product", "copy_to_region(x, group)", "x", "the gradient of input 0 is off by"),
+        ("split_product", "reduce_from_region(product", "(lambda y, _: y)(product", "output 0 is off by"),
         ("_Splitting._whole", "partial_grad=partial", "partial_grad=True", "the gradient of c_proj.bias is off by 1.0"),
         ("_Splitting._split", "matrices > 1:", "matrices > 9:", "output 0 is off by"),
     ],
