@@ -248,18 +248,17 @@ def fused_attention(
 
     A bool mask is True where a query attends to a key; a floating-point mask is added to the scores.
     """
-    grouped = query.shape[1] != key.shape[1]
+    # A dictionary, not a comparison: under torch.compile sizes may be symbols, and the operator takes no symbolic bool.
+    sharing = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     channels = value.shape[-1]
-    if grouped and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over the keys per group
+    if sharing and query.shape[2] == 1 and not causal:  # 15 % faster on a CPU: one pass over the keys per group
         queries = query.flatten(1, 2).unflatten(1, (key.shape[1], -1))
         return fused_attention(queries, key, value, mask).flatten(1, 2).unsqueeze(2)
     # The kernels without full scores need equal widths, on a GPU those for 16 bits (flash attention).
     if channels < query.shape[-1] and (query.is_cpu or query.dtype.itemsize == 2):
         value = nn.functional.pad(value, (0, query.shape[-1] - channels))
     with kernels_for(query):
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **sharing)
     return out[..., :channels]
 
 

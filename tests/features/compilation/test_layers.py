@@ -15,6 +15,7 @@ from megatron_core.features.compilation.layers import compile_layers
 from megatron_core.training.step import train_step
 from megatron_core.transformer import SequenceContext
 from megatron_core.transformer.block import TransformerLayer
+from megatron_core.transformer.core_attention import fused_attention
 from megatron_core.verify import trace_training
 from megatron_core.verify.bounds import Bounds
 from megatron_core.verify.ranks import RankFailure
@@ -65,6 +66,16 @@ def test_a_dense_layer_is_one_graph(settings: dict[str, Any]) -> None:
     layer, hidden, context = layer_and_inputs(**settings)
     found = torch._dynamo.explain(layer.forward)(hidden, context)
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+    torch._dynamo.reset()
+
+
+def test_models_with_other_numbers_of_heads_compile_in_one_process() -> None:
+    """Dynamo makes the number of heads a symbol when it changes; torch's kernels take no comparison of symbols."""
+    compiled = torch.compile(fused_attention, backend="aot_eager", fullgraph=True)
+    for heads, groups in ((4, 2), (2, 1), (8, 4), (4, 4), (6, 3)):
+        query, key, value = (torch.randn(2, number, 8, 16, dtype=torch.float64) for number in (heads, groups, groups))
+        expected = fused_attention(query, *(x.repeat_interleave(heads // groups, 1) for x in (key, value)), causal=True)
+        torch.testing.assert_close(compiled(query, key, value, causal=True), expected, rtol=0, atol=1e-12)
     torch._dynamo.reset()
 
 
