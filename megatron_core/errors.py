@@ -4,6 +4,7 @@ They also inherit from the built-in exceptions that users of Megatron Core catch
 """
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import islice
@@ -35,6 +36,11 @@ def escaped(match: re.Match[str]) -> str:
 def visible(text: str) -> str:
     """``text`` with control characters other than newline and tab escaped."""
     return CONTROL.sub(escaped, text)
+
+
+def wrapped(text: str) -> str:
+    """``text`` on lines of at most 100 columns for a console, without breaks inside words."""
+    return textwrap.fill(text, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:

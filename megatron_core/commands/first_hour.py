@@ -22,13 +22,15 @@ import os
 import random
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,6 +170,7 @@ class TimedSteps:
                 latest = [*latest, line][-15:]
                 if line_to_show := SHOWN.match(line.rstrip()):
                     print(f"    {line_to_show[0]}", flush=True)
+            process.wait()
         if process.returncode:
             text = "".join(latest)
             raise MegatronError(f"the step {title!r} failed with status {process.returncode}; {self.log}:\n{text}")
@@ -176,8 +179,9 @@ class TimedSteps:
         if expected > 2 * START_SECONDS:
             self._slowness = seconds / expected
 
-    def started(self, module: str, *flags: object) -> subprocess.Popen[str]:
-        """Start a command, on the CPU."""
+    @contextmanager
+    def started(self, module: str, *flags: object) -> Iterator[subprocess.Popen[str]]:
+        """Start a command, on the CPU; at the end it is terminated, unless it has ended."""
         words = [str(flag) for flag in flags]
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {command_name(module)} {shlex.join(words)}\n")
@@ -185,9 +189,13 @@ class TimedSteps:
         # devices, which a machine with one GPU has only as CPU ranks.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", f"{__package__}.{module}", *words]
-        return subprocess.Popen(
+        with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()
 
     def _heading(self, title: str) -> str:
         if title not in self.expected:
@@ -352,14 +360,11 @@ class FirstHour:
             if address is None:
                 raise MegatronError(f"the chat page did not start: {first}{server.stdout.read()}")
             question = "What does os.path.join do?"
-            try:
-                print(f"\nquestion  {question}\nanswer    {ask(address[0], question)}")
-                print(f"\nchat with it at {address[0]} (Ctrl-C ends it)", flush=True)
-                if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-                    webbrowser.open(address[0])
-                server.wait()
-            finally:
-                server.terminate()
+            print(f"\nquestion  {question}\nanswer    {ask(address[0], question)}")
+            print(f"\nchat with it at {address[0]} (Ctrl-C ends it)", flush=True)
+            if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+                webbrowser.open(address[0])
+            server.wait()
 
     def _train(self, title: str, plan: HourPlan, *flags: object) -> None:
         self.steps.run(title, "train", "--nproc-per-node", 2, *plan.flags(), "--global-batch-size", BATCH, *flags)
@@ -400,4 +405,6 @@ def first_hour(settings: FirstHourFlags) -> None:
 
 def main() -> None:
     """Parse the flags and run."""
+    # The default action of SIGTERM would leave the running step, or the server of the chat page, behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     first_hour(parse_flags(FirstHourFlags, description=__doc__))

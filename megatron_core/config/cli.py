@@ -20,7 +20,7 @@ from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, wrapped
 from megatron_core.feature import feature_switches, features, load_hook, shorthands
 from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
@@ -164,7 +164,7 @@ def _parse(
             continue
         defaults = RunConfig.from_flat(defaults.flat() | chosen)
         if remark and _is_first_rank():
-            print(f"note: {flag}: {remark}", file=sys.stderr)
+            print(wrapped(f"note: {flag}: {remark}"), file=sys.stderr)
     if path is not None:
         defaults, faults = config_and_faults(path, defaults, names)
         translation.faults += faults
@@ -278,7 +278,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
     named -= refinements()  # _parse has named them
     same = [name for name in values if name in named and values[name] == defaults[name] and values[name] is not False]
     if unread := unread_settings(config, world_size, device="", names=same):
-        print(f"note: without effect here: {unread}", file=sys.stderr)
+        print(wrapped(f"note: without effect here: {unread}"), file=sys.stderr)
 
 
 def _types(line_class: type[_CommandLine]) -> dict[str, Any]:
@@ -319,4 +319,4 @@ def _note(ignored: dict[str, str]) -> None:
         for flag, reason in ignored.items():
             by_reason.setdefault(reason, []).append(flag)
         listed = "; ".join(f"{', '.join(flags)} ({reason})" for reason, flags in by_reason.items())
-        print(f"note: accepted from Megatron-LM, without effect here: {listed}", file=sys.stderr)
+        print(wrapped(f"note: without effect here, accepted from Megatron-LM: {listed}"), file=sys.stderr)

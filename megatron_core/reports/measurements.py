@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.errors import wrapped
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.sinks import metrics_path
@@ -51,7 +52,7 @@ class Measurements(Callback):
         reference = self._reference(earlier)
         self.product_rate = reference.flops
         if run.world.rank == 0:
-            print(f"utilisation is against {reference}", flush=True)
+            print(wrapped(f"utilisation is against {reference}"), flush=True)
         about = self._about() | {"product_rate": reference.flops, "rate_of": asdict(reference)}
         if metrics is not None:
             self._writer = RankWriter(metrics, run.world.rank, about)

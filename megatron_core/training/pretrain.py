@@ -1,7 +1,6 @@
 """A whole pretraining job on this rank."""
 
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from megatron_core.config.cli import CommandLine, note_unread_flags, parse_comma
 from megatron_core.config.partition import describe
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, wrapped
 from megatron_core.feature import descriptions, load_hook, used_features
 from megatron_core.monitor.console import ConsoleSink
 from megatron_core.monitor.events import Sink
@@ -166,8 +165,8 @@ def introduce(run: Run) -> None:
             print(description)
     if run.world.size > 1:
         print(f"collectives: {transports.describe_transport()}")
-    for note in sorted(notes(run), key=lambda note: [not note.startswith(kind) for kind in NOTE_KINDS]):
-        print(*textwrap.wrap(f"note: {note}", 96, break_long_words=False, break_on_hyphens=False), sep="\n    ")
+    for text in sorted(notes(run), key=lambda text: [not text.startswith(kind) for kind in NOTE_KINDS]):
+        print(wrapped(f"note: {text}"))
     if run.state.iteration:
         print(f"resuming from iteration {run.state.iteration}, {run.state.consumed_samples} samples")
     sys.stdout.flush()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_core.errors import wrapped
 from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.bounds import EPSILON
 from megatron_core.verify.comparison import BITS_HEADING, HEADING, changed_lines
@@ -12,8 +13,6 @@ from megatron_core.verify.parity import ParityReport, Row, Worst
 
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict")
 _TERMINAL_HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "verdict", "s")
-_COLUMNS = 100
-"""Number of characters of a line on a terminal."""
 _MOST_FAULTS = 3
 LONGEST_VALUE = 40
 """Maximum number of characters of a printed value."""
@@ -63,10 +62,7 @@ class TerminalTable:
 def print_wrapped(*lines: str) -> None:
     """Print each of ``lines`` on as many lines of a terminal as it needs, without breaks inside words."""
     for line in lines:
-        print(
-            textwrap.fill(line, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False),
-            flush=True,
-        )
+        print(wrapped(line), flush=True)
 
 
 def _errors(row: Row) -> tuple[Worst | None, ...]:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -90,6 +91,32 @@ def test_a_corpus_without_validation_ends_before_the_training(tmp_path: Path) ->
     hour = FirstHour(FirstHourFlags(corpus=str(tmp_path / "notes"), output=str(tmp_path / "hour")))
     with pytest.raises(DataError, match="--corpus has 1 documents; give 20 files or more"):
         hour.prepare_data()
+
+
+def has_ended(group: int, seconds: float) -> bool:
+    """Whether all processes of a group end in this time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_terminated_command_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_core.commands.first_hour", "--minutes", "1", "--no-serve"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("measuring a step")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert has_ended(process.pid, seconds=60)
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 @pytest.mark.whole_matrix
