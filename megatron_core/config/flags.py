@@ -172,7 +172,8 @@ class Translation:
         except (TypeError, ValueError, OverflowError):
             many = len(single) > 1 and not _is_list(setting_type)
             legal = describe(setting_type, "None") + (", one value (in quotes if it has spaces)" if many else "")
-            self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {legal}")
+            fault = "this cannot be read" if single else "a value is missing"
+            self.faults.append(f"{' '.join([flag, *single])}: {fault}; legal: {legal}")
         else:
             self.strong += [flag, *values]
 

@@ -92,7 +92,8 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     yield from _weight_decay_problems(config)
     decay = _decay_end(config, world_size)
-    if decay and optimizer.lr_warmup_fraction is None and warmup >= decay:
+    # A length that is not positive is out of range by itself.
+    if decay and decay > 0 and optimizer.lr_warmup_fraction is None and warmup >= decay:
         yield (
             f"lr_warmup_{unit}={warmup} leaves nothing for the decay, which ends after {decay} {_WORD[unit]}; "
             f"legal: 0 to {decay - 1}, or a longer training"

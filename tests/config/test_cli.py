@@ -145,19 +145,24 @@ def test_help_into_a_closed_pipe_ends_silently(topic):
 
 def test_unknown_flag_names_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"--tensor-parallel-size 2: neither .* perhaps you meant .*--tensor-model-par"
+        ConfigError, match=r"--tensor-parallel-sise 2: neither .* perhaps you meant .*--tensor-model-par"
     ):
-        parse("--tensor-parallel-size 2")
+        parse("--tensor-parallel-sise 2")
 
 
-def test_flags_of_transformers_name_ours():
+def test_a_flag_without_its_value():
+    with pytest.raises(ConfigError, match=r"--seq-length: a value is missing; legal: an integer"):
+        parse("--seq-length --bf16")
+
+
+def test_flags_of_other_programs_name_ours():
     """Each is unknown here and to Megatron-LM, and the flags that replace it exist."""
-    with pytest.raises(ConfigError, match=r"--learning-rate 1e-4: .* in place of transformers' flag, give --lr$"):
+    with pytest.raises(ConfigError, match=r"--learning-rate 1e-4: .* in place of another program's flag, give --lr$"):
         parse_run_config(["--learning-rate", "1e-4"])
-    own = {f"--{name.replace('_', '-')}" for name in field_types()}
-    for name, ours in megatron_flags.OF_TRAINER.items():
+    own = {"--nproc-per-node", "--model-preset"} | {f"--{name.replace('_', '-')}" for name in field_types()}
+    for name, ours in megatron_flags.OF_OTHER_PROGRAMS.items():
         assert name not in field_types() and name not in {**megatron_flags.FLAGS, **aliases()}
-        assert {word for word in ours.split() if word.startswith("--")} <= own, ours
+        assert {word.rstrip(";,") for word in ours.split() if word.startswith("--")} <= own, ours
 
 
 def test_a_wrong_flag_hides_no_settings_of_a_folder():

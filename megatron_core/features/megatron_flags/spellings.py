@@ -112,14 +112,14 @@ class MegatronSpellings(Spellings):
         return name, tables.SAME_VALUE.get(name, {}).get(value, value) if isinstance(value, str) else value
 
     def explain(self, name: str) -> tuple[str, str] | None:
-        """Reason for a flag of Megatron-LM that is not a setting; for one of transformers the flag to give."""
+        """Reason for a flag of Megatron-LM that is not a setting; for one of other programs the flag to give."""
         flag = tables.FLAGS.get(name)
-        ours = tables.OF_TRAINER.get(name)
+        ours = tables.OF_OTHER_PROGRAMS.get(name)
         if flag is not None:
             return "Megatron-LM's", (
                 f"it belongs to {flag.reason}; remove it" if flag.fate == "dependent" else flag.reason
             )
-        return None if ours is None else ("transformers'", f"give {ours}")
+        return None if ours is None else ("another program's", f"give {ours}")
 
     def _values(self, flag: str, setting: str, values: list[str], line: Translation) -> list[Group]:
         """The groups of a flag of a setting, with Megatron-LM's values translated."""

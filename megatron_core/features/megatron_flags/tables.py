@@ -23,7 +23,7 @@ FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
 UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
 LISTS = frozenset(_TABLES["lists"].split())
-OF_TRAINER: dict[str, str] = _TABLES["of_trainer"]
+OF_OTHER_PROGRAMS: dict[str, str] = _TABLES["of_other_programs"]
 
 
 @dataclass(frozen=True)
