@@ -216,10 +216,10 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         # With a rank's file, a folder without a manifest is a damaged checkpoint, not an empty folder.
         folders = (root, *sorted(root.glob("iter_*")))
         incomplete = next((path for path in folders if any(path.glob("rank_*.safetensors"))), None)
-        if incomplete is not None and in_storage(root) is not None and not fault and incomplete != root:
-            # Objects have their final names from the start, and a job must restart without help.
-            return Candidates(note=f"{incomplete} has no {MANIFEST}: its save was interrupted")
         if incomplete is not None:
+            # Objects have their final names from the start, and a job must restart without help.
+            if in_storage(root) is not None and not fault and incomplete != root:
+                return Candidates(note=f"{incomplete} has no {MANIFEST}: its save was interrupted")
             raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
             return Candidates()

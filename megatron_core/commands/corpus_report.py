@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron_core.commands.inspect_dataset import TokenizerFlags, as_text, histogram
+from megatron_core.commands.inspect_dataset import ShowTextFlags, as_text, histogram
 from megatron_core.commands.merge_datasets import folder_prefixes
 from megatron_core.data_parts.manifest import get_parts_path, read_parts
 from megatron_core.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusReportFlags(TokenizerFlags):
+class CorpusReportFlags(ShowTextFlags):
     """Statistics and checks of a corpus of token files."""
 
     input: tuple[str, ...]
@@ -84,7 +84,7 @@ def corpus_report(settings: CorpusReportFlags) -> None:
     make_folder(folder)
     options = CorpusOptions(settings.longer_than, settings.samples)
     ranges = plan_ranges(list(sources.values()), options)
-    work = Work(settings, folder, options)
+    work = TaskRunner(settings, folder, options)
     try:
         if share is not None:
             number, total = share
@@ -103,7 +103,7 @@ def corpus_report(settings: CorpusReportFlags) -> None:
         sample["text"] = as_text(sample.pop("ids"), tokenizer)
     output.write(json.dumps(result, indent=1) + "\n")
     if settings.png is not None:
-        plot(result, settings.png)
+        plot_report(result, settings.png)
     shutil.rmtree(folder)
     print("\n".join(report_lines(result, shutil.get_terminal_size((100, 24)).columns)))
     print(f"\nwrote {' and '.join(filter(None, [settings.output, settings.png]))}")
@@ -135,10 +135,10 @@ def found_sources(inputs: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             names.add(name)
             listed = location(get_parts_path(name))
             is_list = not is_folder and listed.is_file()
-            yield name, [str(listed.parent / part.path) for part in read_parts(name).parts] if is_list else [name]
+            yield name, [str(listed.parent / entry.path) for entry in read_parts(name).parts] if is_list else [name]
 
 
-class Work:
+class TaskRunner:
     """Runs tasks on this machine or on a Ray cluster, except those whose file exists."""
 
     def __init__(self, settings: CorpusReportFlags, folder: Path, options: CorpusOptions) -> None:
@@ -196,8 +196,8 @@ def report_lines(result: dict[str, Any], width: int) -> list[str]:
     corpus = result["corpus"]
     header = f"{'tokens':>18}  {'documents':>14}  {'duplicates':>14}  {'of tokens':>9}  {'empty':>9}  source"
     lines = [header]
-    shown = sorted(result["sources"], key=lambda source: -source["tokens"])[:SHOWN]
-    for source in [*shown, corpus]:
+    largest = sorted(result["sources"], key=lambda source: -source["tokens"])[:SHOWN]
+    for source in [*largest, corpus]:
         share = source["duplicate tokens"] / max(source["tokens"], 1)
         counts = f"{source['tokens']:>18,}  {source['documents']:>14,}  {source['duplicates']:>14,}"
         lines.append(f"{counts}  {share:>9.2%}  {source['empty']:>9,}  {source['name']}")
@@ -206,15 +206,15 @@ def report_lines(result: dict[str, Any], width: int) -> list[str]:
         lines.append(f"{corpus['too long']:,} documents are longer than {corpus['longer than']:,} tokens; {beyond}")
     lines += ["", *histogram(lengths_of(corpus), width)]
     for group in result["most frequent documents"][:5]:
-        place = f"document {group['document']} of {group['file']}"
-        lines.append(f"{group['times']:,} times: {place} ({group['tokens']:,} tokens)")
+        name = f"document {group['document']} of {group['file']}"
+        lines.append(f"{group['times']:,} times: {name} ({group['tokens']:,} tokens)")
     for sample in result["samples"]:
-        place = f"document {sample['document']} of {sample['file']}"
-        lines.append(f"\n{place} ({sample['tokens']:,} tokens)\n{sample['text']}")
+        name = f"document {sample['document']} of {sample['file']}"
+        lines.append(f"\n{name} ({sample['tokens']:,} tokens)\n{sample['text']}")
     return lines
 
 
-def plot(result: dict[str, Any], path: str) -> None:
+def plot_report(result: dict[str, Any], path: str) -> None:
     """Plot lengths, and tokens by source."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -38,7 +38,7 @@ from megatron_core.tokenizers.build import TokenizerFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerFlags:
+class ShowTextFlags:
     """The tokenizer with which documents are shown as text."""
 
     tokenizer_type: str | None = None
@@ -62,7 +62,7 @@ class TokenizerFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectDatasetFlags(TokenizerFlags):
+class InspectDatasetFlags(ShowTextFlags):
     """Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text."""
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]

@@ -131,11 +131,6 @@ class ExpertLoad:
         return max(self.tokens) / self.mean if self.mean else 1.0
 
     @property
-    def min_over_mean(self) -> float:
-        """Smallest load / mean load: 1 if all are equal, 0 if an expert gets no tokens."""
-        return min(self.tokens) / self.mean if self.mean else 1.0
-
-    @property
     def entropy(self) -> float:
         """Entropy of the shares / entropy of equal shares: 1 if all are equal, 0 if one expert gets all tokens."""
         shares = [n / sum(self.tokens) for n in self.tokens if n]

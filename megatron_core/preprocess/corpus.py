@@ -23,8 +23,10 @@ from megatron_core.locations import in_storage, location
 from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.lengths import EDGES, DocumentRanges, Lengths, binned
 
-TASK_BYTES, TASK_INDEX_BYTES = 1 << 28, 1 << 26
-"""Bytes of tokens of a task, and of their index: 3 million documents."""
+TASK_BYTES = 1 << 28
+"""Bytes of tokens of a task."""
+TASK_INDEX_BYTES = 1 << 26
+"""Bytes of the index of these tokens: 3 million documents."""
 READ_TOKENS = 1 << 22
 BUCKETS = 1 << 12
 """Ranges of hashes whose positions a file of records begins with: the largest number of tasks that merge."""
@@ -38,7 +40,7 @@ _RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<i8"), ("toke
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """What is counted."""
+    """Settings that change the results of tasks."""
 
     longer_than: int | None
     """Documents of more tokens are counted as too long."""
@@ -104,7 +106,7 @@ def _hashes(dataset: IndexedDataset, start: int, lengths: np.ndarray) -> np.ndar
         before = int(ends[first] - lengths[first])
         stop = max(first + 1, int(np.searchsorted(ends, before + READ_TOKENS, side="right")))
         tokens = dataset.tokens(start + before, int(ends[stop - 1]) - before)
-        data = memoryview(np.ascontiguousarray(tokens, "<i8")).cast("B")
+        data = np.ascontiguousarray(tokens, "<i8").view(np.uint8).data
         borders = [0, *((ends[first:stop] - before) * 8).tolist()]
         digests += b"".join(xxh3_128_digest(data[low:high]) for low, high in pairwise(borders))
         first = stop
@@ -290,7 +292,8 @@ class _Total:
 
     def result(self) -> dict[str, Any]:
         """The values, quantiles, and the histogram: [shortest length, documents, tokens] of each bin with documents."""
-        lengths = Lengths(*self._lengths, self.values["shortest"] or 0, self.values["longest"]["tokens"], "documents")
+        documents, tokens = self._lengths
+        lengths = Lengths(documents, tokens, self.values["shortest"] or 0, self.values["longest"]["tokens"], "documents")
         lows = [0, *EDGES.tolist()]
         filled = np.flatnonzero(self._lengths[0]).tolist()
         figures = {"mean": lengths.mean} | {f"{share:.0%}": lengths.quantile(share) for share in (0.5, 0.9, 0.99)}
@@ -302,4 +305,4 @@ def lengths_of(result: dict[str, Any]) -> Lengths:
     counts = np.zeros((2, len(EDGES) + 1), np.int64)
     for low, documents, tokens in result["lengths"]:
         counts[:, np.searchsorted(EDGES, low, side="right")] = documents, tokens
-    return Lengths(*counts, result["shortest"] or 0, result["longest"]["tokens"], "documents")
+    return Lengths(counts[0], counts[1], result["shortest"] or 0, result["longest"]["tokens"], "documents")

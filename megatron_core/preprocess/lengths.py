@@ -110,8 +110,8 @@ class DocumentRanges:
         self.count, self.unit = (len(index) - 1, "documents") if is_closed else (len(dataset), "sequences")
         self._end = 0
         if len(dataset):
-            last = int(dataset.sequence_lengths[-1]) * dataset.itemsize
-            self._end = int(dataset.sequence_pointers[-1]) + last
+            size = int(dataset.sequence_lengths[-1]) * dataset.itemsize
+            self._end = int(dataset.sequence_pointers[-1]) + size
 
     def starts(self, first: int, stop: int) -> np.ndarray:
         """The number of the first token of each of the documents [first, stop); `count` stands for the end."""

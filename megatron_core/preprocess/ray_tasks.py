@@ -16,7 +16,7 @@ from megatron_core.preprocess.report import BAR_SECONDS
 MOST_FAILURES = 20
 
 
-class Task(Protocol):
+class RayTask(Protocol):
     """A part of the work."""
 
     @property
@@ -30,7 +30,7 @@ class Task(Protocol):
         ...
 
 
-AnyTask = TypeVar("AnyTask", bound=Task)
+AnyTask = TypeVar("AnyTask", bound=RayTask)
 
 
 class RayTasks:
@@ -59,7 +59,7 @@ class RayTasks:
 
     def map(
         self,
-        function: Callable[[Any, AnyTask], None],
+        function: Callable[[Any, Any], None],
         shared: Any,
         tasks: Sequence[AnyTask],
         finished: Callable[[AnyTask | None], None],
@@ -100,7 +100,7 @@ class RayTasks:
         cores = int(self._ray.cluster_resources().get("CPU", 1))
         return 2 * min(cores, self._most or cores)
 
-    def _is_complete(self, reference: Any, task: Task, failures: Counter[str]) -> bool:
+    def _is_complete(self, reference: Any, task: RayTask, failures: Counter[str]) -> bool:
         """Whether a task has written its files; False if its worker or machine died."""
         try:
             self._ray.get(reference)

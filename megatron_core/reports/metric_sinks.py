@@ -89,7 +89,7 @@ def scalars(event: StepEvent) -> dict[str, float]:
     loads = [ExpertLoad.of(numbers) for numbers in event.expert_load.values()]
     if loads:  # of the layer with the most unequal load
         values["expert-load-max-over-mean"] = max(load.max_over_mean for load in loads)
-        values["expert-load-min-over-mean"] = min(load.min_over_mean for load in loads)
+        values["expert-load-min-over-mean"] = min(min(load.tokens) / max(load.mean, 1e-9) for load in loads)
         values["expert-load-entropy"] = min(load.entropy for load in loads)
     return {tag: value for tag, value in values.items() if value is not None}
 
@@ -158,9 +158,9 @@ def open_prometheus(context: SinkContext) -> PrometheusSink:
 
 def series(tag: str, run: str) -> str:
     """Name and labels of a tag, such as ``megatron_time{run="gpt",part="forward"}`` for ``time/forward``."""
-    name, _, part = tag.partition("/")
-    labels = {"run": run, "part": part} if part else {"run": run}
-    quoted = (f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
+    name, slash, label = tag.partition("/")
+    labels = {"run": run, "part": label} if slash else {"run": run}
+    quoted = (f'{key}="{value.translate(_ESCAPES)}"' for key, value in labels.items())
     return f"{metric_name(name)}{{{','.join(quoted)}}}"
 
 

@@ -199,10 +199,8 @@ def notes(run: Run) -> Iterator[str]:
     """Notes for the user before training starts."""
     settings, iteration = run.config.checkpoint, run.state.iteration
     if settings.save is not None and not run.config.training.skip_train and current_thread() is not main_thread():
-        yield (
-            "SIGTERM and Ctrl-C do not save: training does not run in the main thread (as under Ray Train), and Python "
-            "allows signal handlers in no other; a resume repeats the steps since the last checkpoint of save_interval"
-        )
+        cause = "training does not run in the main thread (as under Ray Train), the only one with signal handlers"
+        yield f"SIGTERM and Ctrl-C do not save: {cause}; a resume repeats the steps since the last save_interval"
     if run.config.training.eval_iters:
         yield from run.splits.notes
         if (reason := missing_validation(run)) is not None:

@@ -132,6 +132,16 @@ def test_files_without_closed_documents_are_counted_by_sequence(
     assert (result["documents"], result["tokens"], result["duplicates"]) == (3, 5, 1)
 
 
+def test_documents_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "empty", [[], []])
+    write(tmp_path / "some", [[], [5], []])
+    corpus_report(CorpusReportFlags(input=("empty", "some"), output="out.json", png="out.png", workers=1))
+    result = json.loads(Path("out.json").read_bytes())
+    assert [(s["documents"], s["empty"], s["duplicates"]) for s in result["sources"]] == [(2, 2, 0), (3, 2, 0)]
+    assert result["corpus"]["mean"] == 0.2 and len(result["samples"]) == 1
+
+
 def test_faults_are_named(sources: dict[str, Documents]) -> None:
     with pytest.raises(ConfigError, match="--input has web twice"):
         report("out.json", input=("web", "web"))

@@ -3,7 +3,7 @@
 python -m tests.storage.faulty_proxy PORT SERVER_PORT FOLDER SEED
 
 Each request starts a series of faults of one kind with a probability of 1/16. FOLDER/calm, a file, stops them. Each
-fault is a line of FOLDER/faults: its kind and the request.
+fault is a line of FOLDER/faults: its kind and the request. FOLDER/always has the kind of all faults, for tests.
 """
 
 import random
@@ -44,6 +44,9 @@ class Faults:
     def next(self, request: str, possible: set[str]) -> str:
         """The kind of the fault of a request, or an empty text; it is recorded."""
         with self._lock:
+            if (self._folder / "always").exists():
+                kind = (self._folder / "always").read_text()
+                return kind if kind in possible else ""
             if (self._folder / "calm").exists():
                 self._left = 0
                 return ""
@@ -139,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def handle_one_request(self) -> None:
-        """As the base class; a client that closes its connection is no error."""
+        """As the base class, without an error if the client closes its connection."""
         try:
             super().handle_one_request()
         except (OSError, ValueError, HTTPException):

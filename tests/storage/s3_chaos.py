@@ -47,7 +47,7 @@ CAUSES = {
     "stale": "no such object|does not exist|not found",
     "slow": "[Tt]imeout|timed out",
 }
-"""What the message of a failure contains, by the kind of fault."""
+"""Words in the message of a failure, by the kind of fault."""
 
 
 @contextmanager
