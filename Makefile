@@ -105,7 +105,7 @@ schedulers: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.slurm_job --out runs/slurm.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.ray_training --out runs/ray_training.json
 
-# MLflow's server and Grafana's classes, in a folder of their own, beside Debian's prometheus and prometheus-node-exporter.
+# MLflow's server and Grafana's classes, in a folder of their own; Debian has prometheus and prometheus-node-exporter.
 monitoring: install-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/monitoring \
 	  "mlflow>=3,<4" "grafana-foundation-sdk==1769699379!11.6.0"

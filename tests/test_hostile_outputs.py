@@ -52,7 +52,7 @@ class Written:
 WRITES: dict[tuple[str, str], Written] = {
     ("collect_corpus", "output"): Written("--folder texts", "texts/a.txt", ".jsonl"),
     ("corpus_report", "output"): Written("--workers 1 --input tokens", "tokens.bin", ".json"),
-    ("corpus_report", "png"): Written("--workers 1 --input tokens --output own.json", "tokens.bin", ".png"),
+    ("corpus_report", "png"): Written("--workers 1 --input tokens --output report.json", "tokens.bin", ".png"),
     ("deepspeed_config", "output"): Written("--from-json ds.json", "ds.json"),
     ("deepspeed_config yaml", "output"): Written("--from-yaml c.yaml", "c.yaml"),
     ("diagnose", "json"): Written("run", "run/metrics.jsonl"),

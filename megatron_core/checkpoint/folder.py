@@ -262,6 +262,8 @@ def _tracked(root: Path) -> tuple[int | None, str]:
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as error:
+        if in_storage(root) is not None:  # a failure of the service says nothing about the file
+            raise
         return None, f"cannot be read: {error.strerror}"
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text), ""

@@ -148,7 +148,7 @@ def plan_ranges(sources: Sequence[Sequence[str]], options: CorpusOptions) -> lis
             states = [_state(get_bin_path(prefix)), _state(get_idx_path(prefix))]
             size = location(get_bin_path(prefix)).stat().st_size
             pieces = -(-location(get_idx_path(prefix)).stat().st_size // TASK_INDEX_BYTES)
-            pieces = max(pieces, -(-size // TASK_BYTES))
+            pieces = max(pieces, -(-size // TASK_BYTES), 1)
             borders = [*(size * piece // pieces for piece in range(pieces)), None]
             for begin, end in pairwise(borders):
                 content = [asdict(options), source, number, prefix, states, begin, end]
@@ -293,7 +293,9 @@ class _Total:
     def result(self) -> dict[str, Any]:
         """The values, quantiles, and the histogram: [shortest length, documents, tokens] of each bin with documents."""
         documents, tokens = self._lengths
-        lengths = Lengths(documents, tokens, self.values["shortest"] or 0, self.values["longest"]["tokens"], "documents")
+        lengths = Lengths(
+            documents, tokens, self.values["shortest"] or 0, self.values["longest"]["tokens"], "documents"
+        )
         lows = [0, *EDGES.tolist()]
         filled = np.flatnonzero(self._lengths[0]).tolist()
         figures = {"mean": lengths.mean} | {f"{share:.0%}": lengths.quantile(share) for share in (0.5, 0.9, 0.99)}

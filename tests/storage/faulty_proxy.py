@@ -3,7 +3,8 @@
 python -m tests.storage.faulty_proxy PORT SERVER_PORT FOLDER SEED
 
 Each request starts a series of faults of one kind with a probability of 1/16. FOLDER/calm, a file, stops them. Each
-fault is a line of FOLDER/faults: its kind and the request. FOLDER/always has the kind of all faults, for tests.
+fault is a line of FOLDER/faults: its kind and the request. FOLDER/always has the kind of all faults, for tests. FOLDER/quiet
+has the number of requests that are answered before faults begin; the proxy counts it down.
 """
 
 import random
@@ -49,6 +50,10 @@ class Faults:
                 return kind if kind in possible else ""
             if (self._folder / "calm").exists():
                 self._left = 0
+                return ""
+            quiet = int((self._folder / "quiet").read_text())
+            if quiet:
+                (self._folder / "quiet").write_text(str(quiet - 1))
                 return ""
             if not self._left and self._random.random() < 1 / 16:
                 self._kind = self._random.choice(KINDS)

@@ -141,6 +141,8 @@ class Chaos:
         cache = self._folder / f"cache{number}"
         for attempt in range(100):
             (self._folder / "faults").write_text("")
+            # Otherwise most attempts would end at the start.
+            (self._folder / "quiet").write_text(str(self._random.randrange(150)))
             if self.faults.total() < most and attempt < 30:
                 (self._folder / "calm").unlink(missing_ok=True)
             limit = {SIZE_VARIABLE: "2M"} if self._random.random() < 0.5 else {}

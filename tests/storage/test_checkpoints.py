@@ -164,6 +164,23 @@ def test_storage_that_fails_while_a_save_is_given_up(save: str, monkeypatch: pyt
     assert names(save) == []
 
 
+def test_storage_that_fails_when_the_tracker_is_read(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not taken for one of another program, and no other checkpoint is loaded."""
+    save_checkpoint(Save(location(save), 1, {}), [piece(1.0)], lambda ok: ok)
+    read = StoragePath.read_range
+
+    def fail(path: StoragePath, *given: int) -> bytes:
+        if path.name == TRACKER:
+            raise OSError(5, "the object storage failed (ClientError: SlowDown)", str(path))
+        return read(path, *given)
+
+    monkeypatch.setattr(StoragePath, "read_range", fail)
+    with pytest.raises(CheckpointError, match=r"prepare the folder of a checkpoint: .*ClientError: SlowDown"):
+        save_checkpoint(Save(location(save), 2, {}), [piece(1.0)], lambda ok: ok)
+    with pytest.raises(OSError, match="SlowDown"):
+        find_candidates(save)
+
+
 def test_objects_of_others_are_kept(save: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By rotation, and when an iteration is saved again."""
     root = location(save)
