@@ -110,8 +110,7 @@ class StoragePath(ObjectPath):
 
     def stat(self) -> Status:
         """The object's size. Errors: ``FileNotFoundError``."""
-        with _named(self):
-            return Status(int(self._files.info(self)["size"]))
+        return Status(int(self._files.info(self)["size"]))
 
     def version(self) -> str:
         """A text that changes when the object is written again."""

@@ -3,8 +3,8 @@
 python -m tests.storage.faulty_proxy PORT SERVER_PORT FOLDER SEED
 
 Each request starts a series of faults of one kind with a probability of 1/16. FOLDER/calm, a file, stops them. Each
-fault is a line of FOLDER/faults: its kind and the request. FOLDER/always has the kind of all faults, for tests. FOLDER/quiet
-has the number of requests that are answered before faults begin; the proxy counts it down.
+fault is a line of FOLDER/faults: its kind and the request. FOLDER/always has the kind of all faults, for tests.
+FOLDER/quiet has the number of requests that are answered before faults begin; the proxy counts it down.
 """
 
 import random

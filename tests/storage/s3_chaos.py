@@ -4,7 +4,7 @@ python -m tests.storage.s3_chaos --faults 200 --out runs/s3_chaos.json
 
 The server is moto's, behind a proxy that throttles, answers 500, 503 and expired credentials, truncates bodies, resets
 connections before and after the server has acted, repeats earlier listings, and waits. A run that fails is started
-again by the same command, on the same machine or on another one. After each attempt the newest complete checkpoint
+again by the same command on the same machine. After each attempt the newest complete checkpoint
 must be intact and not older than before; each failure must be one sentence with its cause; the final tensors and the
 loss of each step must be those of the undisturbed run, bit for bit.
 """
