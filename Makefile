@@ -51,7 +51,7 @@ MINUTES ?= 60
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos schedulers docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos schedulers monitoring docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -97,12 +97,19 @@ browser: install-test
 chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.preprocess.ray_chaos --kills 50 --out runs/ray_chaos.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.s3_chaos --faults 200 --out runs/s3_chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_chaos --faults 300 --out runs/recovery.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_simulated --faults 10000 --out runs/recovery_simulated.json
 
 schedulers: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.slurm_job --out runs/slurm.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.ray_training --out runs/ray_training.json
+
+# MLflow's server and Grafana's classes, in a folder of their own; Debian has prometheus and prometheus-node-exporter.
+monitoring: install-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/monitoring \
+	  "mlflow>=3,<4" "grafana-foundation-sdk==1769699379!11.6.0"
+	$(BIN)/python -m tests.reports.monitoring_servers --clients $(VENV)/monitoring --out runs/monitoring.json
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

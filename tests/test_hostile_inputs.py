@@ -40,6 +40,7 @@ plan_layout --config pipe --gpus 2
 compare_hashes pipe pipe
 train_tokenizer --input pipe --vocab-size 300 --output t.json
 inspect_dataset tokens
+corpus_report --input tokens --output report.json
 merge_datasets --input tokens --output-prefix out
 preprocess_data --input pipe --output-prefix out --tokenizer-type ByteLevelTokenizer
 preprocess_data --input ds2/latest --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model pipe

@@ -51,6 +51,8 @@ class Written:
 
 WRITES: dict[tuple[str, str], Written] = {
     ("collect_corpus", "output"): Written("--folder texts", "texts/a.txt", ".jsonl"),
+    ("corpus_report", "output"): Written("--workers 1 --input tokens", "tokens.bin", ".json"),
+    ("corpus_report", "png"): Written("--workers 1 --input tokens --output report.json", "tokens.bin", ".png"),
     ("deepspeed_config", "output"): Written("--from-json ds.json", "ds.json"),
     ("deepspeed_config yaml", "output"): Written("--from-yaml c.yaml", "c.yaml"),
     ("diagnose", "json"): Written("run", "run/metrics.jsonl"),
@@ -79,6 +81,10 @@ READS: dict[str, set[str]] = {
     "collect_corpus": {"folder", "pattern"},
     "compare_hashes": {"one", "other"},
     "convert_checkpoint": {"load", "source", "to", "tag", "hf_config", "model_type", "dtype"},
+    "corpus_report": {
+        "input", "engine", "partition", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
+        "tiktoken_pattern",
+    },
     "deepspeed_config": {"from_json", "from_yaml"},
     "diagnose": {"run", "disk", "hardware"},
     "from_megatron": {"command", "variables", "read_from", "hardware"},

@@ -217,6 +217,9 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         folders = (root, *sorted(root.glob("iter_*")))
         incomplete = next((path for path in folders if any(path.glob("rank_*.safetensors"))), None)
         if incomplete is not None:
+            # Objects have their final names from the start, and a job must restart without help.
+            if in_storage(root) is not None and not fault and incomplete != root:
+                return Candidates(note=f"{incomplete} has no {MANIFEST}: its save was interrupted")
             raise CheckpointError(f"{incomplete} has no {MANIFEST}, and there is no complete checkpoint in {root}")
         if not fault:
             return Candidates()
@@ -259,6 +262,8 @@ def _tracked(root: Path) -> tuple[int | None, str]:
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as error:
+        if in_storage(root) is not None:  # a failure of the service says nothing about the file
+            raise
         return None, f"cannot be read: {error.strerror}"
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text), ""

@@ -148,7 +148,9 @@ class Save:
 
     def publish(self) -> None:
         """On rank 0, complete the checkpoint from the reports: manifest, final name, tracker."""
-        self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
+        # By their names: a listing of some object storage may be old.
+        reports = ((self.partial / rank_file(rank)).with_suffix(".report") for rank in range(self.ranks))
+        self.complete([report.read_text() for report in reports])
         # The order protects the previous checkpoint: the new one has its final name before the tracker names it, and
         # both before anything is deleted. A crash in between leaves a complete checkpoint that the tracker names.
         before = self._give_name()
@@ -195,10 +197,11 @@ class Save:
         sync_folder(self.contents)
 
     def give_up(self) -> None:
-        """On rank 0, delete the incomplete checkpoint."""
-        discard(self.partial)
-        if in_storage(self.folder) is not None and not (self.final / MANIFEST).is_file():
-            discard(self.final)
+        """On rank 0, delete the incomplete checkpoint; if the storage fails, the next save of the iteration does."""
+        with suppress(OSError):
+            discard(self.partial)
+            if in_storage(self.folder) is not None and not (self.final / MANIFEST).is_file():
+                discard(self.final)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:

@@ -38,21 +38,9 @@ from megatron_core.tokenizers.build import TokenizerFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectDatasetFlags:
-    """Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text."""
+class ShowTextFlags:
+    """The tokenizer with which documents are shown as text."""
 
-    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
-    """Path of the files without .bin or .idx."""
-    validate: bool = False
-    """First check the whole index and every token id; report the first fault and exit with status 1."""
-    samples: int = 0
-    """Number of documents to show, evenly spread over the file."""
-    document: tuple[int, ...] = ()
-    """Numbers of the documents to show, starting at 0; -1 is the last."""
-    max_tokens: int = 200
-    """Largest number of tokens to show of a document."""
-    png: str | None = None
-    """Write a plot of the document lengths to this file."""
     tokenizer_type: str | None = None
     """Type of the tokenizer, as for training, to show documents as text; default: show token ids."""
     tokenizer_model: str | None = None
@@ -71,6 +59,24 @@ class InspectDatasetFlags:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the flags, if they name one."""
         return None if self.tokenizer_type is None else TokenizerFiles.of(self.tokenizer_type, self).load()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectDatasetFlags(ShowTextFlags):
+    """Print the contents of a token file: counts, document lengths, the tokenizer, and some documents as text."""
+
+    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
+    """Path of the files without .bin or .idx."""
+    validate: bool = False
+    """First check the whole index and every token id; report the first fault and exit with status 1."""
+    samples: int = 0
+    """Number of documents to show, evenly spread over the file."""
+    document: tuple[int, ...] = ()
+    """Numbers of the documents to show, starting at 0; -1 is the last."""
+    max_tokens: int = 200
+    """Largest number of tokens to show of a document."""
+    png: str | None = None
+    """Write a plot of the document lengths to this file."""
 
 
 def inspect_dataset(settings: InspectDatasetFlags) -> None:

@@ -1,29 +1,24 @@
 """Who writes the parts of a run: this machine, a Ray cluster, or other processes that were started with --partition."""
 
 import os
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import DataError
 from megatron_core.preprocess.output import TokenOutput
 from megatron_core.preprocess.parts import PartFolder
 from megatron_core.preprocess.plan import InputPart
-from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
-from megatron_core.preprocess.report import BAR_SECONDS, JobProgress
+from megatron_core.preprocess.pool import WorkerPool
+from megatron_core.preprocess.ray_tasks import RayTasks
+from megatron_core.preprocess.report import JobProgress
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart, TokenFormat, Worker
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.fast import Backend, load_backend
-
-# A document on which the worker always dies, for example for lack of memory, must end the run. Lost machines and
-# preempted workers rarely hit the same part this often.
-MOST_FAILURES = 20
 
 Finished = Callable[[InputPart | None], None]
 """Called for each part when it is complete, and with None while others are awaited."""
@@ -52,11 +47,9 @@ class WrittenParts:
         complete = self._folder.finished()
         missing = [shard for shard in shards if shard.name not in complete]
         if missing:
-            first = missing[0]
-            path = next(iter(first.sources.values())).path
             raise DataError(
                 f"{self._folder.path} has {len(shards) - len(missing):,} of {len(shards):,} parts; the first missing "
-                f"one is of {path}, byte {first.ranges[0].start:,}: run the --partition commands again with the same "
+                f"one is of {missing[0].place}: run the --partition commands again with the same "
                 "flags and input (they skip finished parts), and then this one"
             )
         for shard in shards:
@@ -68,87 +61,22 @@ class WrittenParts:
 
 
 class RayParts:
-    """Tasks of a Ray cluster: the one of RAY_ADDRESS, or a running one, or a new one on this machine.
-
-    Two tasks for each CPU are submitted; a task of a worker or machine that dies is submitted again. Memory of this
-    process: a few hundred bytes for each part.
-    """
+    """Tasks of a Ray cluster that write parts."""
 
     def __init__(self, settings: PreprocessSettings, limits: Limits, worker: Worker, folder: PartFolder) -> None:
-        if find_spec("ray") is None:
-            raise ConfigError("--engine ray needs the package ray, which is not installed; pip install ray")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
-
-        self._ray = ray
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError as error:
-            if os.environ.get("RAY_ADDRESS"):
-                raise ConfigError(f"--engine ray: RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from None
-            ray.init(address="local", num_cpus=settings.processes, include_dashboard=False, **quiet)
+        self._tasks = RayTasks(folder.finished, settings.processes, settings.workers)
         # The workers must use the backend that this process has compared with the tokenizer.
         chosen: Any = worker.backend.name
         settings = replace(settings, tokenization_backend=chosen)
-        self._shared = ray.put((settings, limits, worker.tokenizer.fingerprint(), worker.layout))
-        # No retries by Ray: it would not tell a part on which workers always die from a machine that is lost.
-        self._task = ray.remote(write_part).options(num_cpus=1, max_retries=0)
-        self._most = settings.workers
-        self._folder = folder
+        self._shared = (settings, limits, worker.tokenizer.fingerprint(), worker.layout)
 
     def map(self, shards: Sequence[InputPart], finished: Finished) -> Iterator[InputPart]:
         """Yield the parts. WorkerDiedError: workers died 20 times on the same part."""
-        complete = self._folder.finished()
-        waiting = deque(shard for shard in shards if shard.name not in complete)
-        running: dict[Any, InputPart] = {}
-        failures: Counter[str] = Counter()
-        for shard in shards:
-            if shard.name in complete:
-                finished(shard)
-        for shard in shards:
-            while shard.name not in complete:
-                while waiting and len(running) < self._tasks():
-                    following = waiting.popleft()
-                    running[self._task.remote(self._shared, following)] = following
-                ready, _ = self._ray.wait(list(running), timeout=BAR_SECONDS)
-                for reference in ready:
-                    done = running.pop(reference)
-                    if self._is_complete(reference, done, failures):
-                        complete.add(done.name)
-                        finished(done)
-                    else:
-                        waiting.appendleft(done)
-                finished(None)
-            yield shard
-
-    def _tasks(self) -> int:
-        """Number of tasks that may be submitted; a cluster may grow and shrink."""
-        cores = int(self._ray.cluster_resources().get("CPU", 1))
-        return 2 * min(cores, self._most or cores)
-
-    def _is_complete(self, reference: Any, shard: InputPart, failures: Counter[str]) -> bool:
-        """Whether a task has written its part; False if its worker or machine died."""
-        try:
-            self._ray.get(reference)
-            return True
-        except self._ray.exceptions.RayTaskError as error:  # an exception in the task
-            raise error.cause from None
-        except self._ray.exceptions.RayError as error:
-            failures[shard.name] += 1
-            if failures[shard.name] >= MOST_FAILURES:
-                first = shard.ranges[0]
-                raise WorkerDiedError(
-                    f"workers died {MOST_FAILURES} times on {shard.sources[first.source].path}, byte {first.start:,} "
-                    f"on, the last time because of {type(error).__name__}: {str(error).splitlines()[0]}; finished "
-                    "parts are kept, and the same command continues"
-                ) from None
-            time.sleep(0.1)  # a lost machine fails all its tasks at once
-            return False
+        yield from self._tasks.map(write_part, self._shared, shards, finished)
 
     def stop(self) -> None:
         """Cancel all tasks and disconnect from the cluster."""
-        self._ray.shutdown()
+        self._tasks.stop()
 
 
 class PartsInOrder:

@@ -75,33 +75,66 @@ class Lengths:
 
 def closed_document_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of all documents; of all sequences if no document is closed."""
-    index = dataset.document_indices
-    count, unit = (len(index) - 1, "documents") if len(index) > 1 else (len(dataset), "sequences")
+    ranges = DocumentRanges(dataset)
     documents = np.zeros(len(EDGES) + 1, np.int64)
     tokens = np.zeros(len(EDGES) + 1, np.int64)
     shortest = None
     longest = 0
-    for start, stop in blocks(count):
-        lengths = _lengths(dataset, start, stop) if unit == "documents" else dataset.sequence_lengths[start:stop]
+    for start, stop in blocks(ranges.count):
+        lengths = ranges.lengths(start, stop)
         low, high = int(lengths.min()), int(lengths.max())
         shortest = low if shortest is None else min(shortest, low)
         longest = max(longest, high)
-        entries = np.searchsorted(EDGES, lengths, side="right")
-        documents += np.bincount(entries, minlength=len(documents))
-        # The weights are summed in float64, which is exact up to 2**53.
-        tokens += np.bincount(entries, weights=lengths, minlength=len(documents)).astype(np.int64)
-    return Lengths(documents, tokens, shortest or 0, longest, unit)
+        of_block = binned(lengths)
+        documents += of_block[0]
+        tokens += of_block[1]
+    return Lengths(documents, tokens, shortest or 0, longest, ranges.unit)
 
 
-def _lengths(dataset: IndexedDataset, start: int, stop: int) -> np.ndarray:
-    """Number of tokens of each of the documents [start, stop): the distance between their starts."""
-    sequences = np.asarray(dataset.document_indices[start : stop + 1])
-    if not len(dataset):
-        return np.zeros(stop - start, np.int64)
-    itemsize = np.dtype(dataset.dtype).itemsize
-    end = int(dataset.sequence_pointers[-1]) + int(dataset.sequence_lengths[-1]) * itemsize
-    inside = np.minimum(sequences, len(dataset) - 1)
-    return np.diff(np.where(sequences < len(dataset), dataset.sequence_pointers[inside], end)) // itemsize
+def binned(lengths: np.ndarray) -> np.ndarray:
+    """Documents and their tokens by length, as in `Lengths`: int64 [2, len(EDGES) + 1]."""
+    entries = np.searchsorted(EDGES, lengths, side="right")
+    size = len(EDGES) + 1
+    # The weights are summed in float64, which is exact up to 2**53.
+    tokens = np.bincount(entries, weights=lengths, minlength=size)
+    return np.stack([np.bincount(entries, minlength=size), tokens.astype(np.int64)])
+
+
+class DocumentRanges:
+    """Places of the documents in a token file; of its sequences if no document is closed."""
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self._dataset = dataset
+        index = dataset.document_indices
+        is_closed = len(index) > 1
+        self.count, self.unit = (len(index) - 1, "documents") if is_closed else (len(dataset), "sequences")
+        self._end = 0
+        if len(dataset):
+            size = int(dataset.sequence_lengths[-1]) * dataset.itemsize
+            self._end = int(dataset.sequence_pointers[-1]) + size
+
+    def starts(self, first: int, stop: int) -> np.ndarray:
+        """The number of the first token of each of the documents [first, stop); `count` stands for the end."""
+        dataset = self._dataset
+        sequences = np.arange(first, stop)
+        if self.unit == "documents":
+            sequences = np.asarray(dataset.document_indices[first:stop])
+        if not len(dataset):
+            return np.zeros(stop - first, np.int64)
+        inside = np.minimum(sequences, len(dataset) - 1)
+        pointers = np.where(sequences < len(dataset), dataset.sequence_pointers[inside], self._end)
+        return pointers // dataset.itemsize
+
+    def lengths(self, first: int, stop: int) -> np.ndarray:
+        """Number of tokens of each of the documents [first, stop): int64."""
+        return np.diff(self.starts(first, stop + 1))
+
+    def first_from(self, position: int) -> int:
+        """The first document that starts at a byte of the `.bin` file or after it."""
+        sequence = int(np.searchsorted(self._dataset.sequence_pointers, position))
+        if self.unit == "sequences":
+            return sequence
+        return int(np.searchsorted(self._dataset.document_indices[:-1], sequence))
 
 
 _NOTHING = 0.5
@@ -114,13 +147,19 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
+    draw_lengths(lengths, upper, lower)
+    upper.set_title(title, loc="left", fontsize=12)
+    save_picture(figure, png_path, dpi=150)
+
+
+def draw_lengths(lengths: Lengths, upper: Axes, lower: Axes) -> None:
+    """Draw the histogram of document lengths, and that of their tokens."""
     bars = lengths.bars(bars_per_octave=2)
     left = [max(bar.low, _NOTHING) for bar in bars]
     width = [bar.high - low for bar, low in zip(bars, left, strict=True)]
     shares = [100 * bar.tokens / max(int(lengths.tokens.sum()), 1) for bar in bars]
     upper.bar(left, [bar.documents for bar in bars], width, align="edge", color="#2563eb", edgecolor="white")
     lower.bar(left, shares, width, align="edge", color="#12876f", edgecolor="white")
-    upper.set_title(title, loc="left", fontsize=12)
     upper.set_ylabel(lengths.unit)
     lower.set_ylabel("% of all tokens")
     lower.set_xlabel(f"tokens in a {lengths.unit.removesuffix('s')}")
@@ -132,7 +171,6 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
     if lengths.documents[0]:  # the scale has no tick there
         options: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         lower.annotate("0", (_NOTHING**0.5, 0.0), xytext=(0, -7), ha="center", va="top", fontsize=9, **options)
-    save_picture(figure, png_path, dpi=150)
 
 
 def _finish(axes: Axes) -> None:

@@ -104,6 +104,12 @@ class InputPart:
     sources: Mapping[int, InputFile]
 
     @property
+    def place(self) -> str:
+        """Its beginning, for messages."""
+        first = self.ranges[0]
+        return f"{self.sources[first.source].path}, byte {first.start:,}"
+
+    @property
     def size(self) -> int:
         """Number of bytes of the ranges, on disk."""
         ends = (self.sources[r.source].size if r.end is None else r.end for r in self.ranges)

@@ -115,12 +115,15 @@ class PreprocessSettings:
     @property
     def share(self) -> tuple[int, int]:
         """I and N of --partition I/N; (0, 0) without the flag. ValueError: malformed."""
-        if self.partition is None:
-            return 0, 0
-        number, total = map(int, self.partition.split("/"))
-        if not 1 <= number <= total:
-            raise ValueError
-        return number, total
+        return (0, 0) if self.partition is None else parse_share(self.partition)
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """I and N of I/N. ValueError: malformed."""
+    number, total = map(int, text.split("/"))
+    if not 1 <= number <= total:
+        raise ValueError
+    return number, total
 
 
 @dataclass(frozen=True)

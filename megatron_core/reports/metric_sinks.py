@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, first_line
-from megatron_core.monitor.events import StepEvent, ValidationEvent
+from megatron_core.monitor.events import ExpertLoad, StepEvent, ValidationEvent
 from megatron_core.monitor.sinks import SinkContext
 from megatron_core.output_file import Kind, make_folder, no_follow_new, refuse_other_file
 from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
@@ -86,6 +86,11 @@ def scalars(event: StepEvent) -> dict[str, float]:
         **event.auxiliary_losses,
         **event.breakdown,
     }
+    loads = [ExpertLoad.of(numbers) for numbers in event.expert_load.values()]
+    if loads:  # of the layer with the most unequal load
+        values["expert-load-max-over-mean"] = max(load.max_over_mean for load in loads)
+        values["expert-load-min-over-mean"] = min(min(load.tokens) / max(load.mean, 1e-9) for load in loads)
+        values["expert-load-entropy"] = min(load.entropy for load in loads)
     return {tag: value for tag, value in values.items() if value is not None}
 
 
@@ -96,13 +101,16 @@ _METRICS = Kind(
 
 
 class PrometheusSink:
-    """Replaces its file atomically after each step."""
+    """Replaces its file atomically after each step; the label ``run`` is the file's name without suffix.
+
+    Without this label a node exporter would drop the metrics of all runs of a machine but one.
+    """
 
     setting = "prometheus_file"
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, start_iteration: int = 0) -> None:
         self._path = Path(path)
-        self._values = dict[str, float]()
+        self._values: dict[str, float] = {"iteration": start_iteration}
         try:
             make_folder(self._path.parent)
             if self._path.exists() and not self._path.is_file():
@@ -114,7 +122,11 @@ class PrometheusSink:
 
     def on_step(self, event: StepEvent) -> None:
         """Write one step."""
-        counted = {"iteration": event.iteration, "consumed-samples": event.consumed_samples}
+        counted = {
+            "iteration": event.iteration,
+            "total-iterations": event.total_iterations,
+            "consumed-samples": event.consumed_samples,
+        }
         self._values |= scalars(event) | counted
         self._write()
 
@@ -127,11 +139,11 @@ class PrometheusSink:
         """Keep the last values in the file."""
 
     def _write(self) -> None:
-        lines = [f"{metric_name(name)} {_number(value)}" for name, value in self._values.items()]
+        lines = {series(tag, self._path.stem): _number(value) for tag, value in self._values.items()}
         make_folder(self._path.parent)  # it may have been deleted
         new = self._path.with_name(f".{self._path.name}.new")
-        with open(new, "w", encoding="utf-8", opener=no_follow_new) as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        with open(new, "w", encoding="utf-8", errors="replace", opener=no_follow_new) as file:
+            file.write("".join(f"{name} {value}\n" for name, value in lines.items()))
         new.replace(self._path)
 
 
@@ -141,7 +153,18 @@ def open_prometheus(context: SinkContext) -> PrometheusSink:
     metrics = context.metrics_path
     if metrics is not None and os.path.realpath(metrics) == os.path.realpath(file):
         raise ConfigError(f"prometheus_file={file!r} is also the metrics file; give another file")
-    return PrometheusSink(file)
+    return PrometheusSink(file, start_iteration=context.start_iteration)
+
+
+def series(tag: str, run: str) -> str:
+    """Name and labels of a tag, such as ``megatron_time{run="gpt",part="forward"}`` for ``time/forward``."""
+    name, slash, label = tag.partition("/")
+    labels = {"run": run, "part": label} if slash else {"run": run}
+    quoted = (f'{key}="{value.translate(_ESCAPES)}"' for key, value in labels.items())
+    return f"{metric_name(name)}{{{','.join(quoted)}}}"
+
+
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metric_name(name: str) -> str:

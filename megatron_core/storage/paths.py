@@ -98,7 +98,11 @@ class StoragePath(ObjectPath):
 
     def is_file(self) -> bool:
         """Whether the object exists."""
-        return bool(self._files.isfile(self))
+        try:
+            # isfile answers no when the service fails.
+            return bool(self._files.info(self)["type"] == "file")
+        except FileNotFoundError:
+            return False
 
     def is_dir(self) -> bool:
         """Whether there are objects in the folder."""
@@ -106,8 +110,7 @@ class StoragePath(ObjectPath):
 
     def stat(self) -> Status:
         """The object's size. Errors: ``FileNotFoundError``."""
-        with _named(self):
-            return Status(int(self._files.info(self)["size"]))
+        return Status(int(self._files.info(self)["size"]))
 
     def version(self) -> str:
         """A text that changes when the object is written again."""
@@ -297,10 +300,12 @@ def _named(path: object) -> Iterator[None]:
             str(path),
         ) from None
     except Exception as error:  # each service has exceptions of its own
+        # A request for the size of an object has an answer without a text.
+        hint = ", as S3 answers to expired credentials" if "Bad Request" in str(error) else ""
         raise OSError(
             errno.EIO,
-            f"the object storage failed ({type(error).__name__}: {_first(error)}); check the network, the endpoint and "
-            "the credentials",
+            f"the object storage failed ({type(error).__name__}: {_first(error)}{hint}); check the network, the "
+            "endpoint and the credentials",
             str(path),
         ) from None
 

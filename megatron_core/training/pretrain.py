@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -196,6 +197,9 @@ def missing_validation(run: Run) -> str | None:
 def notes(run: Run) -> Iterator[str]:
     """Notes for the user before training starts."""
     settings, iteration = run.config.checkpoint, run.state.iteration
+    if settings.save is not None and not run.config.training.skip_train and current_thread() is not main_thread():
+        cause = "training does not run in the main thread (as under Ray Train), the only one with signal handlers"
+        yield f"SIGTERM and Ctrl-C do not save: {cause}; a resume repeats the steps since the last save_interval"
     if run.config.training.eval_iters:
         yield from run.splits.notes
         if (reason := missing_validation(run)) is not None:

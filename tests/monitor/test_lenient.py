@@ -60,7 +60,7 @@ def test_a_full_disk(name: str, tmp_path: Path) -> None:
     if name == "metrics_file":  # with space again, it continues there
         assert [record["iteration"] for record in read_metrics(tmp_path / "reports/metrics.jsonl")] == [1, 6]
     if name == "prometheus_file":
-        assert "megatron_iteration 6.0" in (tmp_path / "reports/run.prom").read_text()
+        assert 'megatron_iteration{run="run"} 6.0' in (tmp_path / "reports/run.prom").read_text()
 
 
 @pytest.mark.parametrize("to", ["> /dev/full", "| true"])

@@ -1,17 +1,21 @@
 """Preprocessing on a real Ray cluster of this machine: the bytes of one run, whatever dies."""
 
+import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_core.commands.corpus_report import CorpusReportFlags, corpus_report
 from megatron_core.errors import ConfigError
-from megatron_core.preprocess import PreprocessSettings, engines, preprocess
+from megatron_core.preprocess import PreprocessSettings, engines, preprocess, ray_tasks
 from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.pool import WorkerDiedError
+from tests.datasets.files import write
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
@@ -72,7 +76,7 @@ def test_workers_that_are_killed_do_not_change_a_byte(corpus: Path, monkeypatch:
 def test_a_part_on_which_workers_always_die_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"input": (f"{corpus}/[a-c].*",)}
     expected = outcome(corpus, **changes)
-    monkeypatch.setattr(engines, "MOST_FAILURES", 2)
+    monkeypatch.setattr(ray_tasks, "MOST_FAILURES", 2)
     with monkeypatch.context() as patch:
         patch.setattr(engines, "write_part", always_dying)
         with pytest.raises(WorkerDiedError, match=r"workers died 2 times on .*b.jsonl.gz, byte 0 on.*continues"):
@@ -89,3 +93,16 @@ def test_an_error_of_a_task_is_the_error_of_the_run(corpus: Path, monkeypatch: p
 def other_tokenizer(shared: Any, part: InputPart) -> None:
     """A task that fails."""
     raise ConfigError("another tokenizer")
+
+
+def test_the_report_of_a_corpus_is_that_of_one_machine(tmp_path: Path) -> None:
+    documents = [[n % 7, n % 5] * (n % 9) for n in range(500)]
+    prefix = write(tmp_path / "corpus", documents)
+    results = []
+    for engine in ("local", "ray"):
+        output = tmp_path / f"{engine}.json"
+        corpus_report(CorpusReportFlags(input=(prefix,), output=str(output), engine=engine, workers=2))
+        results.append(output.read_bytes())
+    counts = Counter(map(tuple, filter(None, documents)))
+    repeated = sum(counts.values()) - len(counts)
+    assert results[0] == results[1] and json.loads(results[1])["corpus"]["duplicates"] == repeated > 100

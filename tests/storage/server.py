@@ -29,7 +29,7 @@ def s3_server() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait(environment["AWS_ENDPOINT_URL"], process)
+        wait_for_server(environment["AWS_ENDPOINT_URL"], process)
         make = "import s3fs; s3fs.S3FileSystem().mkdir('training')"
         subprocess.run([sys.executable, "-c", make], env=os.environ | environment, check=True, timeout=60)
         yield process, environment
@@ -38,7 +38,8 @@ def s3_server() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
         process.wait()
 
 
-def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
+def wait_for_server(address: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server answers."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server has ended"

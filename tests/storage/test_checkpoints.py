@@ -134,6 +134,53 @@ def test_incomplete_and_damaged_objects(save: str, capsys: pytest.CaptureFixture
     assert find_candidates(save).folders[0] == root / "iter_0000003"
 
 
+def test_a_run_starts_again_if_its_first_save_was_interrupted(save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = location(save)
+    (root / "iter_0000001" / "rank_00000.safetensors").write_bytes(b"left by a killed run")
+    run = tiny_run(train_iters=1, save=save, load=save)
+    assert run.state.iteration == 0 and "iter_0000001 has no manifest.json: its save was" in capsys.readouterr().out
+    train(run, [])
+    assert [path.name for path in find_candidates(save).folders] == ["iter_0000001"]
+    # With a tracker file a save was completed once: the checkpoint is damaged.
+    (root / "iter_0000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="iter_0000001 is not a complete checkpoint"):
+        find_candidates(save)
+
+
+def test_storage_that_fails_while_a_save_is_given_up(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is deleted unless the manifest is known to be missing: the save may have been completed."""
+    failed = Save(location(save), 1, {})
+    failed.prepare()
+    (failed.final / "rank_00000.safetensors").write_bytes(b"1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(location(save)._files.files, "info", fail)  # type: ignore[attr-defined]
+        failed.give_up()
+        assert "iter_0000001/rank_00000.safetensors" in names(save)
+    failed.give_up()
+    assert names(save) == []
+
+
+def test_storage_that_fails_when_the_tracker_is_read(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not taken for one of another program, and no other checkpoint is loaded."""
+    save_checkpoint(Save(location(save), 1, {}), [piece(1.0)], lambda ok: ok)
+    read = StoragePath.read_range
+
+    def fail(path: StoragePath, *given: int) -> bytes:
+        if path.name == TRACKER:
+            raise OSError(5, "the object storage failed (ClientError: SlowDown)", str(path))
+        return read(path, *given)
+
+    monkeypatch.setattr(StoragePath, "read_range", fail)
+    with pytest.raises(CheckpointError, match=r"prepare the folder of a checkpoint: .*ClientError: SlowDown"):
+        save_checkpoint(Save(location(save), 2, {}), [piece(1.0)], lambda ok: ok)
+    with pytest.raises(OSError, match="SlowDown"):
+        find_candidates(save)
+
+
 def test_objects_of_others_are_kept(save: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By rotation, and when an iteration is saved again."""
     root = location(save)
