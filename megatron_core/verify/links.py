@@ -1,0 +1,60 @@
+"""Measure the links within and between the hosts of a job for the planner."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.planner.hardware import Hardware, Link
+from megatron_core.reports.gpu_notes import ranks_per_node
+from megatron_core.verify.machine import MESSAGES, best_time, fitted_link
+
+ROUNDS = 4
+SOURCE = "; links by megatron-diagnose --links"
+"""End of the source of a machine with measured links."""
+
+
+def measured_links(machine: Hardware, world: World) -> Hardware:
+    """``machine`` with the links of this job, whose ranks all call this together.
+
+    Within hosts, the ranks of each host gather; between hosts, the ranks with the same number on their host, so that
+    all ranks of a host share its links to the others, as in training.
+    Errors: ``ConfigError`` if there is only one host, or the hosts do not have the same number of ranks.
+    """
+    ranks = ranks_per_node(world.size)
+    if world.size % ranks or world.size == ranks:
+        raise ConfigError(
+            f"links of {world.size} ranks, {ranks} of them on this host, cannot be measured; start the same number of "
+            "ranks on two hosts or more, by torchrun --nnodes 2 --nproc-per-node N"
+        )
+    hosts = [range(first, first + ranks) for first in range(0, world.size, ranks)]
+    numbers = [range(number, world.size, ranks) for number in range(ranks)]
+    return replace(
+        machine,
+        source=machine.source.removesuffix(SOURCE) + SOURCE,
+        devices_per_node=ranks,
+        intra=_link(hosts, world) if ranks > 1 else machine.intra,
+        inter=_link(numbers, world),
+    )
+
+
+def _link(groups: Sequence[Sequence[int]], world: World) -> Link:
+    """Fit a link to the times of all-gathers in disjoint groups at the same time, on the slowest rank."""
+    handles = [dist.new_group(list(ranks)) for ranks in groups]
+    group = next(handle for handle, ranks in zip(handles, groups, strict=True) if world.rank in ranks)
+    sizes = (MESSAGES[0], MESSAGES[-1] if world.device.type == "cuda" else MESSAGES[-2])
+    seconds = []
+    for size in sizes:
+        shard = torch.zeros(size, dtype=torch.uint8, device=world.device)
+        full = torch.zeros(size * group.size(), dtype=torch.uint8, device=world.device)
+        dist.barrier()
+        seconds.append(
+            best_time(lambda shard=shard, full=full: all_gather_flat_(full, shard, group), world.device, ROUNDS)
+        )
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return fitted_link(group.size(), dict(zip(sizes, slowest.tolist(), strict=True)))
