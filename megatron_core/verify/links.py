@@ -1,5 +1,6 @@
 """Measure the links within and between the hosts of a job for the planner."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from megatron_core.parallel import World
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.planner.hardware import Hardware, Link
 from megatron_core.reports.gpu_notes import ranks_per_node
-from megatron_core.verify.machine import MESSAGES, best_time, fitted_link
+from megatron_core.reports.reference_rate import wait_for_device
+from megatron_core.verify.machine import MESSAGES, fitted_link
 
-ROUNDS = 4
+ROUNDS = (20, 4)
+"""All-gathers of the small and of the large message."""
 SOURCE = "; links by megatron-diagnose --links"
 """End of the source of a machine with measured links."""
 
@@ -43,18 +46,21 @@ def measured_links(machine: Hardware, world: World) -> Hardware:
 
 
 def _link(groups: Sequence[Sequence[int]], world: World) -> Link:
-    """Fit a link to the times of all-gathers in disjoint groups at the same time, on the slowest rank."""
+    """Fit a link to the shortest of several all-gathers in all ``groups`` at the same time, on the slowest rank."""
     handles = [dist.new_group(list(ranks)) for ranks in groups]
     group = next(handle for handle, ranks in zip(handles, groups, strict=True) if world.rank in ranks)
-    sizes = (MESSAGES[0], MESSAGES[-1] if world.device.type == "cuda" else MESSAGES[-2])
-    seconds = []
-    for size in sizes:
+    times = {}
+    large = MESSAGES[-1] if world.device.type == "cuda" else MESSAGES[-2]
+    for size, rounds in zip((MESSAGES[0], large), ROUNDS, strict=True):
         shard = torch.zeros(size, dtype=torch.uint8, device=world.device)
         full = torch.zeros(size * group.size(), dtype=torch.uint8, device=world.device)
-        dist.barrier()
-        seconds.append(
-            best_time(lambda shard=shard, full=full: all_gather_flat_(full, shard, group), world.device, ROUNDS)
-        )
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return fitted_link(group.size(), dict(zip(sizes, slowest.tolist(), strict=True)))
+        seconds = torch.zeros(rounds, dtype=torch.float64, device=world.device)
+        for number in range(rounds):
+            dist.barrier()  # in each round: a group that runs ahead would leave the link to the others
+            began = time.perf_counter()
+            all_gather_flat_(full, shard, group)
+            wait_for_device(world.device)
+            seconds[number] = time.perf_counter() - began
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        times[size] = seconds.min().item()
+    return fitted_link(group.size(), times)
