@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,13 @@ RESUMED = re.compile(r"resuming from iteration (\d+)")
 def run(*words: str, **options: object) -> str:
     """The output of a program."""
     return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout.strip()
+
+
+def leave_out_without(program: str, package: str) -> None:
+    """End this program with a message if another one is not installed."""
+    if shutil.which(program) is None:
+        print(f"left out: there is no {program} on this machine; apt-get install {package}")
+        sys.exit(0)
 
 
 @contextmanager
@@ -159,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/slurm.json"))
     flags = parser.parse_args()
+    leave_out_without("slurmctld", "slurm-wlm munge")
     folder = Path(tempfile.mkdtemp(prefix="slurm_"))
     with cluster(folder):
         reference = Job(folder / "undisturbed")
