@@ -15,8 +15,10 @@ from megatron_core.reports.gpu_notes import ranks_per_node
 from megatron_core.reports.reference_rate import wait_for_device
 from megatron_core.verify.machine import MESSAGES, fitted_link
 
-ROUNDS = (20, 4)
-"""All-gathers of the small and of the large message."""
+SMALL_GATHERS, LARGE_GATHERS = 20, 2
+"""All-gathers of a measurement, by size of the message."""
+REPEATS = 3
+"""Measurements, the shortest of which counts."""
 SOURCE = "; links by megatron-diagnose --links"
 """End of the source of a machine with measured links."""
 
@@ -46,21 +48,24 @@ def measured_links(machine: Hardware, world: World) -> Hardware:
 
 
 def _link(groups: Sequence[Sequence[int]], world: World) -> Link:
-    """Fit a link to the shortest of several all-gathers in all ``groups`` at the same time, on the slowest rank."""
+    """Fit a link to the times of all-gathers in all ``groups`` at the same time, on the slowest rank."""
     handles = [dist.new_group(list(ranks)) for ranks in groups]
     group = next(handle for handle, ranks in zip(handles, groups, strict=True) if world.rank in ranks)
-    times = {}
     large = MESSAGES[-1] if world.device.type == "cuda" else MESSAGES[-2]
-    for size, rounds in zip((MESSAGES[0], large), ROUNDS, strict=True):
+    times = {}
+    for size, count in ((MESSAGES[0], SMALL_GATHERS), (large, LARGE_GATHERS)):
         shard = torch.zeros(size, dtype=torch.uint8, device=world.device)
         full = torch.zeros(size * group.size(), dtype=torch.uint8, device=world.device)
-        seconds = torch.zeros(rounds, dtype=torch.float64, device=world.device)
-        for number in range(rounds):
-            dist.barrier()  # in each round: a group that runs ahead would leave the link to the others
+        seconds = torch.zeros(REPEATS, dtype=torch.float64, device=world.device)
+        for repeat in range(REPEATS):
+            # Several gathers, because ranks leave the barrier at different times; and a group may get more of the link
+            # than another one, but the last one ends when all bytes have been sent.
+            dist.barrier()
             began = time.perf_counter()
-            all_gather_flat_(full, shard, group)
+            for _ in range(count):
+                all_gather_flat_(full, shard, group)
             wait_for_device(world.device)
-            seconds[number] = time.perf_counter() - began
+            seconds[repeat] = (time.perf_counter() - began) / count
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         times[size] = seconds.min().item()
     return fitted_link(group.size(), times)

@@ -19,6 +19,7 @@ from megatron_core.verify.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 WITHIN, BETWEEN = Link(bandwidth=1e9, latency=1e-5), Link(bandwidth=1e7, latency=1e-3)
+GATHERS = links.REPEATS * (links.SMALL_GATHERS + links.LARGE_GATHERS)
 
 
 class Clock:
@@ -38,7 +39,7 @@ class Clock:
         """Gather over one of the links; the first gather of a size takes longer."""
         self._gather(full, shard, group)
         ranks = dist.get_process_group_ranks(group)
-        is_first = len(self.groups) % sum(links.ROUNDS) in (0, links.ROUNDS[0])
+        is_first = len(self.groups) % GATHERS in (0, links.REPEATS * links.SMALL_GATHERS)
         self.groups.append(ranks)
         link = WITHIN if ranks[1] == ranks[0] + 1 else BETWEEN
         if self._rank == 3:
@@ -57,8 +58,7 @@ def measure() -> tuple[Hardware, list[list[int]]]:
 def test_links_are_those_of_the_groups() -> None:
     for rank, (machine, groups) in enumerate(run_ranks(4, measure)):
         host, number = rank // 2 * 2, rank % 2
-        count = sum(links.ROUNDS)
-        assert groups == [[host, host + 1]] * count + [[number, number + 2]] * count
+        assert groups == [[host, host + 1]] * GATHERS + [[number, number + 2]] * GATHERS
         assert machine.devices_per_node == 2 and machine.memory_bytes == read_hardware("h100").memory_bytes
         for fitted, link in ((machine.intra, WITHIN), (machine.inter, BETWEEN)):
             assert fitted.bandwidth == pytest.approx(link.bandwidth)
