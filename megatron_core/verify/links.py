@@ -15,9 +15,9 @@ from megatron_core.reports.gpu_notes import ranks_per_node
 from megatron_core.reports.reference_rate import wait_for_device
 from megatron_core.verify.machine import MESSAGES, fitted_link
 
-SMALL_GATHERS, LARGE_GATHERS = 20, 2
-"""All-gathers of a measurement, by size of the message."""
-REPEATS = 3
+SMALL_GATHERS = 20
+"""All-gathers of a measurement of the small message, because ranks leave a barrier at different times."""
+REPEATS = 4
 """Measurements, the shortest of which counts."""
 SOURCE = "; links by megatron-diagnose --links"
 """End of the source of a machine with measured links."""
@@ -53,14 +53,12 @@ def _link(groups: Sequence[Sequence[int]], world: World) -> Link:
     group = next(handle for handle, ranks in zip(handles, groups, strict=True) if world.rank in ranks)
     large = MESSAGES[-1] if world.device.type == "cuda" else MESSAGES[-2]
     times = {}
-    for size, count in ((MESSAGES[0], SMALL_GATHERS), (large, LARGE_GATHERS)):
+    for size, count in ((MESSAGES[0], SMALL_GATHERS), (large, 1)):
         shard = torch.zeros(size, dtype=torch.uint8, device=world.device)
         full = torch.zeros(size * group.size(), dtype=torch.uint8, device=world.device)
         seconds = torch.zeros(REPEATS, dtype=torch.float64, device=world.device)
         for repeat in range(REPEATS):
-            # Several gathers, because ranks leave the barrier at different times; and a group may get more of the link
-            # than another one, but the last one ends when all bytes have been sent.
-            dist.barrier()
+            dist.barrier()  # else a group that gets more of the link would run ahead, and leave it to the others
             began = time.perf_counter()
             for _ in range(count):
                 all_gather_flat_(full, shard, group)
