@@ -29,7 +29,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 def two_hosts(bandwidth: float, latency: float) -> Iterator[tuple[str, str]]:
     """Names of two network namespaces with a link of ``bandwidth`` bytes per second in each direction, and ``latency``
     seconds from one to the other. Their addresses are ``ADDRESSES``; the device is named like the namespace."""
-    names = tuple(f"mh{os.getpid()}{end}" for end in "ab")
+    names = (f"mh{os.getpid()}a", f"mh{os.getpid()}b")
     with ExitStack() as stack:
         devices = []
         for name, address in zip(names, ADDRESSES, strict=True):

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
-from megatron_core.errors import CheckpointError
+from megatron_core.checkpoint.folder import TRACKER
 from megatron_core.reports.tensor_hashes import checkpoint_hashes
 
 ROOT = Path(__file__).parents[2]
@@ -107,14 +107,9 @@ def wait_for(condition: Callable[[], bool], name: str, seconds: float = 300) -> 
 
 
 def saved_iteration(folder: Path) -> int:
-    """Iteration of the newest checkpoint; 0 without one."""
-    if not folder.exists():
-        return 0
-    try:
-        newest = find_checkpoint(str(folder))
-    except CheckpointError:  # the first checkpoint is being completed
-        return 0
-    return 0 if newest is None else int(newest.name.removeprefix("iter_"))
+    """Iteration of the newest complete checkpoint, which a save writes last; 0 without one."""
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def hashes(folder: Path) -> dict[str, str]:
