@@ -12,8 +12,10 @@
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json; then
 #             disturbs 300 times jobs with --recover, and 10,000 times jobs in simulated worlds; writes runs/recovery.json,
 #             runs/recovery_simulated.json and tables; and 50 times preprocessing on Ray; writes runs/ray_chaos.json
-# schedulers: needs root, Slurm and munge (apt-get install slurm-wlm munge): trainings under a real Slurm and on a real Ray,
-#             requeued, preempted and killed; writes runs/slurm.json and runs/ray_training.json
+# schedulers: needs root: trainings under a real Slurm (apt-get install slurm-wlm munge), on a real Ray, with a real etcd
+#             (apt-get install etcd-server) and by TorchX, requeued, preempted and killed; SkyPilot reads its example;
+#             a program that is not installed is left out; writes runs/slurm.json, ray_training.json, etcd.json and
+#             engine_clients.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
 # site:       the documentation as a web site, in build/site; its links are checked
@@ -101,9 +103,11 @@ chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_chaos --faults 300 --out runs/recovery.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_simulated --faults 10000 --out runs/recovery_simulated.json
 
-schedulers: install-test
+schedulers: install-test $(VENV)/engines/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.slurm_job --out runs/slurm.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.ray_training --out runs/ray_training.json
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/etcd) $(BIN)/python -m tests.end_to_end.etcd_rendezvous --out runs/etcd.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.engine_clients --out runs/engine_clients.json
 
 # MLflow's server and Grafana's classes, in a folder of their own; Debian has prometheus and prometheus-node-exporter.
 monitoring: install-test
@@ -187,6 +191,13 @@ $(VENV)/installed-test: $(VENV)/installed
 	  --target $(VENV)/reference "$(DEEPSPEED)" hjson msgpack py-cpuinfo einops ninja psutil
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --ignore-requires-python \
 	  --target $(VENV)/megatron-core "$(MEGATRON)" einops
+	touch $@
+
+# In an environment of their own, because of their many requirements; torchrun imports python-etcd.
+$(VENV)/engines/installed: $(BIN)/python
+	$(PYTHON) -m venv $(VENV)/engines
+	$(VENV)/engines/bin/python -m pip install --quiet --disable-pip-version-check "torchx>=0.7,<0.8" "skypilot>=0.14,<0.15"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/etcd "python-etcd>=0.4.5"
 	touch $@
 
 clean:

@@ -211,7 +211,9 @@ class Rings:
     def _make(self, axes: tuple[str, ...]) -> GroupBandwidth:
         sizes = self._sizes(experts=any(axis in ("etp", "ep", "edp") for axis in axes))
         order = list(sizes)
-        stride = prod(sizes[axis] for axis in order[: min(order.index(axis) for axis in axes)])
+        # An axis of size 1 may be anywhere in the order.
+        first = min((order.index(axis) for axis in axes if sizes[axis] > 1), default=0)
+        stride = prod(sizes[axis] for axis in order[:first])
         return GroupBandwidth.of(self.hardware, prod(sizes[axis] for axis in axes), stride)
 
     def _sizes(self, *, experts: bool) -> dict[str, int]:

@@ -98,12 +98,13 @@ class MemoryPrediction(RunPart):
 
     def notes(self) -> Iterator[str]:
         """See ``gpu_notes``."""
+        from megatron_core.reports.gpu_notes import gpu_notes
+
         if self.run.world.device.type == "cuda":
             from megatron_core.reports.fast_paths import Platform, disabled_paths
-            from megatron_core.reports.gpu_notes import gpu_notes
 
             yield from disabled_paths(self.run.config, Platform.current())
-            yield from gpu_notes(self.run.config, self.run.groups, self.run.world.device)
+        yield from gpu_notes(self.run.config, self.run.groups, self.run.world.device)
 
 
 class MemoryReport(Callback):

@@ -160,16 +160,19 @@ def _both(numel: int, group: dist.ProcessGroup, device: torch.device, rounds: in
 
 
 def link_of(rates: RankMeasurements) -> Link:
-    """Fit latency and bandwidth of the largest group, t = latency x steps + bytes sent / bandwidth, to the times of a
-    small and a large message."""
+    """Fit latency and bandwidth of the largest group: t = latency x steps + bytes sent / bandwidth."""
     if not rates.collectives:
         return Link(bandwidth=rates.bandwidth, latency=1e-6)
     size, times = max(rates.collectives.items())
-    few = times[MESSAGES[0]][0]
-    many = times[MESSAGES[-1]][0]
-    sent = (size - 1) * (MESSAGES[-1] - MESSAGES[0])
+    return fitted_link(size, {size: gather for size, (gather, _) in times.items()})
+
+
+def fitted_link(size: int, times: dict[int, float]) -> Link:
+    """Fit a link to the seconds of all-gathers among ``size`` ranks, by bytes of a rank: the smallest and largest."""
+    small, large = min(times), max(times)
+    sent = (size - 1) * (large - small)
     steps = max((size - 1).bit_length(), 1)
-    return Link(bandwidth=sent / max(many - few, 1e-9), latency=few / steps)
+    return Link(bandwidth=sent / max(times[large] - times[small], 1e-9), latency=times[small] / steps)
 
 
 def disk_rates(folder: str | None, size: int) -> tuple[float, float]:

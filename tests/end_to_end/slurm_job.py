@@ -4,8 +4,9 @@ apt-get install slurm-wlm munge
 python -m tests.end_to_end.slurm_job --out runs/slurm.json
 
 Needs root: starts munged unless it runs, a controller and two nodes, which are addresses of this machine. A job of two
-nodes trains undisturbed; another one is requeued twice with `scontrol requeue`, then preempted by SIGTERM and submitted
-again. Every attempt must resume from the newest checkpoint, and the last one must have its tensors bit for bit.
+nodes trains undisturbed; another one is requeued twice with `scontrol requeue`, then preempted by SIGTERM, after which
+it must be COMPLETED, and submitted again. Every attempt must resume from the newest checkpoint, and the last one must
+have its tensors bit for bit. A job whose training fails must be FAILED.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
+from megatron_core.checkpoint.folder import TRACKER
 from megatron_core.reports.tensor_hashes import checkpoint_hashes
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +65,13 @@ def run(*words: str, **options: object) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout.strip()
 
 
+def leave_out_without(program: str, package: str) -> None:
+    """End this program with a message if another one is not installed."""
+    if shutil.which(program) is None:
+        print(f"left out: there is no {program} on this machine; apt-get install {package}")
+        sys.exit(0)
+
+
 @contextmanager
 def cluster(folder: Path) -> Iterator[None]:
     """Slurm's daemons."""
@@ -97,9 +107,9 @@ def wait_for(condition: Callable[[], bool], name: str, seconds: float = 300) -> 
 
 
 def saved_iteration(folder: Path) -> int:
-    """Iteration of the newest checkpoint; 0 without one."""
-    newest = find_checkpoint(str(folder)) if folder.exists() else None
-    return 0 if newest is None else int(newest.name.removeprefix("iter_"))
+    """Iteration of the newest complete checkpoint, which a save writes last; 0 without one."""
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -117,12 +127,13 @@ class Job:
         folder.mkdir()
         self._folder = folder
 
-    def submit(self) -> None:
+    def submit(self, *flags: str) -> None:
         """Submit the example's script; options of the command line replace those of the script."""
-        options = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={self.log}", "--parsable"]
-        environment = os.environ | {"SLURM_GPUS_ON_NODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
+        options += [f"--output={self.log}", "--parsable"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["PATH"] = f"{ROOT / '.venv' / 'bin'}:{environment['PATH']}"
-        words = ["sbatch", *options, "examples/slurm.sh", *TRAINING, "--save", str(self.save)]
+        words = ["sbatch", *options, "examples/slurm.sh", *TRAINING, "--save", str(self.save), *flags]
         self.number = run(*words, cwd=ROOT, env=environment)
 
     @property
@@ -151,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/slurm.json"))
     flags = parser.parse_args()
+    leave_out_without("slurmctld", "slurm-wlm munge")
     folder = Path(tempfile.mkdtemp(prefix="slurm_"))
     with cluster(folder):
         reference = Job(folder / "undisturbed")
@@ -167,13 +179,16 @@ def main() -> None:
             wait_for(lambda: job.state == "RUNNING", "restarted job")
         job.wait_for_save(saved[-1] + 1)
         run("scancel", "--signal=TERM", job.number)
-        job.wait_for_end("FAILED")  # torchrun ends with an error after SIGTERM, when the ranks have saved
+        job.wait_for_end()  # the ranks have saved, and end with status 0
         saved.append(job.saved)
         assert job.saved < STEPS, "the job was complete before it was preempted"
         job.submit()
         job.wait_for_end()
         resumed = [int(number) for number in RESUMED.findall(job.log.read_text())]
         equal = hashes(job.save) == hashes(reference.save)
+        failing = Job(folder / "failing")
+        failing.submit("--num-attention-heads", "5")
+        failing.wait_for_end("FAILED")
     result = {"saved before each restart": saved, "resumed from": resumed, "equal": equal}
     print(json.dumps(result))
     assert equal and resumed == saved and job.saved == STEPS, job.log.read_text()[-6000:]

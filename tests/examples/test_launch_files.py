@@ -22,7 +22,7 @@ from megatron_core.training import read_settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-JOBS = ("kubernetes", "preprocess_array", "preprocess_join")
+JOBS = ("kubernetes", "preprocess_array", "preprocess_join", "jobset", "trainjob", "skypilot")
 CONFIGURATIONS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem not in JOBS)
 PARAMETERS = {
     "gpt3_175b": 174_604_259_328,
@@ -74,8 +74,6 @@ def _commands(script: str, *arguments: str, folder: Path, **environment: str) ->
             f"open({str(note)!r}, 'a').write(json.dumps([{name!r}, *sys.argv[1:]]) + '\\n')\n"
         )
         stub.chmod(0o755)
-    (folder / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n")
-    (folder / "scontrol").chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     script_path = str(EXAMPLES / script)
     subprocess.run(["bash", script_path, *arguments], check=True, env={**os.environ, **environment, "PATH": path})
@@ -97,15 +95,16 @@ def test_continue_from_a_model_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_slurm(tmp_path: Path) -> None:
-    """One torchrun per node; a requeued job loads its last checkpoint."""
-    environment = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "11"}
-    environment |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+    """srun starts the ranks, and a requeued job loads its last checkpoint."""
+    environment = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "12"}
     words = ["--config", "examples/gpt_1b.yaml", "--mock-data", "--vocab-size", "1000", "--save", "checkpoints"]
     (command,) = _commands("slurm.sh", *words, folder=tmp_path, **environment)
-    found, world = _dry_run(command)
-    assert world == 16
+    assert command[:3] == ["srun", "--kill-on-bad-exit=1", "python"]
+    text = (EXAMPLES / "slurm.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", text, re.MULTILINE))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    found, _ = _dry_run(command)
     assert found.config.checkpoint.save == found.config.checkpoint.load == "checkpoints"
-    assert "node7:29500" in command
     (tmp_path / "commands").unlink()
     (command,) = _commands("slurm.sh", *words[:-2], folder=tmp_path, **environment)
     assert "--load" not in command

@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.bench_planner import correlation, errors, published_steps
 from megatron_core.config import RunConfig
+from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.validate import problems, without_data
-from megatron_core.planner.hardware import GroupBandwidth, read_hardware
+from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES, Grid
+from megatron_core.planner.hardware import GroupBandwidth, Rings, read_hardware
 from megatron_core.planner.layer_time import ATTENTION_EDGE, LayerClock
 from tests.sample import WHOLE_MATRIX
 
@@ -55,6 +57,27 @@ def test_collectives_by_hand() -> None:
     assert GroupBandwidth.of(machine, 1, 1).gather(1e9) == GroupBandwidth.of(machine, 1, 1).all_to_all(1e9) == 0.0
     leaves = side_by_side.all_to_all(1e9) - 4 * machine.inter.latency
     assert leaves == pytest.approx(1e9 * 8 / 16 / machine.inter.bandwidth)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "dp-cp-ep-tp-pp", "tp-cp-dp-ep-pp", "tp-dp-ep-cp-pp"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 1, 4), (1, 1, 2, 2), (2, 2, 2, 1)])
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_members_of_groups_on_a_node(order: str, sizes: tuple[int, int, int, int], per_node: int) -> None:
+    """Each group has the members on the first node that the grid of the ranks has, in every order."""
+    tp, cp, pp, ep = sizes
+    grid = Grid.fit(8, tp=tp, cp=cp, pp=pp, ep=ep, etp=1, order=order)
+    names = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+    settings = {f"{name}_parallel_size": size for name, size in zip(names, (*sizes, 1), strict=True)}
+    parallel = ParallelConfig(**settings, rank_order=order)
+    rings = Rings(replace(read_hardware("h100"), devices_per_node=per_node), parallel, 8)
+    for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("etp", "ep"), ("edp",)):
+        view = EXPERT_AXES if {"ep", "edp"} & set(axes) else DENSE_AXES
+        places = [grid.coordinates(rank) for rank in range(8)]
+        members = [
+            rank for rank, place in enumerate(places) if all(place[axis] == 0 for axis in view if axis not in axes)
+        ]
+        ring = rings.ring(*axes)
+        assert (ring.size, ring.local) == (len(members), sum(rank < per_node for rank in members)), axes
 
 
 # Causal attention with heads of 128 channels, TFLOP/s at 512, 2,048 and 16,384 tokens: FlashAttention 2 on A100 and
