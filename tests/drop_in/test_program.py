@@ -38,9 +38,9 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
-from megatron.training import get_args, pretrain, program
+from megatron.training import get_args, pretrain, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
-from megatron.training.program import evaluate, train_step
+from megatron.training.training import evaluate, train_step
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from megatron_core.errors import ConfigError, DataError
@@ -127,7 +127,7 @@ def job(save: str, more: str) -> tuple[list[list[float]], list[float], list[str]
         evaluated.append(float(result[0].get("lm loss", 0.0)))
         return result
 
-    program.train_step, program.evaluate = step, evaluation  # type: ignore[assignment]
+    training.train_step, training.evaluate = step, evaluation  # type: ignore[assignment]
     sys.argv = f"{COMMON} --save {save} --save-interval 2 {more}".split()
     mpu.destroy_model_parallel()
     with redirect_stdout(out):

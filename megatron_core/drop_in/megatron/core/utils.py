@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from megatron.core._rank_utils import log_single_rank
 from megatron.core.dist_checkpointing.core import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
@@ -26,7 +27,6 @@ from megatron.core.experimental import (
     experimental_fn,
 )
 from megatron.core.parallel_state import GlobalMemoryBuffer
-from megatron.core.ranks import log_single_rank
 from megatron.core.tensor_parallel.utils import divide
 from megatron_core import parallel_state
 from megatron_core.drop_in.unsupported import unsupported
@@ -335,13 +335,23 @@ class StragglerDetector:
 
 
 def log_on_each_pipeline_stage(
-    logger: logging.Logger, *args: Any, tp_group: Group | None = None, dp_cp_group: Group | None = None, **kwargs: Any
+    logger: logging.Logger,
+    level: int,
+    msg: object,
+    *args: Any,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+    **kwargs: Any,
 ) -> None:
-    """Call ``logger.log(...)`` on the first rank of each pipeline stage."""
+    """Call ``logger.log(...)`` on the first rank of each pipeline stage. Errors: ``ConfigError`` for one group only."""
+    if (tp_group is None) != (dp_cp_group is None):
+        raise ConfigError("tp_group and dp_cp_group must be provided or not provided together")
+    if not logger.isEnabledFor(level):
+        return
     tp = tp_group or parallel_state.get_tensor_model_parallel_group()
     dp = dp_cp_group or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if get_pg_rank(tp) == get_pg_rank(dp) == 0:
-        logger.log(*args, **kwargs)
+    if tp.rank() == dp.rank() == 0:
+        logger.log(level, msg, *args, **kwargs)
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
