@@ -63,9 +63,11 @@ LAYOUTS = {
 }
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-    """The function as in programs for Megatron-LM."""
-    args = get_args()
+def model_provider(pre_process: bool = True, post_process: bool = True, **given: Any) -> GPTModel:
+    """The function as in programs for Megatron-LM, with any further arguments: those that Megatron-LM passes."""
+    args, chunks = get_args(), mpu.get_virtual_pipeline_model_parallel_world_size()
+    vp_stage = None if chunks is None else given.pop("vp_stage")
+    assert given == {"config": None, "pg_collection": None}
     return GPTModel(
         core_transformer_config_from_args(args),
         get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm, args.qk_layernorm),

@@ -26,7 +26,12 @@ from megatron.core.enums import Fp8Recipe, LayerType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import (
+    bias_swiglu_impl,
+    weighted_bias_swiglu_impl,
+    weighted_squared_relu_impl,
+)
+from megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
@@ -44,6 +49,7 @@ from megatron.core.utils import (
     get_attr_wrapped_model,
     get_model_config,
     is_torch_min_version,
+    local_multi_tensor_scale,
     log_on_each_pipeline_stage,
     unwrap_model,
 )
@@ -317,6 +323,24 @@ def test_messages_of_one_rank_are_not_prepared_if_their_level_is_off() -> None:
     logger.log.assert_called_once_with(logging.INFO, "%s", "x")
     with pytest.raises(ValueError, match="provided or not provided together"):
         log_on_each_pipeline_stage(logger, logging.INFO, "message", tp_group=group)
+
+
+def test_choices_of_experts_as_masks() -> None:
+    indices = torch.tensor([[2, -1, 0], [-1, -1, 3]], dtype=torch.int32)
+    probs = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    chosen, spread = fused_indices_to_multihot(indices, probs, 4)
+    assert chosen.tolist() == [[True, False, True, False], [False, False, False, True]]
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    expected[0, 2], expected[0, 0], expected[1, 3] = probs[0, 0], probs[0, 2], probs[1, 2]
+    assert torch.equal(spread, expected)
+    factors = torch.rand(2, 4, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((spread * factors).sum(), probs)
+    assert torch.equal(gradient, torch.stack([factors[0, [2, 0, 0]], factors[1, [0, 0, 3]]]) * (indices >= 0))
+    weighted = weighted_squared_relu_impl(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[0.5], [2.0]]))
+    assert weighted.tolist() == [[0.5, 0.0], [18.0, 32.0]]
+    target = [torch.empty(2), torch.empty(1)]
+    local_multi_tensor_scale(1, None, [[torch.tensor([1.0, 2.0]), torch.tensor([3.0])], target], 0.5)
+    assert [each.tolist() for each in target] == [[0.5, 1.0], [1.5]]
 
 
 def test_enumerations_have_megatrons_members() -> None:

@@ -133,22 +133,6 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     return own >= wanted if check_equality else own > wanted
 
 
-HAVE_PACKAGING = True
-"""Whether the package for versions is installed, which torch needs."""
-
-
-def get_flashinfer_version() -> Any:
-    """Return None: the flashinfer package is not used."""
-    return None
-
-
-def is_flashinfer_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether flashinfer has at least ``version``; a later version without ``check_equality``."""
-    own = get_flashinfer_version()
-    wanted = TorchVersion(version)
-    return own is not None and bool(wanted < str(own) or (check_equality and wanted == str(own)))
-
-
 def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
     """Return the given one: ``inference_params`` is the old name of ``inference_context``."""
     return inference_params if inference_context is None else inference_context
@@ -370,6 +354,12 @@ def get_data_parallel_group_if_dtensor(tensor: Tensor, data_parallel_group: Grou
 def local_multi_tensor_applier(op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
     """Call ``op`` with the arguments of Apex's function of this name."""
     return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+
+
+def local_multi_tensor_scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Tensor]], scale: float) -> None:
+    """Write the tensors of the first list times ``scale`` to those of the second, as Apex's ``multi_tensor_scale``."""
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)
 
 
 def local_multi_tensor_l2_norm(

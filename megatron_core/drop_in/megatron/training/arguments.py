@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.enums import AttnBackend
 from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 from megatron.training.argument_utils import (
     ArgumentGroupFactory,
@@ -196,8 +197,11 @@ def _translate_attributes(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
-    if isinstance(getattr(args, "attention_backend", None), bool):  # of accelerate
-        args.attention_backend = "auto"
+    for name in ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"):
+        if isinstance(value := getattr(args, name, None), int | list):
+            setattr(args, name, (value,) if isinstance(value, int) else tuple(value))
+    if isinstance(backend := getattr(args, "attention_backend", None), bool | AttnBackend):  # a bool: of accelerate
+        args.attention_backend = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
         args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
 

@@ -23,7 +23,7 @@ class MambaInferenceStateConfig(Unsupported):
 
 def _words(name: str, *values: str) -> Any:
     """Return an enumeration of texts, whose members are their upper-case forms."""
-    return Enum(name, [(value.upper(), value) for value in values], type=str, module=__name__)  # type: ignore[misc]
+    return Enum(name, [(value.upper(), value) for value in values], type=str, module=__name__)
 
 
 PrefixCachingEvictionPolicy = _words("PrefixCachingEvictionPolicy", "ref_zero", "lru")

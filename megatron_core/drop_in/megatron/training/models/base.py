@@ -107,18 +107,9 @@ class ModelBuilder(abc.ABC, Generic[Model, Config]):
 
     @abc.abstractmethod
     def build_distributed_models(
-        self,
-        pg_collection: ProcessGroupCollection,
-        ddp_config: DistributedDataParallelConfig | None = None,
-        overlap_param_gather_with_optimizer_step: bool = False,
-        use_megatron_fsdp: bool = False,
-        use_torch_fsdp2: bool = False,
-        wrap_with_ddp: bool = True,
-        data_parallel_random_init: bool = False,
-        mixed_precision_wrapper: Callable[[Any, MegatronModule], MegatronModule] | None = Float16Module,
-        model_type: ModelType = ModelType.encoder_or_decoder,
+        self, pg_collection: ProcessGroupCollection, ddp_config: Any = None, **wrapping: Any
     ) -> list[Model]:
-        """Return this rank's chunks, wrapped for data parallelism."""
+        """Return this rank's chunks, wrapped for data parallelism; see ``unimodal_build_distributed_models``."""
 
 
 def compose_hooks(hooks: list[Hook]) -> Hook:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import megatron.core.tensor_parallel as tensor_parallel  # type: ignore[import-not-found]
+import megatron.core.tensor_parallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (  # type: ignore[import-not-found]
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
 
 logger = logging.getLogger(__name__)
+tensor_parallel: Any = megatron.core.tensor_parallel
 
 HAVE_FSDP2 = True
 """Whether torch has it; ``TorchFullyShardedDataParallel`` says that it is not supported here."""

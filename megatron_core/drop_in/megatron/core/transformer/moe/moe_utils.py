@@ -246,6 +246,17 @@ def apply_router_token_dropping(
     return routing_probs * final, final
 
 
+def fused_indices_to_multihot(
+    indices: Tensor, probs_indices: Tensor, num_of_local_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Experts ``[T, k]``, -1 for none, with probabilities -> (the choice as bool ``[T, E]``, the probabilities)."""
+    # A further column takes the entries without an expert and is cut off.
+    columns = torch.where(indices < 0, num_of_local_experts, indices).long()
+    probs = probs_indices.new_zeros(len(indices), num_of_local_experts + 1)
+    chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, columns, True)
+    return chosen[:, :-1], probs.scatter(1, columns, probs_indices)[:, :-1]
+
+
 class RouterGatingLinearFunction(torch.autograd.Function):
     """``router_gating_linear``, whose gradients have the dtypes of input and weight; ``apply(input, weight, bias,
     router_dtype)``."""
