@@ -147,15 +147,15 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of output and loss."""
         (aux_loss,) = ctx.saved_tensors
-        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        scale = ctx._forward_cls.main_loss_backward_scale
         return grad_output, torch.ones_like(aux_loss) * (1.0 if scale is None else scale)
 
-    @staticmethod
-    def set_loss_scale(scale: Tensor) -> None:
+    @classmethod
+    def set_loss_scale(cls, scale: Tensor) -> None:
         """Set the factor of the main loss in backward."""
         if not isinstance(scale, Tensor):
             raise ConfigError(f"set_loss_scale({scale!r}): pass a tensor")
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        cls.main_loss_backward_scale = scale
 
 
 def permute(
