@@ -15,18 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from megatron.core._rank_utils import log_single_rank
-from megatron.core.dist_checkpointing.core import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
-from megatron.core.experimental import (
-    ExperimentalNotEnabledError,
-    check_param_hashes_across_dp_replicas,
-    experimental_cls,
-    experimental_fn,
-)
-from megatron.core.parallel_state import GlobalMemoryBuffer
 from megatron.core.tensor_parallel.utils import divide
 from megatron_core import parallel_state
 from megatron_core.drop_in.unsupported import unsupported
