@@ -121,6 +121,18 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     return own >= wanted if check_equality else own > wanted
 
 
+def get_flashinfer_version() -> Any:
+    """Return None: the flashinfer package is not used."""
+    return None
+
+
+def is_flashinfer_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether flashinfer has at least ``version``; a later version without ``check_equality``."""
+    own = get_flashinfer_version()
+    wanted = TorchVersion(version)
+    return own is not None and bool(wanted < str(own) or (check_equality and wanted == str(own)))
+
+
 def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
     """Return the given one: ``inference_params`` is the old name of ``inference_context``."""
     return inference_params if inference_context is None else inference_context
