@@ -45,6 +45,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_submodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_model_config,
@@ -323,6 +324,24 @@ def test_messages_of_one_rank_are_not_prepared_if_their_level_is_off() -> None:
     logger.log.assert_called_once_with(logging.INFO, "%s", "x")
     with pytest.raises(ValueError, match="provided or not provided together"):
         log_on_each_pipeline_stage(logger, logging.INFO, "message", tp_group=group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"activation_func_clamp_value": 0.0}, "greater than zero"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset must be zero"),
+        ({"use_te_activation_func": True}, "use_te_activation_func must be False"),
+        ({"num_moe_experts": None}, "only supported with MoE"),
+    ],
+)
+def test_bounds_of_swiglu_are_checked_as_in_megatron(settings: dict[str, Any], match: str) -> None:
+    given = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
+    given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    given["activation_func_clamp_value"] = 10.0
+    TransformerConfig(**given)
+    with pytest.raises(ValueError, match=match):
+        TransformerConfig(**given | settings)
 
 
 def test_choices_of_experts_as_masks() -> None:
