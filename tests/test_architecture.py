@@ -276,8 +276,11 @@ def test_nobody_imports_private_names() -> None:
 
 
 def is_private_name_of_megatron(path: Path, name: str) -> bool:
-    """Whether a drop-in module imports from the engine's module at the same path, which defines the name."""
-    return name.startswith(dotted(path).replace("megatron.core", PACKAGE, 1) + ".")
+    """Whether a drop-in module imports from the engine's module at the same path, which defines the name, or a public
+    name from a module that is private in Megatron Core."""
+    module, _, last = name.rpartition(".")
+    is_from_private_module = module.startswith("megatron.core._") and not last.startswith("_")
+    return is_from_private_module or name.startswith(dotted(path).replace("megatron.core", PACKAGE, 1) + ".")
 
 
 def _size(lines: list[str]) -> int:

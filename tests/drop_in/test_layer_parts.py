@@ -332,6 +332,8 @@ def test_a_layer_of_experts_alone() -> None:
     x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
     assert list(layer.state_dict()) == list(inside.state_dict())
     assert torch.equal(layer(x)[0], inside(x, SequenceContext())[0])
+    layer.set_layer_number(3)
+    assert (layer.layer_number, layer.router.layer_number, layer.expert_layers) == (3, 2, [2])
 
 
 def test_tensors_for_checkpoints_of_a_callers_own() -> None:

@@ -272,6 +272,24 @@ def test_rotary_positions_of_documents(interleaved: bool, separated: bool) -> No
     torch.testing.assert_close(whole, apply_rotary_pos_emb(x[:, None], rotary(9), settings).squeeze(1))
 
 
+@pytest.mark.parametrize("max_seqlen", [None, 8])
+def test_rotary_positions_of_documents_split_over_ranks(max_seqlen: int | None) -> None:
+    """Rank r of 2 has the quarters r and 3 - r of each document; padding counts as a part of the last document."""
+    settings, rotary = config(), RotaryEmbedding(8, 1.0)
+    borders, x = torch.tensor([0, 4, 12]), torch.randn(7, 2, 8, dtype=torch.float64)
+    in_documents = {0: [0, 3, 0, 1, 6, 7], 1: [1, 2, 2, 3, 4, 5]}
+    starts = torch.tensor([0, 0, 4, 4, 4, 4])
+    for rank, positions in in_documents.items():
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        found = apply_rotary_pos_emb(x, rotary(8), settings, borders, cp_group=group, max_seqlen=max_seqlen)
+        angles = rotary(8)[torch.tensor(positions)]
+        torch.testing.assert_close(found[:6, None], apply_rotary_pos_emb(x[:6, None], angles, settings))
+        # Angles for all 12 tokens continue from one document to the next.
+        found = apply_rotary_pos_emb(x, rotary(12), settings, borders, cp_group=group, max_seqlen=max_seqlen)
+        angles = rotary(12)[torch.tensor(positions) + starts]
+        torch.testing.assert_close(found[:6, None], apply_rotary_pos_emb(x[:6, None], angles, settings))
+
+
 def test_tables_of_rotary_positions() -> None:
     rotary = RotaryEmbedding(8, 1.0)
     torch.testing.assert_close(rotary.inv_freq, 10000.0 ** -(torch.arange(0, 8, 2) / 8))

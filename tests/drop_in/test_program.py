@@ -38,9 +38,9 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
-from megatron.training import get_args, pretrain, program
+from megatron.training import get_args, pretrain, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
-from megatron.training.program import evaluate, train_step
+from megatron.training.training import evaluate, train_step
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from megatron_core.errors import ConfigError, DataError
@@ -63,9 +63,11 @@ LAYOUTS = {
 }
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-    """The function as in programs for Megatron-LM."""
-    args = get_args()
+def model_provider(pre_process: bool = True, post_process: bool = True, **given: Any) -> GPTModel:
+    """The function as in programs for Megatron-LM, with any further arguments: those that Megatron-LM passes."""
+    args, chunks = get_args(), mpu.get_virtual_pipeline_model_parallel_world_size()
+    vp_stage = None if chunks is None else given.pop("vp_stage")
+    assert given == {"config": None, "pg_collection": None}
     return GPTModel(
         core_transformer_config_from_args(args),
         get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm, args.qk_layernorm),
@@ -127,7 +129,7 @@ def job(save: str, more: str) -> tuple[list[list[float]], list[float], list[str]
         evaluated.append(float(result[0].get("lm loss", 0.0)))
         return result
 
-    program.train_step, program.evaluate = step, evaluation  # type: ignore[assignment]
+    training.train_step, training.evaluate = step, evaluation  # type: ignore[assignment]
     sys.argv = f"{COMMON} --save {save} --save-interval 2 {more}".split()
     mpu.destroy_model_parallel()
     with redirect_stdout(out):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import pickle
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,14 +19,24 @@ import torch
 
 from megatron.core import Timers, mpu
 from megatron.core import num_microbatches_calculator as micro_batches
+from megatron.core._rank_utils import log_single_rank
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.indexed_dataset import _IndexReader as IndexReader
+from megatron.core.enums import Fp8Recipe, LayerType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import (
+    bias_swiglu_impl,
+    weighted_bias_swiglu_impl,
+    weighted_squared_relu_impl,
+)
+from megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
+from megatron.core.inference.inference_request import Status
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
@@ -31,7 +45,15 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_submodules
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, is_torch_min_version, unwrap_model
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_model_config,
+    is_torch_min_version,
+    local_multi_tensor_scale,
+    log_on_each_pipeline_stage,
+    unwrap_model,
+)
 from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.parallel.groups import LocalGroup
@@ -279,6 +301,80 @@ def test_tokenizers_of_megatrons_arguments(tmp_path: Path) -> None:
     assert MegatronTokenizer.from_pretrained(str(tmp_path)).vocab_size == 257
     with pytest.raises(ValueError, match="already exists"):
         MegatronTokenizer.write_metadata(str(tmp_path), "byte-level")
+    MegatronTokenizer.write_metadata(str(tmp_path), "byte-level", Namespace, "{{ messages }}", overwrite=True)
+    assert json.loads((tmp_path / "tokenizer_metadata.json").read_text()) == {
+        **{"library": "byte-level", "class_name": "Namespace", "class_path": "argparse"},
+        "chat_template": "{{ messages }}",
+    }
+    assert MegatronTokenizer.from_pretrained(str(tmp_path)).chat_template == "{{ messages }}"
+
+
+def test_messages_of_one_rank_are_not_prepared_if_their_level_is_off() -> None:
+    logger = Mock(spec=logging.Logger)
+    logger.isEnabledFor.return_value = False
+    group = Mock()
+    log_single_rank(logger, logging.DEBUG, "message")
+    log_on_each_pipeline_stage(logger, logging.DEBUG, "message", tp_group=group, dp_cp_group=group)
+    logger.log.assert_not_called()
+    group.rank.assert_not_called()
+    logger.isEnabledFor.return_value = True
+    group.rank.side_effect = [0, 0, 0, 1]  # the first rank of a stage, and another one
+    for _ in range(2):
+        log_on_each_pipeline_stage(logger, logging.INFO, "%s", "x", tp_group=group, dp_cp_group=group)
+    logger.log.assert_called_once_with(logging.INFO, "%s", "x")
+    with pytest.raises(ValueError, match="provided or not provided together"):
+        log_on_each_pipeline_stage(logger, logging.INFO, "message", tp_group=group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"activation_func_clamp_value": 0.0}, "greater than zero"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset must be zero"),
+        ({"use_te_activation_func": True}, "use_te_activation_func must be False"),
+        ({"num_moe_experts": None}, "only supported with MoE"),
+    ],
+)
+def test_bounds_of_swiglu_are_checked_as_in_megatron(settings: dict[str, Any], match: str) -> None:
+    given = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
+    given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    given["activation_func_clamp_value"] = 10.0
+    TransformerConfig(**given)
+    with pytest.raises(ValueError, match=match):
+        TransformerConfig(**given | settings)
+
+
+def test_choices_of_experts_as_masks() -> None:
+    indices = torch.tensor([[2, -1, 0], [-1, -1, 3]], dtype=torch.int32)
+    probs = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    chosen, spread = fused_indices_to_multihot(indices, probs, 4)
+    assert chosen.tolist() == [[True, False, True, False], [False, False, False, True]]
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    expected[0, 2], expected[0, 0], expected[1, 3] = probs[0, 0], probs[0, 2], probs[1, 2]
+    assert torch.equal(spread, expected)
+    factors = torch.rand(2, 4, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((spread * factors).sum(), probs)
+    assert torch.equal(gradient, torch.stack([factors[0, [2, 0, 0]], factors[1, [0, 0, 3]]]) * (indices >= 0))
+    weighted = weighted_squared_relu_impl(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[0.5], [2.0]]))
+    assert weighted.tolist() == [[0.5, 0.0], [18.0, 32.0]]
+    target = [torch.empty(2), torch.empty(1)]
+    local_multi_tensor_scale(1, None, [[torch.tensor([1.0, 2.0]), torch.tensor([3.0])], target], 0.5)
+    assert [each.tolist() for each in target] == [[0.5, 1.0], [1.5]]
+
+
+def test_enumerations_have_megatrons_members() -> None:
+    """``str`` is a base where Megatron compares members with text; a member can be pickled, as in its checkpoints."""
+    assert Fp8Recipe.delayed == "delayed" and KVCacheManagementMode("offload") is KVCacheManagementMode.OFFLOAD
+    assert [each.value for each in (LayerType.embedding, LayerType.mtp, AttnMaskType.no_mask)] == [1, 5, 3]
+    assert [each.value for each in (Status.WAITING_IN_QUEUE, Status.FAILED)] == [1, 5]
+    for member in (Fp8Recipe.mxfp8, AttnMaskType.causal, KVCacheManagementMode.PERSIST, Status.COMPLETED):
+        assert pickle.loads(pickle.dumps(member)) is member
+    settings = InferenceConfig(128, 2.0, max_requests=3, ep_consensus_interval=4)
+    assert (settings.block_size_tokens, settings.buffer_size_gb, settings.ep_consensus_interval) == (128, 2.0, 4)
+    assert settings.kv_cache_management_mode is KVCacheManagementMode.PERSIST and settings.num_cuda_graphs is None
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ValueError, match="integer greater than or equal to 1"):
+            SamplingParams(streaming_interval=wrong)  # type: ignore[arg-type]
 
 
 def test_blends_of_megatrons_arguments(tmp_path: Path) -> None:

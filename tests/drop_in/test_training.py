@@ -295,6 +295,7 @@ def test_objects_and_plain_tensors_of_a_checkpoint(tmp_path: Path) -> None:
     empty = {"a": {"b": 0, "words": []}, "t": torch.zeros(3), "kept": kept}
     back = dist_checkpointing.load(empty, tmp_path)
     assert back["a"] == {"b": 3, "words": ["x"]}
+    assert dist_checkpointing.load_content_metadata(preloaded_state_dict=back) == {"version": 1}
     assert torch.equal(back["t"], torch.arange(3.0))
     assert back["kept"] is kept.unwrap()
     with pytest.raises(CheckpointError, match="tensors and JSON values"):

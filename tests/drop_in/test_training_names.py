@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 import torch
 
+from megatron.core.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, squared_relu
 from megatron.training import get_args, get_timers, get_tokenizer, get_train_valid_test_num_samples
 from megatron.training.argument_utils import (
@@ -164,6 +165,13 @@ def test_arguments_of_the_command_line(args: Namespace) -> None:
     config = core_transformer_config_from_args(args)
     assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
     assert (config.num_query_groups, config.params_dtype, config.pipeline_dtype) == (4, torch.bfloat16, torch.bfloat16)
+    # Values of Megatron's own kinds, which a program sets on the arguments.
+    args.attention_backend, args.moe_layer_freq = AttnBackend.local, 1
+    args.position_embedding_type, args.no_rope_freq = "rope", [0, 1, 0, 1]
+    model = run_config_of(validate_args(args)).model
+    assert (model.attention_backend, model.moe_layer_freq, model.no_rope_freq) == ("unfused", (1,), (0, 1, 0, 1))
+    args.attention_backend = AttnBackend.flash
+    assert run_config_of(validate_args(args)).model.attention_backend == "auto"
     args.micro_batch_size = 3
     with pytest.raises(ConfigError, match="global_batch_size=8"):
         validate_args(args)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import config
-from megatron.core.ranks import log_single_rank
+from megatron.core._rank_utils import log_single_rank
 from megatron_core import parallel_state
 from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.collectives import all_gather_flat_

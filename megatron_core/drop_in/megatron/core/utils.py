@@ -15,18 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from megatron.core.dist_checkpointing.core import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
-from megatron.core.experimental import (
-    ExperimentalNotEnabledError,
-    check_param_hashes_across_dp_replicas,
-    experimental_cls,
-    experimental_fn,
-)
-from megatron.core.parallel_state import GlobalMemoryBuffer
-from megatron.core.ranks import log_single_rank
 from megatron.core.tensor_parallel.utils import divide
 from megatron_core import parallel_state
 from megatron_core.drop_in.unsupported import unsupported
@@ -131,10 +119,6 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
     wanted = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     return own >= wanted if check_equality else own > wanted
-
-
-HAVE_PACKAGING = True
-"""Whether the package for versions is installed, which torch needs."""
 
 
 def get_flashinfer_version() -> Any:
@@ -335,13 +319,23 @@ class StragglerDetector:
 
 
 def log_on_each_pipeline_stage(
-    logger: logging.Logger, *args: Any, tp_group: Group | None = None, dp_cp_group: Group | None = None, **kwargs: Any
+    logger: logging.Logger,
+    level: int,
+    msg: object,
+    *args: Any,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+    **kwargs: Any,
 ) -> None:
-    """Call ``logger.log(...)`` on the first rank of each pipeline stage."""
+    """Call ``logger.log(...)`` on the first rank of each pipeline stage. Errors: ``ConfigError`` for one group only."""
+    if (tp_group is None) != (dp_cp_group is None):
+        raise ConfigError("tp_group and dp_cp_group must be provided or not provided together")
+    if not logger.isEnabledFor(level):
+        return
     tp = tp_group or parallel_state.get_tensor_model_parallel_group()
     dp = dp_cp_group or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if get_pg_rank(tp) == get_pg_rank(dp) == 0:
-        logger.log(*args, **kwargs)
+    if tp.rank() == dp.rank() == 0:
+        logger.log(level, msg, *args, **kwargs)
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
@@ -360,6 +354,12 @@ def get_data_parallel_group_if_dtensor(tensor: Tensor, data_parallel_group: Grou
 def local_multi_tensor_applier(op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
     """Call ``op`` with the arguments of Apex's function of this name."""
     return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+
+
+def local_multi_tensor_scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Tensor]], scale: float) -> None:
+    """Write the tensors of the first list times ``scale`` to those of the second, as Apex's ``multi_tensor_scale``."""
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)
 
 
 def local_multi_tensor_l2_norm(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.enums import AttnBackend
 from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 from megatron.training.argument_utils import (
     ArgumentGroupFactory,
@@ -87,22 +88,20 @@ def without_parts(args: list[str]) -> list[str]:
     return [word for flag, values in grouped(args) if plain(flag) != "spec" for word in (flag, *values)]
 
 
-def _add_tokenizer_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags of the tokenizer; Megatron-LM's ``tools/preprocess_data.py`` calls it."""
-    ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
-    return parser
+def _adder(settings: type, title: str) -> Callable[[ArgumentParser], ArgumentParser]:
+    """Return a function that adds ``settings`` as flags to the parser of a program."""
+
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        ArgumentGroupFactory(settings).build_group(parser, title)
+        return parser
+
+    return add
 
 
-def _add_data_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the settings of data as flags to the caller's parser."""
-    ArgumentGroupFactory(DataConfig).build_group(parser, "data and dataloader")
-    return parser
-
-
-def _add_validation_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the settings of evaluation as flags to the caller's parser."""
-    ArgumentGroupFactory(ValidationConfig).build_group(parser, "validation")
-    return parser
+_add_tokenizer_args = _adder(TokenizerConfig, "tokenizer")
+_add_data_args = _adder(DataConfig, "data and dataloader")
+_add_validation_args = _adder(ValidationConfig, "validation")
+_add_network_size_args = _adder(ModelConfig, "network size")
 
 
 def _set_generation(args: Namespace) -> None:
@@ -198,8 +197,11 @@ def _translate_attributes(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
-    if isinstance(getattr(args, "attention_backend", None), bool):  # of accelerate
-        args.attention_backend = "auto"
+    for name in ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"):
+        if isinstance(value := getattr(args, name, None), int | list):
+            setattr(args, name, (value,) if isinstance(value, int) else tuple(value))
+    if isinstance(backend := getattr(args, "attention_backend", None), bool | AttnBackend):  # a bool: of accelerate
+        args.attention_backend = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
         args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
 
@@ -207,9 +209,3 @@ def _translate_attributes(args: Namespace) -> None:
 def run_config_of(args: Namespace) -> RunConfig:
     """Return the engine's configuration from the attributes with names of its settings."""
     return RunConfig.from_flat({name: getattr(args, name) for name in field_types() if hasattr(args, name)})
-
-
-def _add_network_size_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the settings of the model as flags to the caller's parser."""
-    ArgumentGroupFactory(ModelConfig).build_group(parser, "network size")
-    return parser

@@ -1,6 +1,7 @@
 """Checkpoints of the caller's program, their folders, and the number of the latest."""
 
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from megatron_core.locations import location
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
 from megatron_core.training.compatibility import check_same_model, format_to_resume, refuse_other_formats
+
+CheckpointType = Enum("CheckpointType", "LEGACY LOCAL GLOBAL TORCH_DCP FSDP_DTENSOR")
+"""Megatron's kinds of checkpoints; checkpoints of this package have one kind."""
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:

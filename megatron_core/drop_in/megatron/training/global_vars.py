@@ -42,10 +42,6 @@ def get_timers() -> Timers:
     return timers
 
 
-def get_tensorboard_writer() -> None:
-    """Return None: programs of the drop-in have no writer of TensorBoard."""
-
-
 def set_args(args: Namespace) -> None:
     """Store ``args`` for ``get_args``."""
     _KEPT["args"] = args

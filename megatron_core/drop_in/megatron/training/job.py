@@ -13,13 +13,6 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.config.container import PretrainConfigContainer
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron, start_groups
-from megatron.training.program import (
-    Provider,
-    build_train_valid_test_data_iterators,
-    evaluate_and_print_results,
-    setup_model_and_optimizer,
-    train,
-)
 from megatron_core.errors import ConfigError
 
 _DATA, _MODEL = "train_valid_test_dataset_provider", "model_provider"
@@ -80,22 +73,25 @@ def _build(config: Any, pre_process: bool, post_process: bool, vp_stage: int | N
 
 
 def _run(
-    data_provider: Provider,
-    model_provider: Provider,
+    data_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
     model_type: ModelType,
     forward_step_func: Callable[..., Any],
     process_non_loss_data_func: Callable[..., Any] | None,
 ) -> None:
+    # Imported on use: ``pretrain`` is one of the names of this module, too.
+    from megatron.training import training
+
     args = get_args()
-    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)
-    data, *held_out = build_train_valid_test_data_iterators(data_provider)
+    model, optimizer, scheduler = training.setup_model_and_optimizer(model_provider, model_type)
+    data, *held_out = training.build_train_valid_test_data_iterators(data_provider)
     others = (process_non_loss_data_func, get_model_config(model[0]))
     if not args.skip_train:
-        train(forward_step_func, model, optimizer, scheduler, data, held_out[0], *others)
+        training.train(forward_step_func, model, optimizer, scheduler, data, held_out[0], *others)
     for name, there, iterator in zip(("validation", "test"), (args.do_valid, args.do_test), held_out, strict=True):
         if there and args.eval_iters:
             where = f"iteration {args.iteration} on {name} set"
-            evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)
+            training.evaluate_and_print_results(where, forward_step_func, iterator, model, args.iteration, *others)
 
 
 def gpt_builder(

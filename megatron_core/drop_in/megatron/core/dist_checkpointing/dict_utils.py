@@ -22,12 +22,6 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
         yield value
 
 
-def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace every leaf by ``f(leaf)``, in place."""
-    for container, key, value in nested_items_iter(d):
-        container[key] = f(value)
-
-
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
     """Replace every leaf by ``f(key or index, leaf)``, in place."""
     for container, key, value in nested_items_iter(d):

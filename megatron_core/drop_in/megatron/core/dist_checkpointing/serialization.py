@@ -97,6 +97,7 @@ def load(
 ) -> dict[str, Any]:
     """Return the same nested dict with loaded values; tensors in it are filled in place. A collective call.
 
+    If ``save`` had ``content_metadata``, the result has them under this key, for ``load_content_metadata``.
     All ranks always compare the hashes of the files first. Loading is always strict: CheckpointError for a tensor that
     is not stored or has another shape.
     """
@@ -106,7 +107,9 @@ def load(
     stored = open_newest(str(checkpoint_dir), None, device=_device())
     if stored is None:
         raise CheckpointError(_absent(checkpoint_dir))
-    return load_from(stored, sharded_state_dict)
+    metadata = stored.state.get("content_metadata") if isinstance(stored, CheckpointReader) else None
+    loaded = load_from(stored, sharded_state_dict)
+    return loaded if metadata is None else loaded | {"content_metadata": metadata}
 
 
 def load_from(stored: CheckpointReader | MegatronReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def weighted_bias_swiglu_impl(
     return (bias_swiglu_impl(input, None, fp8_input_store, clamp_value=clamp_value) * weights).to(input.dtype)
 
 
+def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
+    """relu(input)^2 times a weight for each token, ``[tokens, 1]``, in the dtype of ``input``."""
+    return (nn.functional.relu(input).square() * weights).to(input.dtype)
+
+
 def bias_gelu(bias: Tensor, y: Tensor) -> Tensor:
     """``bias_gelu_impl`` with the bias first."""
     return bias_gelu_impl(y, bias)

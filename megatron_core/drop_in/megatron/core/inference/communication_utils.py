@@ -7,17 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage as is_pipeline_first_stage
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage as is_pipeline_last_stage
 from megatron_core import parallel_state
-
-
-def is_pipeline_first_stage(pp_group: Any) -> bool:
-    """Return whether this rank is the first of ``pp_group``."""
-    return bool(pp_group.rank() == 0)
-
-
-def is_pipeline_last_stage(pp_group: Any) -> bool:
-    """Return whether this rank is the last of ``pp_group``."""
-    return bool(pp_group.rank() == pp_group.size() - 1)
 
 
 def _pipeline(pp_group: Any) -> Any:

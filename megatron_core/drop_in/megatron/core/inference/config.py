@@ -4,8 +4,7 @@ from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-import torch
-
+from megatron.core.mirror import mirror
 from megatron_core.drop_in.unsupported import Unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.inference import settings as engine
@@ -22,45 +21,27 @@ class MambaInferenceStateConfig(Unsupported):
         return
 
 
-class PrefixCachingEvictionPolicy(str, Enum):
-    """When an unused block of a prefix is freed; the engine here frees the least recently used ones."""
-
-    REF_ZERO = "ref_zero"
-    LRU = "lru"
+def _words(name: str, *values: str) -> Any:
+    """Return an enumeration of texts, whose members are their upper-case forms."""
+    return Enum(name, [(value.upper(), value) for value in values], type=str, module=__name__)
 
 
-class PrefixCachingCoordinatorPolicy(str, Enum):
-    """How requests are distributed over data-parallel ranks."""
-
-    LONGEST_PREFIX = "longest_prefix"
-    FIRST_PREFIX_BLOCK = "first_prefix_block"
-    LOAD_BALANCED = "load_balanced"
-
-
-class KVCacheManagementMode(str, Enum):
-    """Treatment of the cache when an engine is suspended."""
-
-    PERSIST = "persist"
-    OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
-
-
-class CudaGraphSizingDistribution(str, Enum):
-    """Distances between the sizes of CUDA graphs; without effect here."""
-
-    EXPONENTIAL = "exponential"
-    LINEAR = "linear"
-
-
-class AsyncScheduleMode(str, Enum):
-    """Order of the phases of a step; without effect here."""
-
-    LEGACY = "legacy"
-    ASYNC = "async"
+PrefixCachingEvictionPolicy = _words("PrefixCachingEvictionPolicy", "ref_zero", "lru")
+"""When an unused block of a prefix is freed; the engine here frees the least recently used ones."""
+PrefixCachingCoordinatorPolicy = _words(
+    "PrefixCachingCoordinatorPolicy", "longest_prefix", "first_prefix_block", "load_balanced"
+)
+"""How requests are distributed over data-parallel ranks."""
+KVCacheManagementMode = _words("KVCacheManagementMode", "persist", "offload", "recompute")
+"""Treatment of the cache when an engine is suspended."""
+CudaGraphSizingDistribution = _words("CudaGraphSizingDistribution", "exponential", "linear")
+"""Distances between the sizes of CUDA graphs; without effect here."""
+AsyncScheduleMode = _words("AsyncScheduleMode", "legacy", "async")
+"""Order of the phases of a step; without effect here."""
 
 
 @dataclass
-class InferenceConfig:
+class InferenceConfig(mirror("InferenceConfig", kw_only=True)):  # type: ignore[misc]
     """Settings of ``DynamicInferenceContext``.
 
     Read are ``block_size_tokens``, ``buffer_size_gb`` (an upper bound: memory is allocated as texts grow),
@@ -71,43 +52,22 @@ class InferenceConfig:
 
     block_size_tokens: int = 256
     buffer_size_gb: float = 20
-    paused_buffer_size_gb: float | None = None
-    mamba_inference_state_config: Any = None
-    mamba_memory_ratio: float | None = None
     max_requests: int | None = None
     max_tokens: int | None = None
     unified_memory_level: int = 0
-    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
-    num_cuda_graphs: int | None = None
-    cuda_graph_mixed_prefill_count: int | None = 16
-    cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
-    use_cuda_graphs_for_non_decode_steps: bool = True
-    cuda_graph_all_prefills: bool = False
-    cuda_graph_max_tokens: int = 512
-    static_kv_memory_pointers: bool = False
+    kv_cache_management_mode: Any = KVCacheManagementMode.PERSIST
+    cuda_graph_sizing_distribution: Any = CudaGraphSizingDistribution.EXPONENTIAL
     max_sequence_length: int = 2560
-    pg_collection: Any = None
-    use_flashinfer_fused_rope: bool | None = False
     materialize_only_last_token_logits: bool = True
     enable_chunked_prefill: bool = False
     num_speculative_tokens: int = 0
     enable_prefix_caching: bool = False
-    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
-    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+    prefix_caching_eviction_policy: Any = PrefixCachingEvictionPolicy.REF_ZERO
+    prefix_caching_coordinator_policy: Any = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     prefix_caching_routing_alpha: float = 0.5
-    prefix_caching_mamba_gb: float | None = None
-    track_paused_request_events: bool = False
     track_generated_token_events: bool = False
-    metrics_writer: Any = None
-    logging_step_interval: int = 0
-    sampling_backend: str = "torch"
-    offset_sampling_seed_by_dp_rank: bool = True
-    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
+    async_sched_mode: Any = AsyncScheduleMode.LEGACY
     logprobs_mode: str = "raw_logprobs"
-    request_metadata_types: list[tuple[str, torch.dtype]] | None = None
-    use_synchronous_zmq_collectives: bool = False
-    disable_ep_consensus: bool = False
-    ep_consensus_interval: int = 20
     verbose: InitVar[bool] = False
 
     def __post_init__(self, verbose: bool) -> None:

@@ -2,24 +2,14 @@
 
 import time
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
-
-class DynamicInferenceEventType(Enum):
-    """Kind of an event in the life of a request."""
-
-    ADD_ENGINE = auto()
-    ADD_CONTEXT = auto()
-    GENERATED_TOKEN = auto()
-    PAUSE = auto()
-    EVICT = auto()
-    FINISH = auto()
-    FAIL = auto()
-    ERROR_TRANSIENT = auto()
-    ERROR_NONTRANSIENT = auto()
-
-
+DynamicInferenceEventType = Enum(
+    "DynamicInferenceEventType",
+    "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT ERROR_NONTRANSIENT",
+)
+"""Kind of an event in the life of a request."""
 _ERRORS = (DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.ERROR_NONTRANSIENT)
 
 

@@ -16,16 +16,10 @@ from megatron.core.inference.inference_event import DynamicInferenceEvent, Dynam
 from megatron.core.inference.sampling_params import SamplingParams
 
 RequestKind = TypeVar("RequestKind", bound="InferenceRequest")
-
-
-class Status(Enum):
-    """State of a request."""
-
-    WAITING_IN_QUEUE = 1
-    ACTIVE_AND_GENERATING_TOKENS = 2
-    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
-    COMPLETED = 4
-    FAILED = 5
+Status = Enum(
+    "Status", "WAITING_IN_QUEUE ACTIVE_AND_GENERATING_TOKENS ACTIVE_BUT_NOT_GENERATING_TOKENS COMPLETED FAILED"
+)
+"""State of a request."""
 
 
 def serialize_tensor(tensor: Tensor) -> list[Any]:

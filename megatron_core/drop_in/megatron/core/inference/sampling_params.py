@@ -33,6 +33,8 @@ class SamplingParams:
     stop_words: list[str] | None = None
     detokenize_stop_sequence: bool = False
     return_prompt_tokens: bool = False
+    streaming_interval: int = 1
+    """No effect: a stream has the state after each token."""
 
     def __post_init__(self) -> None:
         self._sync_prompt_logprobs_fields()
@@ -49,6 +51,10 @@ class SamplingParams:
                 "return_prompt_top_n_logprobs requires skip_prompt_log_probs to be False"
             )
         self.return_prompt_top_n_logprobs = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
+        if type(self.streaming_interval) is not int or self.streaming_interval < 1:
+            raise ConfigError(
+                f"streaming_interval={self.streaming_interval!r} must be an integer greater than or equal to 1"
+            )
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set attributes, also ones that are not fields."""

@@ -65,14 +65,23 @@ class MegatronTokenizer:
 
     @staticmethod
     def write_metadata(
-        tokenizer_path: str, tokenizer_library: str, overwrite: bool = False, metadata_path: str | None = None
+        tokenizer_path: str,
+        tokenizer_library: str,
+        tokenizer_class: type = MegatronTokenizerText,
+        chat_template: str | None = None,
+        overwrite: bool = False,
+        metadata_path: str | None = None,
     ) -> None:
-        """Write the library of a tokenizer to a file next to it; ConfigError if the file exists or the library is not
-        supported."""
+        """Write the library of a tokenizer, its class and its template to a file next to it, as Megatron Core does.
+
+        ``from_pretrained`` does not read the class. Raises ConfigError if the file exists or the library is not
+        supported.
+        """
         if tokenizer_library not in _TYPES:
             raise ConfigError(f"the library {tokenizer_library!r} is not supported; legal: {', '.join(_TYPES)}")
         path = Path(tokenizer_path)
         target = Path(metadata_path) if metadata_path else (path if path.is_dir() else path.parent) / METADATA
         if target.exists() and not overwrite:
             raise ConfigError(f"{target} already exists; pass overwrite=True to replace it")
-        target.write_text(json.dumps({"library": tokenizer_library}))
+        names = {"class_name": tokenizer_class.__name__, "class_path": tokenizer_class.__module__}
+        target.write_text(json.dumps({"library": tokenizer_library} | names | {"chat_template": chat_template}))

@@ -6,16 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
-from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import MLASelfAttentionSubmodules, check_submodules, layer_context
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import deprecate_inference_params
 from megatron_core.config.attention import attention_of
 from megatron_core.errors import ConfigError
 from megatron_core.ops.rows import wide

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.enums import LayerType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import layer_context, layer_specs_of
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
@@ -159,27 +160,10 @@ def roll_tensor(
     return rolled, rolled.sum() if return_sum else None
 
 
-class MTPLossAutoScaler(torch.autograd.Function):
-    """(output, loss) -> output; in backward every element of the loss has the gradient ``scale``."""
+class MTPLossAutoScaler(MoEAuxLossAutoScaler):
+    """The same for losses of multi-token prediction, with a scale of its own: loss scale / number of micro-batches."""
 
-    scale: Tensor = torch.tensor(1.0)
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, mtp_loss: Tensor) -> Tensor:
-        """Return the output."""
-        ctx.save_for_backward(mtp_loss)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of output and loss."""
-        (loss,) = ctx.saved_tensors
-        return grad_output, torch.ones_like(loss) * MTPLossAutoScaler.scale.to(loss)
-
-    @classmethod
-    def set_loss_scale(cls, scale: Tensor) -> None:
-        """Set the factor of the main loss in backward: the loss scale divided by the number of micro-batches."""
-        cls.scale = scale
+    main_loss_backward_scale: Tensor | None = None
 
 
 class MTPLossLoggingHelper:

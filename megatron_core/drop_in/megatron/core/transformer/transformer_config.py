@@ -178,6 +178,9 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             "glu_linear_offset must be zero when activation_func_clamp_value is set for SwiGLU": (
                 clamps and self.glu_linear_offset != 0.0
             ),
+            "use_te_activation_func must be False when activation_func_clamp_value is set for SwiGLU": (
+                clamps and self.use_te_activation_func
+            ),
         }
 
     def model_config(self, *, without_pattern: bool = False, **given: Any) -> ModelConfig:

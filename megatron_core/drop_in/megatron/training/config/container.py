@@ -11,7 +11,7 @@ from megatron.core.msc_utils import maybe_msc
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.config.allowlist import Serializable
 from megatron.training.config.common_config import DistributedInitConfig, ProfilingConfig, RNGConfig
-from megatron.training.config.inference_config import InferenceSetupConfig
+from megatron.training.config.inference_config import InferenceSetupConfig  # type: ignore[import-not-found]
 from megatron.training.config.instantiate_utils import HAVE_OMEGACONF, InstantiationMode, instantiate
 from megatron.training.config.resilience_config import RerunStateMachineConfig, StragglerDetectionConfig
 from megatron.training.config.training_config import (

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 from megatron.training.config.allowlist import Serializable, dataclass_of_program
 from megatron.training.config.instantiate_utils import resolve_target
 from megatron_core.errors import ConfigError
@@ -106,19 +104,8 @@ class ModelBuilder(abc.ABC, Generic[Model, Config]):
         """Return one chunk; ``pre_process`` and ``post_process`` add the embedding and the output layer."""
 
     @abc.abstractmethod
-    def build_distributed_models(
-        self,
-        pg_collection: ProcessGroupCollection,
-        ddp_config: DistributedDataParallelConfig | None = None,
-        overlap_param_gather_with_optimizer_step: bool = False,
-        use_megatron_fsdp: bool = False,
-        use_torch_fsdp2: bool = False,
-        wrap_with_ddp: bool = True,
-        data_parallel_random_init: bool = False,
-        mixed_precision_wrapper: Callable[[Any, MegatronModule], MegatronModule] | None = Float16Module,
-        model_type: ModelType = ModelType.encoder_or_decoder,
-    ) -> list[Model]:
-        """Return this rank's chunks, wrapped for data parallelism."""
+    def build_distributed_models(self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any) -> list[Model]:
+        """Return this rank's chunks, wrapped for data parallelism; see ``unimodal_build_distributed_models``."""
 
 
 def compose_hooks(hooks: list[Hook]) -> Hook:

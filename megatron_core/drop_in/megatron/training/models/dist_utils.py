@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import megatron.core.tensor_parallel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (  # type: ignore[import-not-found]
@@ -18,12 +19,12 @@ from megatron.core.full_cuda_graph import get_shared_capture_stream  # type: ign
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import utils as pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
 
 logger = logging.getLogger(__name__)
+tensor_parallel: Any = megatron.core.tensor_parallel
 
 HAVE_FSDP2 = True
 """Whether torch has it; ``TorchFullyShardedDataParallel`` says that it is not supported here."""
@@ -93,7 +94,7 @@ def prepare_existing_model_chunks_for_distributed_training(
     _check_ddp(wrap_with_ddp, ddp_config)
     for model in model_list:
         for parameter in model.parameters():
-            layers.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     _print_num_params(model_list, pg_collection=pg_collection)
     meta = transformer_config.init_model_with_meta_device
     if torch.cuda.is_available() and not (use_torch_fsdp2 or transformer_config.use_cpu_initialization or meta):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core._rank_utils import of_environment, resolve_slurm_local_rank, safe_get_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import get_blend_from_list
-from megatron.core.ranks import of_environment, resolve_slurm_local_rank, safe_get_rank
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.utils import get_batch_on_this_cp_rank, nvtx_range_pop, nvtx_range_push, unwrap_model
 from megatron.core.utils import get_batch_on_this_tp_rank as broadcast_batch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.ranks import safe_get_rank, safe_get_world_size
+from megatron.core._rank_utils import safe_get_rank, safe_get_world_size
 from megatron.training.utils.common_utils import print_rank_0
 
 

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import torch
@@ -34,13 +34,8 @@ class AbstractEngine(ABC):
         """Return the results of prompts."""
 
 
-class EngineState(Enum):
-    """State of an engine; the engine here is always running."""
-
-    RUNNING = auto()
-    PAUSED = auto()
-    SUSPENDED = auto()
-    STOPPED = auto()
+EngineState = Enum("EngineState", "RUNNING PAUSED SUSPENDED STOPPED")
+"""State of an engine; the engine here is always running."""
 
 
 class EngineSuspendedError(Exception):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from megatron.core.ranks import log_single_rank
+from megatron.core._rank_utils import log_single_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import log_on_each_pipeline_stage
 from megatron_core.drop_in.unsupported import unsupported_class

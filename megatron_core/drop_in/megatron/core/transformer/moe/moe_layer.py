@@ -146,7 +146,12 @@ class MoELayer(ExportedModule, layer.MoELayer):
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
         """Bind the layer and number it from 1."""
         super().bind(config, context, samples)
-        self.expert_layers, self.layer_number = [self.router.layer_number], self.router.layer_number + 1
+        self.set_layer_number(self.router.layer_number + 1)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, from 1, also in its router; weights do not change."""
+        self.layer_number, self.router.layer_number = layer_number, layer_number - 1
+        self.expert_layers = [self.router.layer_number]
 
     def forward(
         self,

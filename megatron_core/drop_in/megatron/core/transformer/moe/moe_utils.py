@@ -147,15 +147,15 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of output and loss."""
         (aux_loss,) = ctx.saved_tensors
-        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        scale = ctx._forward_cls.main_loss_backward_scale
         return grad_output, torch.ones_like(aux_loss) * (1.0 if scale is None else scale)
 
-    @staticmethod
-    def set_loss_scale(scale: Tensor) -> None:
+    @classmethod
+    def set_loss_scale(cls, scale: Tensor) -> None:
         """Set the factor of the main loss in backward."""
         if not isinstance(scale, Tensor):
             raise ConfigError(f"set_loss_scale({scale!r}): pass a tensor")
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        cls.main_loss_backward_scale = scale
 
 
 def permute(
@@ -244,6 +244,17 @@ def apply_router_token_dropping(
     mask = torch.zeros_like(routing_map, dtype=torch.bool).scatter(0, kept, True)
     final = mask if pad_to_capacity else mask & routing_map
     return routing_probs * final, final
+
+
+def fused_indices_to_multihot(
+    indices: Tensor, probs_indices: Tensor, num_of_local_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Experts ``[T, k]``, -1 for none, with probabilities -> (the choice as bool ``[T, E]``, the probabilities)."""
+    # A further column takes the entries without an expert and is cut off.
+    columns = torch.where(indices < 0, num_of_local_experts, indices).long()
+    probs = probs_indices.new_zeros(len(indices), num_of_local_experts + 1)
+    chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, columns, True)
+    return chosen[:, :-1], probs.scatter(1, columns, probs_indices)[:, :-1]
 
 
 class RouterGatingLinearFunction(torch.autograd.Function):

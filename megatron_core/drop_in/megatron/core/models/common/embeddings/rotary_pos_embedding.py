@@ -26,17 +26,21 @@ def apply_rotary_pos_emb(
     mscale: float = 1.0,
     cp_group: Group | None = None,
     mla_rotary_interleaved: bool = False,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Rotate the first r channels of heads ``[s, b, heads, d]`` by angles ``[s, 1, 1, r]``, times ``mscale``.
 
     ``RotaryEmbedding`` returns the angles. With the borders ``cu_seqlens`` of documents, heads are ``[s, heads, d]``,
-    and each document begins at the first angle, unless there is one for each token. ``mla_rotary_interleaved`` first
-    separates even and odd channels.
+    this rank's part of each document. Each document begins at the first angle, unless there are angles for the whole
+    pack: as many as tokens or, if ``max_seqlen`` is given, more than it. ``mla_rotary_interleaved`` first separates
+    even and odd channels.
     """
     kinds = config.rotary_interleaved, mla_rotary_interleaved
     if cu_seqlens is None:
         return _apply_rotary_pos_emb_bshd(t, freqs, *kinds, mscale=mscale)
-    return _apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, *kinds, mscale=mscale, cp_group=cp_group)
+    return _apply_rotary_pos_emb_thd(
+        t, cu_seqlens, freqs, *kinds, mscale=mscale, cp_group=cp_group, max_seqlen=max_seqlen
+    )
 
 
 def _apply_rotary_pos_emb_thd(
@@ -47,17 +51,26 @@ def _apply_rotary_pos_emb_thd(
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: Group | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
-    if cp_group is not None and cp_group.size() > 1:
-        raise ConfigError(
-            "apply_rotary_pos_emb: cu_seqlens with context parallelism is not supported; pass the angles of the tokens "
-            "of this rank without cu_seqlens"
-        )
-    if len(freqs) != len(t):
-        lengths = cu_seqlens.diff().tolist()
-        freqs = freqs[torch.cat([torch.arange(length, device=freqs.device) for length in lengths])]
+    size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    borders = cu_seqlens.to(torch.int64)
+    lengths = borders.diff() // size
+    ends = lengths.cumsum(0)
+    tokens = torch.arange(len(t), device=t.device)
+    # Padding after the last document counts as a part of it.
+    document = torch.bucketize(tokens, ends, right=True).clamp(max=len(lengths) - 1)
+    positions, length = tokens - (ends - lengths)[document], lengths[document]
+    if size > 1:
+        # Of 2 x size equal chunks of a document, a rank has the chunk ``rank`` and the one as far from the end.
+        half = length // 2
+        later = size * length - (rank + 1) * half + positions - half
+        positions = torch.where(positions < half, rank * half + positions, later)
+    if len(freqs) == borders[-1] if max_seqlen is None else len(freqs) > max_seqlen:
+        positions = positions + borders[document]
+    angles = freqs[positions.clamp(max=len(freqs) - 1)]
     kinds = rotary_interleaved, mla_rotary_interleaved
-    return _apply_rotary_pos_emb_bshd(t[:, None], freqs, *kinds, mscale=mscale).squeeze(1)
+    return _apply_rotary_pos_emb_bshd(t[:, None], angles, *kinds, mscale=mscale).squeeze(1)
 
 
 def _apply_rotary_pos_emb_bshd(

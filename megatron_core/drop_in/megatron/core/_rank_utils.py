@@ -61,7 +61,7 @@ def of_environment(variable: str, of_slurm: int | None, default: int, meaning: s
     return of_slurm
 
 
-def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
     """Call ``logger.log(...)`` on one rank."""
-    if (dist.get_rank() if dist.is_initialized() else read_integer("RANK", 0)) == rank:
-        logger.log(*args, **kwargs)
+    if logger.isEnabledFor(level) and safe_get_rank() == rank:
+        logger.log(level, msg, *args, **kwargs)

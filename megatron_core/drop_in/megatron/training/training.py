@@ -49,8 +49,8 @@ def get_model(
     """Build this rank's model chunks on its device, in ``Float16Module`` with --bf16 or --fp16, and in
     ``DistributedDataParallel``.
 
-    ``model_provider_func`` receives ``pre_process``, ``post_process``, ``vp_stage``, ``config`` and ``pg_collection``,
-    as far as it has parameters of these names.
+    ``model_provider_func`` receives ``pre_process``, ``post_process``, ``config``, ``pg_collection`` and, with several
+    chunks, ``vp_stage``, as far as it has parameters of these names.
     """
     args, chunks = get_args(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
     args.model_type = model_type
@@ -62,7 +62,7 @@ def get_model(
             "pre_process": parallel_state.is_pipeline_first_stage(False, stage),
             "post_process": parallel_state.is_pipeline_last_stage(False, stage),
         }
-        others = {"vp_stage": stage, "config": config, "pg_collection": pg_collection}
+        others = {"config": config, "pg_collection": pg_collection} | ({} if stage is None else {"vp_stage": stage})
         model = _called(model_provider_func, **given, **others).to(World.from_environment().device)
         settings = get_model_config(model)
         if args.fp16 or args.bf16:
