@@ -43,6 +43,8 @@ class EngineBackward:
     _is_scaled = False
     _factor = 1.0
     """Factor on the loss of the running backward."""
+    sums_over_ranks = False
+    """Whether gradients are sums over data-parallel ranks, of means over micro-batches, instead of means over both."""
     _received_sums = False
     """Whether gradients of a sum of terms have come from the backward of another engine."""
 
@@ -94,8 +96,8 @@ class EngineBackward:
 
     @property
     def _micro_batches(self) -> int:
-        """Micro-batches of all ranks in a step."""
-        return self.gradient_accumulation_steps * self.groups.size("dp")
+        """The number by which gradients of means are divided: micro-batches of all ranks in a step."""
+        return self.gradient_accumulation_steps * (1 if self.sums_over_ranks else self.groups.size("dp"))
 
     def _begin_backward(self, *, weighted: bool) -> None:
         """Check that a backward is possible, and start it."""
