@@ -104,7 +104,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         """Number of micro-batches since the last optimizer step."""
         self.forced_boundary: bool | None = None
         """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
-        self.casts_inputs = True
+        self.casts_inputs = self.splits_in_evaluation = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
@@ -222,7 +222,8 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
             self.data_parallel.finish_param_sync()
         args, kwargs = self._in_compute_dtype((args, kwargs))
-        output = self.module(*args, **kwargs) if self.context is None else run_split(self.context, args, kwargs)
+        context = self.context if self.module.training or self.splits_in_evaluation else None
+        output = self.module(*args, **kwargs) if context is None else run_split(context, args, kwargs)
         self.data_parallel.end_action(action)
         if torch.is_grad_enabled():
             self._direct.watch(output)
