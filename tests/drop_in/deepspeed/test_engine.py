@@ -118,6 +118,7 @@ def test_boundaries_of_the_program_equal_counted_ones() -> None:
     for other in (told, unmanaged, without):
         torch.testing.assert_close(_weights(other), _weights(counted), rtol=1e-5, atol=1e-7)
         assert other.global_steps == 2
+    assert unmanaged.global_samples == counted.global_samples == 8  # of all backwards since the last step
 
 
 def test_scale_wrt_gas_false_keeps_the_loss() -> None:

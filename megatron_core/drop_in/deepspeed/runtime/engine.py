@@ -246,6 +246,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
             )
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
+        added = self.core._backwards - self.gradient_accumulation_steps()
         try:
             self.core.forced_boundary = self.is_gradient_accumulation_boundary()
             with self._timed("step"):
@@ -253,6 +254,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         finally:
             self._in_step, self._rates.arguments = False, {}
         self.micro_steps += 1
+        if not self.managed_gradient_accumulation():
+            self.global_samples += added * self.train_batch_size() // self.gradient_accumulation_steps()
         self._step_applied = report is not None and not report.skipped
         self.tput_timer.stop(global_step=report is not None, report_speed=False)
         if report is not None:
