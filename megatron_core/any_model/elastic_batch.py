@@ -106,6 +106,11 @@ def compute_elastic_config(
     if not world_size and not return_microbatch:
         return batch, sizes
     micro_batches = [size for size in section.micro_batches if batch // ranks % size == 0]
+    if world_size and not micro_batches:
+        raise ElasticityError(
+            f"elasticity.micro_batch_sizes={section.micro_batches}: none divides {batch // ranks}, the samples of a "
+            f"rank in the batch {batch}; add one, or change the number of ranks"
+        )
     if not world_size and not section.prefer_larger_batch_size:
         micro_batches = micro_batches[:1]
     return batch, sizes, max(micro_batches, default=None)
