@@ -387,16 +387,23 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self._checkpoints.finish()
 
     def load_checkpoint(
-        self, folder: str | os.PathLike[str], iteration: int | None = None, *, load_optimizer: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        iteration: int | None = None,
+        *,
+        load_optimizer: bool = True,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
         ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
-        Gradients of an incomplete step are discarded. ``CheckpointError``: none, damaged, or of another model.
+        Gradients of an incomplete step are discarded. With ``strict=False`` tensors that the checkpoint does not have
+        keep their values, and tensors that the model does not have are not read. ``CheckpointError``: none, damaged, or
+        of another model.
         """
         self._require_state(PARTS)
-        self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
+        self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer, strict=strict)
         self.discard_gradients()
         self.micro_step = self._backwards = 0
         if load_optimizer:
