@@ -102,9 +102,7 @@ class EngineCheckpoints:
         if iteration is not None and (type(iteration) is not int or iteration < 0):
             raise CheckpointError(f"iteration={iteration!r} must be an integer >= 0, or None for the newest")
         if not strict and load_optimizer and isinstance(self._optimizer, TorchOptimizer):
-            raise CheckpointError(
-                "strict=False: give load_optimizer=False, because the state of this optimizer is whole"
-            )
+            raise CheckpointError("strict=False with an optimizer of torch: give load_optimizer=False")
         if find_checkpoint(name) is None and is_deepspeed_folder(name):
             if not strict:
                 raise CheckpointError(f"strict=False: {name} was written by DeepSpeed; it has all weights of its model")
