@@ -127,7 +127,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     tags = str(reader.get("checkpoint.tag_validation", "FAIL")).upper()
     if tags not in TAG_VALIDATIONS:
         reader.faults.append(f"checkpoint.tag_validation={tags!r} must be one of {', '.join(TAG_VALIDATIONS)}")
-    operation = reader.get("gradient_allreduce_op", "mean")
+    operation = str(reader.get("gradient_allreduce_op", "mean")).lower()
     if operation not in ("mean", "sum") or (operation == "sum" and settings["zero_stage"] == 3):
         reader.faults.append(f"gradient_allreduce_op={quoted(operation)} must be 'mean', or 'sum' below ZeRO stage 3")
     if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
