@@ -10,13 +10,12 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.arguments import check_positive, next_batch
+from megatron_core.any_model.arguments import next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.context_trial import run_split
@@ -160,13 +159,6 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         """Do not count the first ``steps`` good steps for a dynamic loss scale, now and after each overflow."""
         if isinstance(self._sharded.loss_scale, DynamicLossScale):
             self._sharded.loss_scale.delay_growth(steps)
-
-    def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
-        check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
-        samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
-        training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
-        self.config = replace(self.config, training=training)
 
     @property
     def is_boundary(self) -> bool:
