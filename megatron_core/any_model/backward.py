@@ -1,9 +1,11 @@
 """Backward passes of an engine: ``engine.backward(loss)``, and ``loss.backward()`` of a program."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.arguments import is_number
+from megatron_core.any_model.arguments import check_positive, is_number
 from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
@@ -43,6 +45,8 @@ class EngineBackward:
     _is_scaled = False
     _factor = 1.0
     """Factor on the loss of the running backward."""
+    sums_over_ranks = False
+    """Whether gradients are sums over data-parallel ranks, of means over micro-batches, instead of means over both."""
     _received_sums = False
     """Whether gradients of a sum of terms have come from the backward of another engine."""
 
@@ -60,6 +64,13 @@ class EngineBackward:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a rank in one optimizer step."""
         raise NotImplementedError
+
+    def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
+        check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
+        samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
+        training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
+        self.config = replace(self.config, training=training)
 
     def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
         """Compute and accumulate gradients of ``loss``; return the detached loss.
@@ -94,8 +105,8 @@ class EngineBackward:
 
     @property
     def _micro_batches(self) -> int:
-        """Micro-batches of all ranks in a step."""
-        return self.gradient_accumulation_steps * self.groups.size("dp")
+        """The number by which gradients of means are divided: micro-batches of all ranks in a step."""
+        return self.gradient_accumulation_steps * (1 if self.sums_over_ranks else self.groups.size("dp"))
 
     def _begin_backward(self, *, weighted: bool) -> None:
         """Check that a backward is possible, and start it."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_core.any_model.arguments import folder_name
 from megatron_core.any_model.deepspeed import load_deepspeed, open_deepspeed
+from megatron_core.any_model.partial_reader import PartialReader
 from megatron_core.any_model.scheduler import is_json
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
@@ -93,12 +94,18 @@ class EngineCheckpoints:
             saver.close()
         self._savers.clear()
 
-    def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
+    def load(
+        self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool, strict: bool = True
+    ) -> EngineState:
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; it may be one of DeepSpeed."""
         name = folder_name(folder)
         if iteration is not None and (type(iteration) is not int or iteration < 0):
             raise CheckpointError(f"iteration={iteration!r} must be an integer >= 0, or None for the newest")
+        if not strict and load_optimizer and isinstance(self._optimizer, TorchOptimizer):
+            raise CheckpointError("strict=False with an optimizer of torch: give load_optimizer=False")
         if find_checkpoint(name) is None and is_deepspeed_folder(name):
+            if not strict:
+                raise CheckpointError(f"strict=False: {name} was written by DeepSpeed; it has all weights of its model")
             return self.load_deepspeed(
                 folder, None if iteration is None else f"global_step{iteration}", load_optimizer=load_optimizer
             )
@@ -112,14 +119,15 @@ class EngineCheckpoints:
         )
         config = replace(self._config, checkpoint=settings)
         self.finish()
-        reader, _ = open_checkpoint(config, self._data.device)
-        assert isinstance(reader, CheckpointReader), "a Hugging Face folder is not a checkpoint of an engine"
+        opened, _ = open_checkpoint(config, self._data.device)
+        assert isinstance(opened, CheckpointReader), "a Hugging Face folder is not a checkpoint of an engine"
+        reader = opened if strict else PartialReader(opened)
         stored = reader.state
         self._data.finish_param_sync()
         with reader:
             reader.fill(self._buffers())
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
-                self._optimizer.load(reader, stored.get("param_groups", []))
+                self._optimizer.load(opened, stored.get("param_groups", []))
             loaded = load_state(config, reader, self._data, self._optimizer, pieces_to_load_of(self._fp8))
         if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))

@@ -46,7 +46,7 @@ class _Passage:
     has_begun: bool = False
     """Whether the stage's first layer has run."""
     undefined: str = ""
-    """First layer that reads a value of another stage which no message contains."""
+    """First layer, or module after the layers, that reads a value of another stage which no message contains."""
 
 
 class _Elsewhere(nn.Module):
@@ -273,8 +273,8 @@ class ModelCut:
         if passage.undefined and _has_nan(output):
             raise ConfigError(
                 f"{passage.undefined} of {type(self.model).__name__} reads values that only the first stage computes "
-                "(features of images, states of an encoder), besides the output of the layer before it; put more "
-                f"layers into the first stage with partition_method=[...], or {HINT}"
+                "(features of images, states of an encoder, a sum over layers outside of them), besides the output of "
+                f"the layer before it; put more layers into the first stage with partition_method=[...], or {HINT}"
             )
         return output
 
@@ -289,7 +289,7 @@ class ModelCut:
                 changed = self._changed_output(number, passage.output, args, kwargs)
             if changed is not None:
                 passage.output = changed
-                self._note_undefined(passage, number, changed)
+                self._note_undefined(passage, self._name(number), changed)
             raise _StageEnd
         is_last = number == passage.layers.start - 1
         passage.before = passage.received if is_last else _nothing_in(passage.received)
@@ -325,14 +325,17 @@ class ModelCut:
                 if changed is not None:  # by the code that the stage before has run
                     received = next(_tensors(passage.before))
                     args, kwargs = tree_map_only(Tensor, lambda x: received if x is changed else x, (args, kwargs))
-            self._note_undefined(passage, number, [args, kwargs])
+                    if self.checks_values and changed.data_ptr() != received.data_ptr():
+                        changed.data.fill_(torch.nan)  # a later reader, such as a sum over layers, is found by it
+            self._note_undefined(passage, self._name(number), [args, kwargs])
             return args, kwargs
 
         return give_received
 
-    def _note_undefined(self, passage: _Passage, number: int, inputs: Any) -> None:
-        if self.checks_values and passage.stage > 0 and not passage.undefined and _has_nan(inputs):
-            passage.undefined = self._name(number)
+    def _note_undefined(self, passage: _Passage, name: str, inputs: Any) -> None:
+        looks = self.checks_values and passage.stage > 0 and not passage.undefined
+        if looks and _has_nan(inputs) and not _has_nan(passage.received):
+            passage.undefined = name
 
     def _keep_output(self, stage: int) -> Callable[..., None]:
         def keep(_: nn.Module, args: Any, output: Any) -> None:
@@ -347,6 +350,8 @@ class ModelCut:
 
         def check(_: nn.Module, args: Any) -> None:
             passage = self._passage
+            if passage is not None and passage.has_begun and passage.stage in stages:
+                self._note_undefined(passage, name, args)
             if passage is None or passage.stage in stages:
                 return
             # Before its layers another stage than the first computes NaN, which it does not use.

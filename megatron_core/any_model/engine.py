@@ -10,13 +10,12 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.any_model.arguments import check_positive, next_batch
+from megatron_core.any_model.arguments import next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.any_model.context_trial import run_split
@@ -104,7 +103,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         """Number of micro-batches since the last optimizer step."""
         self.forced_boundary: bool | None = None
         """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
-        self.casts_inputs = True
+        self.casts_inputs = self.splits_in_evaluation = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
@@ -161,13 +160,6 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         if isinstance(self._sharded.loss_scale, DynamicLossScale):
             self._sharded.loss_scale.delay_growth(steps)
 
-    def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
-        check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
-        samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
-        training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
-        self.config = replace(self.config, training=training)
-
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its optimizer step."""
@@ -222,7 +214,8 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         if is_compiled(self.module):  # the graphs of torch.compile read all weights
             self.data_parallel.finish_param_sync()
         args, kwargs = self._in_compute_dtype((args, kwargs))
-        output = self.module(*args, **kwargs) if self.context is None else run_split(self.context, args, kwargs)
+        context = self.context if self.module.training or self.splits_in_evaluation else None
+        output = self.module(*args, **kwargs) if context is None else run_split(context, args, kwargs)
         self.data_parallel.end_action(action)
         if torch.is_grad_enabled():
             self._direct.watch(output)
@@ -386,16 +379,23 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self._checkpoints.finish()
 
     def load_checkpoint(
-        self, folder: str | os.PathLike[str], iteration: int | None = None, *, load_optimizer: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        iteration: int | None = None,
+        *,
+        load_optimizer: bool = True,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
         ``folder`` may also be one of DeepSpeed, see ``hub.deepspeed``; ``iteration`` is then its global step.
-        Gradients of an incomplete step are discarded. ``CheckpointError``: none, damaged, or of another model.
+        Gradients of an incomplete step are discarded. With ``strict=False`` tensors that the checkpoint does not have
+        keep their values, and tensors that the model does not have are not read. ``CheckpointError``: none, damaged, or
+        of another model.
         """
         self._require_state(PARTS)
-        self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
+        self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer, strict=strict)
         self.discard_gradients()
         self.micro_step = self._backwards = 0
         if load_optimizer:

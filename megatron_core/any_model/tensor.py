@@ -180,6 +180,8 @@ class _Splitting:
         """Owners of column-parallel layers, and the outputs of the widest one."""
         self.shared: dict[nn.Module, int] = {}
         """Attention modules whose key and value heads are shared by ranks, and the number of these heads."""
+        self.head_entries: set[str] = set()
+        """Names of parameters with one entry for each query head."""
         meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
         if meta is not None:
             raise ConfigError(f"tensor parallelism: {meta} is on the meta device; construct the model with memory")
@@ -200,6 +202,7 @@ class _Splitting:
                 self._embedding(name, module)
             else:
                 self._linear(name, module, style, matrices)
+        self._split_entries_of_heads()
         self._check_tied()
         styles = self._joined_layers()
         check_partners(styles, smallest_regions(self.modules, styles))
@@ -352,6 +355,17 @@ class _Splitting:
         if bias is not None:
             self._split(f"{name}.bias", bias, 0, matrices)
 
+    def _split_entries_of_heads(self) -> None:
+        """Split parameters of attention modules that have one entry for each query head, such as attention sinks."""
+        paths = {module: path for path, module in self.modules.items()}
+        for owner, width in self.widest.items():
+            heads = self._heads(owner, width)
+            for label, parameter in owner.named_parameters(recurse=False):
+                name = f"{paths[owner]}.{label}"
+                if heads > 1 and parameter.numel() == heads and parameter not in self.specs:
+                    self.head_entries.add(name)
+                    self._split(name, parameter, parameter.shape.index(heads), 1)
+
     def _heads(self, owner: nn.Module, width: int) -> int:
         """Number of heads in ``width`` outputs of an attention module, or 0 in other modules."""
         size = head_size(owner, self.widest.get(owner, 0), self.heads)
@@ -369,7 +383,8 @@ class _Splitting:
             for label, parameter in module._parameters.items():
                 name = f"{path}.{label}".lstrip(".")
                 known = None if parameter is None else self.specs.get(parameter)
-                if known and known[1].splits and path not in self.replacements and name not in self.plan:
+                in_plan = path in self.replacements or name in self.plan or name in self.head_entries
+                if known and known[1].splits and not in_plan:
                     raise ConfigError(
                         f"plan: {name} is tied to {known[0]}, which is split; add {path!r} to the plan, or remove the "
                         "other"

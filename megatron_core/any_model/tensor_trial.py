@@ -236,6 +236,8 @@ def _gathered(leaves: list[Any], dims: Mapping[int, int], group: Group) -> list[
 def gather_outputs(dims: Mapping[int, int], group: Group, module: nn.Module, args: Any, output: Any) -> Any:
     """Replace the outputs of a split module that have this rank's heads alone."""
     leaves, structure = tree_flatten(output)
+    # Attention of context-parallel ranks returns None in place of its weights, which the whole module returned.
+    dims = {number: dim for number, dim in dims.items() if number >= len(leaves) or leaves[number] is not None}
     if any(number >= len(leaves) or not is_float(leaves[number]) for number in dims):
         raise ConfigError(
             f"{type(module).__name__} returns other outputs than when its split was checked, when outputs "

@@ -345,7 +345,7 @@ class Temperature(Attention):
 
 
 class BiasOfHeads(Attention):
-    """A parameter with an entry for each head, which is whole on each rank."""
+    """A parameter with an entry for each head."""
 
     def __init__(self) -> None:
         super().__init__()

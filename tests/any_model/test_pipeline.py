@@ -316,6 +316,21 @@ class Misplaced(nn.Module):
         return self.head(x).sum()
 
 
+class Summing(nn.Module):
+    """A model that adds up the outputs of its layers outside of them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of the head's outputs."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).sum()
+
+
 class Skipping(Misplaced):
     """A model that leaves its last layer out."""
 
@@ -382,6 +397,15 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         {},
         "layers.0 does not run in each forward|another pipeline",
     ),
+    "a sum over layers of which one is on another stage": (
+        *(partial(Summing, 2), lambda index: _rows(), {}),
+        "head of Summing reads values that only the first stage computes (features of images, states of an encoder, a ",
+    ),
+    "a sum over several layers": (partial(Summing, 4), lambda index: _rows(), {}, "layers.3 of Summing reads values"),
+    "a sum that a stage passes on": (
+        *(partial(Summing, 3), lambda index: _rows(), {"pipeline_model_parallel_size": 3}),
+        "layers.2 of Summing reads values",
+    ),
     "no layers": (NoLayers, lambda index: _rows(), {}, "NoLayers has no list of layers"),
     "two lists": (_t5, lambda index: _rows(), {}, "several lists of layers (encoder.block, decoder.block)"),
     "few layers": (
@@ -419,7 +443,8 @@ def test_errors_on_all_ranks(fault: str) -> None:
     make, batches, settings, sentence = FAULTS[fault]
     if make is _t5:
         make()  # forked ranks inherit the imports
-    found = run_ranks(2, _fail, make, batches, settings, 1, {}, timeout=30.0)
+    ranks = settings.get("pipeline_model_parallel_size", 2)
+    found = run_ranks(ranks, _fail, make, batches, settings, 1, {}, timeout=30.0)
     for text in found:
         assert any(each in text for each in sentence.split("|")), text
 

@@ -111,12 +111,12 @@ EXACT: tuple[Any, ...] = (
     *(attentions.Attention, attentions.NumHeads, attentions.NHead, attentions.Nhead, attentions.UnknownName),
     *(attentions.WidthOfHead, attentions.WidthByDivision, attentions.Constant, attentions.Einops, attentions.Grouped),
     *(attentions.OneKey, attentions.ApartCore, attentions.FusedQKV, attentions.FusedAttributes),
-    attentions.ReadsAttention,
+    *(attentions.BiasOfHeads, attentions.ReadsAttention),
 )
 WRONG: tuple[Any, ...] = (
     *(attentions.LiteralHeads, attentions.HeadsInConfig, attentions.InnerHeads, attentions.NormOfAll),
     *(attentions.InterleavedQKV, attentions.Gated, attentions.ReadsWeights, attentions.WrongScale),
-    *(attentions.WidthOfInput, attentions.BiasOfHeads),
+    attentions.WidthOfInput,
 )
 SGD: dict[str, Any] = {"micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.0}
 SGD |= {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}

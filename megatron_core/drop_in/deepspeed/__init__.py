@@ -5,6 +5,7 @@ import megatron_core.drop_in  # finds the modules of named_modules.yaml, so befo
 # isort: split
 # Not ``from deepspeed import comm``: readers of the source know this folder by another name, and would find no module.
 import deepspeed.comm
+import deepspeed.elasticity  # type: ignore[import-not-found,unused-ignore]
 import deepspeed.moe  # type: ignore[import-not-found,unused-ignore]
 import deepspeed.ops
 import deepspeed.runtime

@@ -6,29 +6,18 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from deepspeed.dotted_names import dotted_names, nested
+from deepspeed.git_version_info import version
 from deepspeed.key_table import Key, find_key, has_enabled, key_names, leaves
+from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
 from megatron_core.errors import quoted
 from megatron_core.schema import NUMBER, whole
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FLAGS = (
-    *(
-        "wall_clock_breakdown",
-        "comms_logger.enabled",
-        "torch_autocast.enabled",
-        "flops_profiler.enabled",
-        "tensorboard.enabled",
-    ),
-    *(
-        "csv_monitor.enabled",
-        "wandb.enabled",
-        "curriculum_learning.enabled",
-        "dataloader_drop_last",
-        "managed_gradient_accumulation",
-        "fp16.auto_cast",
-        "zero_optimization.cpu_offload",
-    ),
+    *("wall_clock_breakdown", "comms_logger.enabled", "torch_autocast.enabled", "flops_profiler.enabled"),
+    *("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled", "curriculum_learning.enabled"),
+    *("dataloader_drop_last", "managed_gradient_accumulation", "fp16.auto_cast", "zero_optimization.cpu_offload"),
     *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.cpu_offload_param"),
     "zero_optimization.gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -153,6 +142,16 @@ class ConfigReader:
 
     def batch(self, ranks: int) -> tuple[int, int, int]:
         """Batch, micro-batch and accumulation steps; absent ones follow from the others, as in DeepSpeed."""
+        if elasticity_enabled(self.values):
+            if any(name in self.values for name in TRIPLE) and not self.flag(
+                "elasticity.ignore_non_elastic_batch_info"
+            ):
+                raise ElasticityConfigError(
+                    f"elasticity.enabled chooses the batch: remove {', '.join(TRIPLE)}, or set "
+                    "elasticity.ignore_non_elastic_batch_info to true"
+                )
+            whole_batch, _, size = compute_elastic_config(self.values, version, ranks)
+            return whole_batch, size, whole_batch // (size * ranks)
         given = [self.integer(name, 1, 1) if self.get(name, None) is not None else None for name in TRIPLE]
         batch, micro, steps = given
         if batch is None and micro is None:

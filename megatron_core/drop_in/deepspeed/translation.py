@@ -39,6 +39,8 @@ class Translation:
     """Arguments of ``optimizer_class``."""
     tag_validation: str = "FAIL"
     """IGNORE, WARN or FAIL: the result of tags of a checkpoint that differ between ranks."""
+    sums_gradients: bool = False
+    """Whether gradients are summed over ranks, not averaged."""
     notes: list[str] = field(default_factory=list)
     """One sentence for each reason for which given keys have no effect."""
 
@@ -125,6 +127,9 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     tags = str(reader.get("checkpoint.tag_validation", "FAIL")).upper()
     if tags not in TAG_VALIDATIONS:
         reader.faults.append(f"checkpoint.tag_validation={tags!r} must be one of {', '.join(TAG_VALIDATIONS)}")
+    operation = str(reader.get("gradient_allreduce_op", "mean")).lower()
+    if operation not in ("mean", "sum") or (operation == "sum" and settings["zero_stage"] == 3):
+        reader.faults.append(f"gradient_allreduce_op={quoted(operation)} must be 'mean', or 'sum' below ZeRO stage 3")
     if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
         reader.faults.append("optimizer.type=ZeroOneAdam needs zero_optimization.stage 0; set it to 0")
     if settings.get("optimizer") == "muon" and layout.tensor > 1:
@@ -132,4 +137,4 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     if reader.faults:
         raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
     own = chosen.torch_class, chosen.torch_params
-    return Translation(settings, optimizer, scheduler, *triple, *own, tags, notes=reader.notes())
+    return Translation(settings, optimizer, scheduler, *triple, *own, tags, operation == "sum", reader.notes())

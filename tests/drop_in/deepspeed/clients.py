@@ -65,10 +65,10 @@ def load_model(folder: str) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_samples(count: int = 64) -> list[dict[str, Tensor]]:
+def make_samples(count: int = 64, length: int = 9) -> list[dict[str, Tensor]]:
     """Token ids and labels of the same length."""
     draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, SIZES["vocab_size"], (count, 9), generator=draw)
+    tokens = torch.randint(3, SIZES["vocab_size"], (count, length), generator=draw)
     return [{"input_ids": each, "labels": each.clone()} for each in tokens]
 
 
@@ -117,12 +117,19 @@ def train_with_trainer(
     config: dict[str, Any] | None,
     resume_from: int | None = None,
     recomputes: bool = False,
+    ranks_of_a_sequence: int = 0,
 ) -> dict[str, Any]:
-    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights."""
+    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights.
+
+    ``ranks_of_a_sequence``: ``sp_size`` of ``ParallelismConfig``, with sequences of 8 tokens; 0: of 9 tokens, without.
+    """
     use_package(folder)
+    import accelerate
     import transformers
 
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ["WORLD_SIZE"]) // max(ranks_of_a_sequence, 1)
+    sizes = {"sp_size": ranks_of_a_sequence, "dp_shard_size": ranks}
+    split = {"parallelism_config": accelerate.ParallelismConfig(**sizes)} if ranks_of_a_sequence > 1 else {}
     is_bf16 = config is not None and config["bf16"]["enabled"] is True
     transformers.training_args.is_torch_bf16_gpu_available = lambda: is_bf16  # it asks for GPUs only
     arguments = transformers.TrainingArguments(
@@ -148,8 +155,9 @@ def train_with_trainer(
         deepspeed=config,
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **split,
     )
-    samples = make_samples()
+    samples = make_samples(length=8 if ranks_of_a_sequence else 9)
     loaded = load_model(model)
     recomputed = count_calls(loaded.model.layers[0].mlp)
     trainer = transformers.Trainer(loaded, arguments, train_dataset=samples[:48], eval_dataset=samples[48:])

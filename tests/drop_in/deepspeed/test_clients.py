@@ -75,6 +75,16 @@ def test_trainer_equals_training_without_deepspeed(
         _check(resumed[0], alone)
 
 
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 3)])
+def test_trainer_with_split_sequences(ranks: int, stage: int, model: str, tmp_path: Path) -> None:
+    """``ParallelismConfig(sp_size=2)``: two ranks share each sequence in training, and none in evaluation."""
+    alone = run_ranks(1, clients.train_with_trainer, None, model, str(tmp_path / "alone"), None, None, False, 1)[0]
+    config = clients.json_of(stage)
+    split = run_ranks(ranks, clients.train_with_trainer, str(FOLDER), model, str(tmp_path), config, None, False, 2)
+    _check(split[0], alone)
+
+
 @pytest.mark.skipif(not REFERENCE.exists(), reason="needs DeepSpeed")
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ ROWS = [
     Job("client", _without_optimizer(1), ranks=2, program="client"),
     Job("accumulation3-zero2", _config(2, steps=3), ranks=2, micro_steps=60),
     Job("accumulation3-zero3", _config(3, steps=3), ranks=2, micro_steps=60),
+    Job("sums-zero1", _config(1, gradient_allreduce_op="sum"), ranks=2),
+    Job("sums-zero2", _config(2, optimizer=MOMENTUM, gradient_allreduce_op="sum", gradient_clipping=0.0), ranks=2),
     # Offload.
     Job("optimizer-on-cpu-zero1", _config(1, zero={"offload_optimizer": CPU}), ranks=2),
     Job("optimizer-on-cpu-zero2", _config(2, zero={"offload_optimizer": CPU}), ranks=2),

@@ -138,6 +138,12 @@ def test_names_with_dots_are_not_sections(config: dict[str, object], path: str, 
             {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "false"}},
             "stage3_gather_16bit_weights_on_model_save='false' must be true or false",
         ),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op='max' must be 'mean', or 'sum' below ZeRO stage 3"),
+        (
+            {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+            "gradient_allreduce_op='sum' must be 'mean', or 'sum' below ZeRO stage 3",
+        ),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "use zero_optimization.zero_hpz_partition_size"),
     ],
 )
 def test_values_that_the_engine_reads_have_their_type(config: dict[str, object], message: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.translation import translate
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from megatron_core.errors import ConfigError
@@ -116,6 +117,27 @@ def test_overlap_of_stage_3(zero: dict[str, Any], gathers: bool | None, sums: bo
     settings = translate({"train_batch_size": 8, "zero_optimization": zero}, 2).settings
     assert settings.get("overlap_param_gather") is gathers
     assert settings["overlap_grad_reduce"] is sums
+
+
+def test_whole_sequences_of_the_ranks_of_a_sequence() -> None:
+    for rank, (numbers, shifted, length) in enumerate(run_ranks(4, _sequences_of_loaders, backend="gloo")):
+        first = rank // 2 * 2
+        assert numbers == [[first, 7], [first + 1, 7]] and length == 2
+        assert shifted == [[[1, 2, -100]], [[1, 2, -100]]]
+
+
+def _sequences_of_loaders() -> tuple[list[list[int]], list[Any], int]:
+    with pytest.raises(ConfigError, match="sp_size=3 must be a divisor of the 4 ranks"):
+        UlyssesSPAttentionHF.register_with_transformers(None, "sdpa", 3)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(None, "sdpa", 2, micro_batch_size=1)
+    local = {"input_ids": torch.tensor([[dist.get_rank(), 5, 6]]), "labels": torch.arange(3)[None], "note": 7}
+    rank, group, size = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), 2
+    assert mpu.get_sequence_parallel_world_size() == size
+    loader = UlyssesSPDataLoaderAdapter([local], rank, group, size, torch.device("cpu"))
+    batches = list(loader)
+    assert all("labels" not in batch for batch in batches)
+    numbers = [[int(batch["input_ids"][0, 0]), batch["note"]] for batch in batches]
+    return numbers, [batch["shift_labels"].tolist() for batch in batches], len(loader)
 
 
 QUANTIZED = {"zero_quantized_gradients": True, "zero_quantized_weights": True}

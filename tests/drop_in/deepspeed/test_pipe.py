@@ -114,6 +114,9 @@ def _refusals() -> None:
         PipelineModule(specs(), topology=topology.PipeModelDataParallelTopology(1, 2, 1))
     with pytest.raises(ConfigError, match="seed_fn"):
         PipelineModule(specs(), num_stages=1, seed_fn=torch.manual_seed)
+    net = PipelineModule(layers=specs(), num_stages=2, loss_fn=loss_of)
+    with pytest.raises(ConfigError, match="gradient_allreduce_op='sum' with a PipelineModule"):
+        deepspeed.initialize(model=net, config={**CONFIG, "gradient_allreduce_op": "sum"})
 
 
 def test_refusals() -> None:

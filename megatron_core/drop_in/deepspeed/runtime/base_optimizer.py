@@ -81,10 +81,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Factor of the losses (fp16)."""
         return self._engine.loss_scale
 
-    @property
-    def cur_scale(self) -> float:
-        """As ``loss_scale``."""
-        return self._engine.loss_scale
+    cur_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether ``loss.backward()`` needs ``engine.scale(loss)``, as with a dynamic loss scale."""
+        return self.dynamic_loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -50,6 +50,7 @@ class DeepSpeedConfig:
         self.train_batch_size = found.train_batch_size
         self.train_micro_batch_size_per_gpu = found.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = found.gradient_accumulation_steps
+        self.gradient_allreduce_op = "sum" if found.sums_gradients else "mean"
         self.gradient_clipping = found.settings["clip_grad"]
         self.zero_optimization_stage = found.settings["zero_stage"]
         self.zero_enabled = self.zero_optimization_stage > 0

@@ -75,10 +75,13 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         chosen = choose_optimizer(model, optimizer, model_parameters, self._config.translation)
         settings = {**self._config.translation.settings, **chosen.settings, "check_for_nan_in_loss_and_grad": False}
         settings["pipeline_model_parallel_size"] = getattr(model, "num_stages", 1)
+        if self._config.translation.sums_gradients and settings["pipeline_model_parallel_size"] > 1:
+            raise ConfigError("gradient_allreduce_op='sum' with a PipelineModule of several stages: use 'mean'")
         core = native.initialize(
             model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters
         ).engine
         core.casts_inputs = self.fp16_auto_cast()
+        core.sums_over_ranks = self._config.translation.sums_gradients
         core.delay_growth_of_loss_scale(1)  # so that it grows in the same steps as DeepSpeed's
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
@@ -243,6 +246,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
             )
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
+        added = self.core._backwards - self.gradient_accumulation_steps()
         try:
             self.core.forced_boundary = self.is_gradient_accumulation_boundary()
             with self._timed("step"):
@@ -250,6 +254,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         finally:
             self._in_step, self._rates.arguments = False, {}
         self.micro_steps += 1
+        if not self.managed_gradient_accumulation():
+            self.global_samples += added * self.train_batch_size() // self.gradient_accumulation_steps()
         self._step_applied = report is not None and not report.skipped
         self.tput_timer.stop(global_step=report is not None, report_speed=False)
         if report is not None:

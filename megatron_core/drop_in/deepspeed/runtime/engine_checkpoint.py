@@ -95,11 +95,6 @@ class EngineCheckpoint(EngineSettings):
         """
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn is not supported: load the weights into the model before initialize")
-        if not load_module_strict:
-            raise CheckpointError(
-                "load_module_strict=False is not supported: a checkpoint has exactly the parameters of its model; load "
-                "the weights into the model before initialize"
-            )
         name = self._latest(load_dir) if tag is None else str(tag)
         if name is None:
             return None, None
@@ -111,7 +106,7 @@ class EngineCheckpoint(EngineSettings):
         optimizer_too = load_optimizer_states and not load_module_only
         self._rates.loads_groups = optimizer_too
         self._rates.loads_scheduler = load_lr_scheduler_states and not load_module_only
-        found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too)
+        found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too, strict=load_module_strict)
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # an incomplete step is discarded
         if load_module_only:
             self.core.state = before

@@ -15,6 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceRanks
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.any_model import parallelize
@@ -63,6 +64,9 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
         values = _with_sizes(read_json(_chosen(args, config, config_params)), model, mesh_param)
+        evaluates_whole = isinstance(mpu, SequenceRanks)
+        if isinstance(mpu, SequenceRanks):
+            values, mpu = _with_size(values, None, "sequence_parallel_size", mpu.size, f"sp_size={mpu.size}"), None
         mpu = mpu if mpu is None or is_pipeline else _without_tensor_groups(mpu, values)
         settings = DeepSpeedConfig(values, mpu)
     for sentence in (INFO, *settings.translation.notes):
@@ -81,6 +85,7 @@ def initialize(
         config=values,
         config_class=settings,
     )
+    engine.core.splits_in_evaluation = not evaluates_whole
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.partitioned_tensor import PartitionedTensor as PartitionedTensor
 from deepspeed.utils.logging import log_dist
 from megatron_core.any_model.partition import balanced_bounds, uniform_bounds
 

@@ -23,10 +23,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.__dict__["grid"] = self.__dict__["_grid"] = model.mpu()
         super().__init__(model=model, **kwargs)
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
-        self.micro_batches, self.micro_batch_size = (
-            self.gradient_accumulation_steps(),
-            self.train_micro_batch_size_per_gpu(),
-        )
+        self.micro_batches = self.gradient_accumulation_steps()
+        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: Tensor | None = None

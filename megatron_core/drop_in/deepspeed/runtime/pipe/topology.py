@@ -58,11 +58,7 @@ class ProcessTopology:
         return self.axes
 
     def get_rank_repr(
-        self,
-        rank: int,
-        omit_axes: Sequence[str] = ("data", "pipe"),
-        inner_sep: str = "_",
-        outer_sep: str = "-",
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """Return a rank's coordinates as text such as ``model_00``, without ``omit_axes``."""
         shown = [axis for axis in self.axes if axis not in frozenset(omit_axes)]

@@ -156,11 +156,7 @@ class GatheredParameters:
     """
 
     def __init__(
-        self,
-        params: Any,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
         listed = params.parameters() if isinstance(params, nn.Module) else params
         each: list[nn.Parameter] = [listed] if isinstance(listed, nn.Parameter) else list(listed)
