@@ -186,7 +186,8 @@ class MergeTask:
         task = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
         # Stable: within a group the documents stay in the order of the corpus, and the first one is the original.
         order = np.lexsort((records["low"], records["high"]))
-        records, task = records[order], task[order]
+        records = records[order]
+        task = task[order]
         is_first = np.ones(len(records), bool)
         is_first[1:] = (records["high"][1:] != records["high"][:-1]) | (records["low"][1:] != records["low"][:-1])
         starts = np.flatnonzero(is_first)

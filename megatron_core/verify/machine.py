@@ -169,7 +169,8 @@ def link_of(rates: RankMeasurements) -> Link:
 
 def fitted_link(size: int, times: dict[int, float]) -> Link:
     """Fit a link to the seconds of all-gathers among ``size`` ranks, by bytes of a rank: the smallest and largest."""
-    small, large = min(times), max(times)
+    small = min(times)
+    large = max(times)
     sent = (size - 1) * (large - small)
     steps = max((size - 1).bit_length(), 1)
     return Link(bandwidth=sent / max(times[large] - times[small], 1e-9), latency=times[small] / steps)
