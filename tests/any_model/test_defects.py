@@ -16,7 +16,7 @@ ZERO2: dict[str, Any] = {"zero_stage": 2}
 ZERO3: dict[str, Any] = {"zero_stage": 3}
 DEFECTS = {
     "losses are not divided by the micro-batches": (
-        *(ENGINE + "_micro_batches", "self.gradient_accumulation_steps * self.groups", "1 * self.groups"),
+        *(ENGINE + "_micro_batches", "self.gradient_accumulation_steps * (", "1 * ("),
         {},
     ),
     "losses are not divided by the ranks": (ENGINE + "_micro_batches", 'self.groups.size("dp")', "1", {}),

@@ -24,11 +24,11 @@ from megatron_core.commands.first_hour import (
     FirstHour,
     FirstHourFlags,
     HourPlan,
-    TimedSteps,
     first_hour,
     hidden_size_for,
     training_seconds,
 )
+from megatron_core.commands.start_steps import TimedSteps
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.features.conversations.chat_template import ChatTemplate
 
