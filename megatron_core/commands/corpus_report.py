@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,7 +105,10 @@ def corpus_report(settings: CorpusReportFlags) -> None:
     output.write(json.dumps(result, indent=1) + "\n")
     if settings.png is not None:
         plot_report(result, settings.png)
-    shutil.rmtree(folder)
+    for task in (*ranges, *merges):
+        (folder / task.name).unlink()
+    with suppress(OSError):  # it has other files, such as parts for other options
+        folder.rmdir()
     print("\n".join(report_lines(result, shutil.get_terminal_size((100, 24)).columns)))
     print(f"\nwrote {' and '.join(filter(None, [settings.output, settings.png]))}")
 
