@@ -83,13 +83,13 @@ MEASURES = [
         8,
     ),
     # What was added since the aim was set: one assignment a line, and comments with reasons, 2,000; reinforcement
-    # learning, with a server for its clients, 6,300, and a trainer for slime 710; experts, long sequences and adapters
-    # of any model 1,560; DeepSpeed's layer of experts, and rounding in blocks, 840; explanations of differences 730;
-    # fully_shard 970; training as Megatron-LM does 360; several residual streams 230, of which the core has 30; data in
-    # parts that many machines write, and a cache of limited size, 1,290; the first hour, an example before, 440;
-    # commands that answer --help without torch 90; statistics of a corpus, labels of metrics, and saves during faults of
-    # object storage, 700, of which the core has 12; links between hosts 110; heads' entries, sums over layers and
-    # elastic batches of any model 270.
+    # learning, with a server for its clients, 6,300, and a trainer for slime 710; experts, long sequences and
+    # adapters of any model 1,560; DeepSpeed's layer of experts, and rounding in blocks, 840; explanations of
+    # differences 730; fully_shard 970; training as Megatron-LM does 360; several residual streams 230, of which the
+    # core has 30; data in parts that many machines write, and a cache of limited size, 1,290; the first hour, an
+    # example before, 440; commands that answer --help without torch 90; statistics of a corpus, labels of metrics,
+    # and saves during faults of object storage, 700, of which the core has 12; links between hosts 110; heads'
+    # entries, sums over layers and elastic batches of any model 270.
     Measure("lines without the drop-in", lambda: lines(drop_in=False), 119_785, 78_000),
     # Sections of DeepSpeed's JSON, its launcher and generation: 980.
     Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_156, 18_000),
