@@ -105,8 +105,8 @@ def corpus_report(settings: CorpusReportFlags) -> None:
     output.write(json.dumps(result, indent=1) + "\n")
     if settings.png is not None:
         plot_report(result, settings.png)
-    for task in (*ranges, *merges):
-        (folder / task.name).unlink()
+    for name in [task.name for task in ranges] + [task.name for task in merges]:
+        (folder / name).unlink()
     with suppress(OSError):  # it has other files, such as parts for other options
         folder.rmdir()
     print("\n".join(report_lines(result, shutil.get_terminal_size((100, 24)).columns)))
