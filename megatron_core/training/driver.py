@@ -200,8 +200,8 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     scale = model.optimizer.loss_scale.scale
     factor = scale / total
     if auxiliary is not None:
-        auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, counts_of_names, strict=True))
+        auxiliary.tokens, auxiliary.loss_scale = auxiliary.counts["tokens"], scale
     last_stage, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:

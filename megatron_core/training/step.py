@@ -31,6 +31,7 @@ from megatron_core.training.driver import (
     sum_of,
     take_step,
 )
+from megatron_core.training.objective import count_tokens
 from megatron_core.training.parts import Attempt
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
@@ -150,7 +151,7 @@ def _auxiliary_losses(run: Run, size: StepSize, batches: Sequence[MicroBatch]) -
         size.batch_size // run.groups.outer.size(),
         expert_layers=model.expert_layers,
         num_experts=model.num_experts or 0,
-        counts=count_later_tokens(batches, mtp_loss_names(model)),
+        counts=count_later_tokens(batches, mtp_loss_names(model)) | {"tokens": count_tokens(batches)},
     )
 
 
@@ -223,10 +224,8 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
 
 def count_later_tokens(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Tensor]:
     """As ``count_tokens``, for the labels of multi-token prediction, by the name of each loss."""
-    masks = [batch.later.masks for batch in batches if batch.later is not None]
-    return {
-        name: torch.stack([mask[n].sum(dtype=torch.float64) for mask in masks]).sum() for n, name in enumerate(names)
-    }
+    counts = [batch.later.masks.sum((1, 2), dtype=torch.float64) for batch in batches if batch.later is not None]
+    return {name: torch.stack(counts)[:, n].sum() for n, name in enumerate(names)}
 
 
 def message_lengths(batches: Sequence[MicroBatch]) -> dict[int, int]:

@@ -35,7 +35,7 @@ class AuxiliaryLosses:
     tokens: Tensor | None = None
     """Number of unmasked tokens in the global batch, at least 1: a float64 scalar, set before the first forward."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """Number of terms of each ``"counted"`` loss, by name: float64 scalars.
+    """Number of terms of each ``"counted"`` loss, by name, and of unmasked ``"tokens"``: float64 scalars.
 
     Initially for the micro-batches of this rank; for the global batch before the first forward pass.
     """

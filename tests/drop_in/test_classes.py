@@ -41,6 +41,20 @@ X = torch.randn(LENGTH, 2, 16, dtype=torch.float64, generator=torch.Generator().
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False}
 
 
+def test_the_last_input_of_multi_token_prediction_is_token_0() -> None:
+    """As Megatron's ``roll_tensor`` gives it; balancing losses depend on it."""
+    settings = config(mtp_num_layers=1, moe_aux_loss_coeff=1.0, **EXPERTS)
+    spec = get_gpt_layer_local_spec(num_experts=4)
+    block = get_gpt_mtp_block_spec(settings, spec, False)
+    separate = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    model = gpt(settings, spec, mtp_block_spec=block, **separate)
+    labels = torch.full((2, LENGTH), 5)
+    labels[:, -1] = 9
+    model(torch.full((2, LENGTH), 5), labels=labels).sum().backward()
+    size = model.embedding.word_embeddings.weight.grad.abs().sum(1)
+    assert size[0] > 0 and size[9] == 0
+
+
 def test_a_model_consists_of_megatrons_classes() -> None:
     settings = config(moe_layer_freq=[1, 0], mtp_num_layers=1, **EXPERTS)
     spec = get_gpt_layer_local_spec()

@@ -18,6 +18,7 @@ START = "trains otherwise than Megatron-LM: "
 CONSTANT = "--lr-decay-style constant --data-order megatron"
 LAUNCH = "--mock-data --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 128 "
 ALL = "--eod-mask-loss --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1.0 --decoupled-lr 1e-3"
+LATER = "--mtp-num-layers 1 --num-experts 4 --position-embedding-type rope"
 SETTINGS = {
     "openai_gelu": True,
     "lr_one_step_later": True,
@@ -42,7 +43,8 @@ def test_the_switch_removes_every_difference_with_a_setting() -> None:
     config = parsed(f"{ALL} --as-megatron")
     assert {name: config.flat()[name] for name in SETTINGS} == SETTINGS
     assert chosen(config) == {}
-    assert [difference.name for difference in training_differences(config)] == ["initial weights and dropout masks"]
+    left = ["experts of tokens without loss", "initial weights and dropout masks"]
+    assert [difference.name for difference in training_differences(config)] == left
     assert parsed(f"{ALL} --as-megatron --no-as-megatron") == parsed(ALL)
 
 
@@ -59,6 +61,12 @@ def test_the_switch_removes_every_difference_with_a_setting() -> None:
 )
 def test_flags_precede_the_switch(flags: str, setting: str, value: object) -> None:
     assert parsed(f"{ALL} {flags} --as-megatron").flat()[setting] == value
+
+
+def test_the_switch_chooses_the_last_input_of_multi_token_prediction() -> None:
+    assert chosen(parsed(f"{CONSTANT} --swiglu {LATER}")) == {"mtp_zero_last_input": True}
+    assert parsed(f"{LATER} --as-megatron").optional("mtp_zero_last_input")
+    assert not parsed(f"{LATER.replace('--num-experts 4', '')} --as-megatron").optional("mtp_zero_last_input")
 
 
 def test_a_file_precedes_the_switch(tmp_path: Path) -> None:
@@ -88,6 +96,29 @@ def test_the_start_notes_the_differences(flags: str, loaded: bool, told: str) ->
     run.loaded = loaded
     found = [note.removeprefix(START).partition(";")[0] for note in notes(run) if note.startswith(START)]
     assert found == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--reset-attention-mask", {"--reset-attention-mask"}),
+        ("--reset-position-ids", set()),
+        ("--reset-position-ids --position-embedding-type rope", {"--reset-position-ids"}),
+        (
+            f"--eod-mask-loss --reset-attention-mask {LATER}",
+            {
+                "--reset-attention-mask",
+                "multi-token prediction across documents",
+                "mean of the losses of multi-token prediction",
+                "experts of tokens without loss",
+            },
+        ),
+    ],
+)
+def test_documents_have_their_differences(flags: str, told: set[str]) -> None:
+    config = parsed(f"{CONSTANT} --as-megatron {flags}")
+    found = {difference.name for difference in training_differences(config)}
+    assert found - {"initial weights and dropout masks"} == told
 
 
 def test_the_dry_run_explains_them() -> None:

@@ -118,6 +118,8 @@ CONFIG = (
     *("mup_embedding_mult", "mup_output_mult"),
     *("heterogeneous_layers_config_encoded_json", "moe_layer_freq", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
+DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Arguments of documents that end with the last token of the vocabulary."""
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 SIZES |= {"etp": "expert_tensor_parallel_size"}
 
@@ -371,7 +373,7 @@ class Training:
         return model
 
     def step(self) -> float:
-        """Take a step; return the mean loss of the batch, equal on all ranks."""
+        """Take a step; return the mean over micro-batches of their mean losses, equal on all ranks."""
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -388,15 +390,16 @@ class Training:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_of(output: Tensor) -> Any:
-            loss = output.float().mean()
-            return loss, {"loss": loss.detach().clone()}
-
         def forward(data: Any, model: nn.Module) -> Any:
             batch = next(data)
-            positions = torch.arange(LENGTH).expand(micro_batch, -1)
-            mask = {"loss_mask": torch.ones(micro_batch, LENGTH)} if self.shape.get("mtp_num_layers") else {}
-            return model(batch[:, :-1], positions, None, labels=batch[:, 1:], **mask), loss_of
+            attention_mask, loss_mask, positions = self._masks_and_positions(batch[:, :-1])
+
+            def loss_of(output: Tensor) -> Any:
+                loss = (output.float() * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+                return loss, {"loss": loss.detach().clone()}
+
+            mask = {"loss_mask": loss_mask} if self.shape.get("mtp_num_layers") else {}
+            return model(batch[:, :-1], positions, attention_mask, labels=batch[:, 1:], **mask), loss_of
 
         several = len(self.chunks) > 1
         losses = get_forward_backward_func()(
@@ -417,6 +420,14 @@ class Training:
             total.zero_()
         dist.all_reduce(total)
         return total.item()
+
+    def _masks_and_positions(self, tokens: Tensor) -> list[Tensor | None]:
+        """Megatron Core's masks of attention and of the loss, and its positions, of documents in tokens ``[b, s]``."""
+        gpt_dataset: Any = import_module("megatron.core.datasets.gpt_dataset")
+        switches = [self.shape.get(name, False) for name in (*DOCUMENTS, "reset_attention_mask")]
+        divide = gpt_dataset._get_ltor_masks_and_position_ids
+        divided = [divide(row, VOCABULARY - 1, *switches) for row in tokens]
+        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*divided, strict=True)]
 
     def state(self, sharding: str, *, is_loading: bool = False) -> dict[str, Any]:
         """The state to save or load with ``dist_checkpointing``, as Megatron-LM's training builds it."""

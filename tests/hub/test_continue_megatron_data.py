@@ -36,13 +36,23 @@ class Case:
     how: str
     """``--ckpt-format torch``, or how ``torch_dist`` stores the optimizer's state."""
     ours: dict[str, Any]
+    name: str = ""
 
 
+RESET = {"reset_position_ids": True, "reset_attention_mask": True}
+EOD = {"eod_mask_loss": True}
+LATER = theirs.AHEAD_OF_EXPERTS | {"mtp_num_layers": 2, "moe_router_load_balancing_type": "aux_loss"}
+GLOBAL = theirs.EXPERTS | {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
 CASES = (
     Case("one file, epochs", theirs.GPT, 1, "", "torch", {}),
     Case("weights", theirs.LLAMA, 2, "", "dp_reshardable", {"tensor_model_parallel_size": 2}),
     Case("by size", theirs.EXPERTS, 2, "ep2", "fully_reshardable", {"pipeline_model_parallel_size": 2}),
     Case("own files", theirs.EXPERTS, 2, "ep2", "torch", {"expert_model_parallel_size": 2}),
+    Case("one file, epochs", theirs.GPT | RESET | EOD, 1, "", "torch", {"tensor_model_parallel_size": 2}, "documents"),
+    Case("weights", theirs.LLAMA | RESET | EOD, 1, "", "torch", {"pipeline_model_parallel_size": 2}, "documents, rope"),
+    Case("one file, epochs", theirs.EXPERTS | EOD, 1, "", "torch", {"expert_model_parallel_size": 2}, "eod, experts"),
+    Case("one file, epochs", GLOBAL | {"moe_z_loss_coeff": 0.1}, 1, "", "torch", {}, "experts, losses per token"),
+    Case("weights", LATER | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}, 1, "", "torch", {}, "experts, mtp"),
 )
 
 
@@ -75,13 +85,15 @@ def continued(settings: dict[str, Any]) -> list[float]:
 
 @pytest.mark.drawn(2)
 @pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is not installed (make install-test)")
-@pytest.mark.parametrize("case", CASES, ids=[case.flags for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.name or case.flags for case in CASES])
 def test_losses_are_those_of_megatron_on_the_same_files(case: Case, tmp_path: Path) -> None:
     write_files(tmp_path)
     import_module("torch._inductor.compile_fx")  # inherited by the ranks
     run_ranks(case.ranks, _write, tmp_path, case, backend="gloo")
     settings = megatron_config(tmp_path / "saved" / f"iter_{BEFORE:07d}").flat() | case.ours
     settings |= settings_in(tmp_path, case.flags)
+    settings |= {name: case.shape.get(name, False) for name in theirs.DOCUMENTS}
+    settings |= {"tokenizer_type": "NullTokenizer", "calculate_per_token_loss": False}
     settings |= {"mock_data": False, "eval_iters": EVALUATED, "load": str(tmp_path / "saved")}
     assert settings["data_order"] == "megatron"
     losses = run_ranks(2 if case.ours else 1, continued, settings)[0]

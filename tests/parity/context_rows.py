@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.parity.latent_rows import LATENT, LATER
-from tests.parity.moe_rows import MOE_ROWS
+from tests.parity.moe_rows import MIXTRAL, MOE_ROWS
 from tests.parity.rows import (
     FULL_BLOCK,
     FULL_UNIFORM,
@@ -90,6 +90,7 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp2 tp2 sp all_gather, latent attention, dropout": (4, LATENT, CP2 | TP2 | SP | GATHER),
     "cp2 a2a, latent attention": (2, LATENT | SDPA | {"v_head_dim": 12}, CP2 | HEADS),
     "cp2 tp2 sp, multi-token prediction": (4, LATER, CP2 | TP2 | SP),
+    "cp2, experts, multi-token prediction from token 0": (2, MIXTRAL | LATER | {"mtp_zero_last_input": True}, CP2),
     # recomputation, growing sequences
     "cp2 p2p, full recompute": (2, {}, CP2 | FULL_UNIFORM),  # C27
     "cp2 a2a pp2, full recompute": (4, {}, CP2 | PP2 | HEADS | FULL_BLOCK),

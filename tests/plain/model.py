@@ -212,6 +212,8 @@ def later_tokens(
         own = under(w, f"mtp.layers.{built}")
         inputs = torch.zeros_like(labels)
         inputs[:, : t - k + 1] = labels[:, k - 1 :]
+        if s.mtp_zero_last_input:  # Megatron Core's roll_tensor
+            inputs[:, t - k] = 0
         x = embedded(s, w, inputs, None)
         x = drop(f"mtp.{built}.embedding", x, 0)
         both = torch.cat([hidden_norm(s, x, under(own, "enorm")), hidden_norm(s, hidden, under(own, "hnorm"))], -1)

@@ -153,6 +153,7 @@ MODELS: dict[str, Values] = {
     "latent attention, scale": LATENT | {"softmax_scale": 0.7},
     "later tokens": MTP,
     "later tokens, learned positions": UNTIED | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
+    "later tokens, token 0 at the end": MTP | EXPERTS | AUX | {"mtp_zero_last_input": True},
     "later tokens, one layer": MTP | EXPERTS | AUX | {"mtp_use_repeated_layer": True, "scale_embeddings": True},
     "later tokens, experts": MTP | EXPERTS | AUX | {"moe_router_enable_expert_bias": True, "moe_layer_freq": (0, 1)},
     "documents": ROPE | PACKED | {"reset_position_ids": True, "mtp_num_layers": 1},
@@ -226,6 +227,14 @@ ROUTERS: dict[str, Values] = {
     "capacity": EXPERTS | AUX | {"moe_expert_capacity_factor": 0.6},
     "capacity of micro-batches": EXPERTS | {"moe_expert_capacity_factor": 0.6, "moe_capacity_per": "micro_batch"},
     "mean of means": {"calculate_per_token_loss": False},
+    "mean of means, losses per token": EXPERTS
+    | {
+        "calculate_per_token_loss": False,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.3,
+        "moe_z_loss_coeff": 0.1,
+        "output_z_loss_coeff": 0.1,
+    },
     "capacity by position": EXPERTS
     | {
         "moe_expert_capacity_factor": 0.5,

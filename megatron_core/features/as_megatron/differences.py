@@ -67,11 +67,11 @@ def _of_model(config: RunConfig) -> Iterator[TrainingDifference]:
             f"no part of the softmax; Megatron-LM's softmax includes the rows that fill it up to a multiple of "
             f"{multiple}; {padded} includes them here, too",
         )
-    if config.optional("mtp_num_layers") and model.num_experts:
+    if config.optional("mtp_num_layers") and model.num_experts and not config.optional("mtp_zero_last_input"):
         yield TrainingDifference(
-            "multi-token prediction",
-            "the inputs of the last positions are the next tokens; in Megatron-LM they are token 0, which balancing "
-            "losses and z-losses count",
+            "last input of multi-token prediction",
+            "the last label of the sequence; in Megatron-LM it is token 0, on which experts and their losses depend",
+            {"mtp_zero_last_input": True},
         )
 
 
@@ -120,6 +120,38 @@ def _of_data(config: RunConfig) -> Iterator[TrainingDifference]:
             "over the tokens of the global batch; Megatron-LM averages the means of micro-batches, which have other "
             "numbers of unmasked tokens, unless --calculate-per-token-loss is given",
             {"calculate_per_token_loss": False},
+        )
+    yield from _of_documents(config, masks=data.eod_mask_loss or is_sft)
+
+
+def _of_documents(config: RunConfig, *, masks: bool) -> Iterator[TrainingDifference]:
+    """Differences of sequences with several documents, which have no setting; ``masks``: some tokens have no loss."""
+    data = config.data
+    predicts_later = bool(config.optional("mtp_num_layers"))
+    if data.reset_attention_mask:
+        yield TrainingDifference(
+            "--reset-attention-mask",
+            "attention within documents; in Megatron-LM also across them with Transformer Engine, its default, which "
+            "ignores the mask, as here without the flag",
+        )
+    if data.reset_position_ids and config.model.position_embedding_type == "rope" and not data.reset_attention_mask:
+        yield TrainingDifference(
+            "--reset-position-ids",
+            "rotary positions restart in each document; in Megatron-LM they do not, as here without the flag",
+        )
+    if predicts_later and data.reset_attention_mask:
+        yield TrainingDifference(
+            "multi-token prediction across documents", "has no loss; in Megatron-LM it counts as within a document"
+        )
+    if predicts_later and masks:
+        yield TrainingDifference(
+            "mean of the losses of multi-token prediction",
+            "over the tokens of the global batch; Megatron-LM averages the means of micro-batches",
+        )
+    if masks and config.model.num_experts:
+        yield TrainingDifference(
+            "experts of tokens without loss",
+            "not counted by balancing losses, z-losses and biases of experts; counted in Megatron-LM",
         )
 
 

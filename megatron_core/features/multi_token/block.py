@@ -75,6 +75,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = self.model_config = context.config.section(MultiTokenConfig)
         self.tp_group = context.tp_group
+        self.split = context.split
         self.sequence_parallel = context.sequence_parallel
         self.arithmetic = context.parallel.arithmetic
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
@@ -109,6 +110,10 @@ class MultiTokenPredictionBlock(nn.Module):
         names = mtp_loss_names(self.model_config)
         tokens = labels
         for depth, name in enumerate(names):
+            if self.model_config.mtp_zero_last_input:
+                length = tokens.shape[1] * self.split.cp_size
+                is_last = self.split.positions(length, tokens.device) == length - 1 - depth
+                tokens = tokens.masked_fill(is_last, 0)
             hidden = self.predict(depth, tokens, hidden, weight, context)
             tokens = later.labels[depth]
             mask = later.masks[depth].transpose(0, 1)

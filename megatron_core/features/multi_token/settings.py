@@ -22,6 +22,9 @@ class MultiTokenConfig(ModelConfig):
     mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"))
     """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many
     layers with weights of their own (Nemotron 3)."""
+    mtp_zero_last_input: bool = setting(False, needs=given("mtp_num_layers", "N"))
+    """The last input of each multi-token prediction layer is token 0, as in Megatron-LM, instead of the sequence's last
+    label. Its prediction never counts, but experts and their losses depend on it."""
 
     @property
     def added_layers(self) -> int:

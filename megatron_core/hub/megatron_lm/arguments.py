@@ -68,6 +68,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         renamed["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
     if renamed.get("moe_expert_capacity_factor") is not None:
         renamed["moe_capacity_per"] = "micro_batch"
+    if arguments.get("mtp_num_layers") and arguments.get("num_experts"):
+        renamed["mtp_zero_last_input"] = True
     variant = renamed.get("experimental_attention_variant")
     unread = []
     if variant != "gated_delta_net" and "G" not in (renamed.get("hybrid_layer_pattern") or ""):

@@ -197,7 +197,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; remove them")
         settings = {each.name: each.metadata.get("setting") for each in fields(self) if each.name not in _FP8}
         same = {setting: getattr(self, name) for name, setting in settings.items() if setting in known}
-        theirs = {"positions_as_matrices": True, "moe_capacity_per": "micro_batch"}
+        theirs = {"positions_as_matrices": True, "moe_capacity_per": "micro_batch", "mtp_zero_last_input": True}
         return ModelConfig(**theirs | same | self._activation() | self._translated() | given)
 
     def parallel_options(self) -> ParallelOptions:
