@@ -10,6 +10,7 @@ on the number of documents.
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,13 @@ from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.engines import PartsInOrder, write_partition
 from megatron_core.preprocess.identity import identity, token_identity
-from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe_input, find_inputs
+from megatron_core.preprocess.inputs import (
+    DamagedFileError,
+    InputFile,
+    UnreachableFileError,
+    describe_input,
+    find_inputs,
+)
 from megatron_core.preprocess.kept_parts import KeptParts
 from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
 from megatron_core.preprocess.parts import PartFolder, parts_path
@@ -43,6 +50,7 @@ PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"em
 SAMPLE_PLACES = 16
 SAMPLE_CHARACTERS = 1024
 SAMPLE_BYTES = 1 << 14
+DESCRIBING_THREADS = 16
 
 
 def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> None:
@@ -52,7 +60,8 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     ConfigError for invalid settings, DataError for unreadable input.
     """
     check_preprocessing(settings)
-    sources = [describe_input(path) for path in find_inputs(settings.input, written(settings))]
+    with ThreadPoolExecutor(DESCRIBING_THREADS) as pool:  # a request for an object takes some 30 ms
+        sources = list(pool.map(describe_input, find_inputs(settings.input, written(settings))))
     for prefix in settings.prefixes:
         check_header_path(prefix)
     refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
@@ -193,7 +202,11 @@ class _Job:
         output = self._output
         if isinstance(error, (DiskFullError, WorkerDiedError)):
             return
-        if isinstance(error, DamagedFileError) and output is not None and output.state.documents:
+        if (
+            isinstance(error, (DamagedFileError, UnreachableFileError))
+            and output is not None
+            and output.state.documents
+        ):
             return
         wrong_data = isinstance(error, DataError) and not isinstance(error, BrokenDocumentError) and output is not None
         if self._fresh or wrong_data:

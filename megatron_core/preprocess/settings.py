@@ -15,8 +15,8 @@ class PreprocessSettings:
     """Turn text into token files."""
 
     input: tuple[str, ...]
-    """Files, folders, or globs in quotes; by their suffixes JSON Lines (.jsonl, .json), Parquet (.parquet), or
-    plain text (all others), each also packed (.gz, .zst)."""
+    """Files, folders, or globs in quotes, also in object storage (s3://bucket/texts/*.jsonl); by their suffixes JSON
+    Lines (.jsonl, .json), Parquet (.parquet), or plain text (all others), each also packed (.gz, .zst)."""
     output_prefix: str
     """Where to write: PREFIX_KEY_document.bin, .idx and .json (with --split-sentences PREFIX_KEY_sentence)."""
     json_keys: tuple[str, ...] = ("text",)
