@@ -159,9 +159,7 @@ class ObjectFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
+    seekable = readable
 
     def seek(self, offset: int, origin: int = os.SEEK_SET) -> int:
         """Move, and return the new position."""
@@ -200,11 +198,8 @@ class Stream:
         self.position = 0
         local = path_of(source.path)
         with self._naming_damage():
-            self._raw: Any = (
-                io.BufferedReader(ObjectFile(source, until), REQUEST_BYTES)
-                if local is None
-                else local.open("rb", buffering=BUFFER_BYTES)
-            )
+            raw = ObjectFile(source, until) if local is None else io.FileIO(local)
+        self._raw = io.BufferedReader(raw, REQUEST_BYTES if local is None else BUFFER_BYTES)
         self._file = _decompressed(self._raw, source.compression)
 
     def __enter__(self) -> "Stream":
@@ -217,7 +212,7 @@ class Stream:
     @property
     def raw(self) -> int:
         """Number of bytes read from disk."""
-        return int(self._raw.tell())
+        return self._raw.tell()
 
     def read(self, size: int) -> bytes:
         """Read the next `size` bytes, fewer only at the end."""
@@ -325,7 +320,7 @@ def _decompressed(raw: BinaryIO, compression: str | None) -> BinaryIO:
     return raw
 
 
-def decompressed(source: InputFile, folder: Path) -> Path | ObjectFile:
+def expanded(source: InputFile, folder: Path) -> Path | ObjectFile:
     """Return the file, or its decompressed copy in the folder, because Parquet is read from its end."""
     if source.compression is None:
         return path_of(source.path) or ObjectFile(source)

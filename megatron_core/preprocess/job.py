@@ -1,6 +1,6 @@
 """A whole preprocessing run: from input files to token files.
 
-This process reads compressed files, Parquet files and texts with separators, and writes the output; the workers read
+This process reads compressed files, long row groups and texts with separators, and writes the output; the workers read
 plain files and tokenize. Memory: each worker holds a batch of documents with its tokens (a quarter of a MiB of text, or
 the longest document), and up to three queued tasks (4 MiB of text each, or their tokens, about half of that); the rest
 is the tokenizer (gigatoken's cache of words is limited to 150 MB) and 200 bytes per input file. Memory does not depend
@@ -50,7 +50,6 @@ PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"em
 SAMPLE_PLACES = 16
 SAMPLE_CHARACTERS = 1024
 SAMPLE_BYTES = 1 << 14
-DESCRIBING_THREADS = 16
 
 
 def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> None:
@@ -60,7 +59,7 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     ConfigError for invalid settings, DataError for unreadable input.
     """
     check_preprocessing(settings)
-    with ThreadPoolExecutor(DESCRIBING_THREADS) as pool:  # a request for an object takes some 30 ms
+    with ThreadPoolExecutor(16) as pool:  # a request for an object takes some 30 ms
         sources = list(pool.map(describe_input, find_inputs(settings.input, written(settings))))
     for prefix in settings.prefixes:
         check_header_path(prefix)
@@ -146,7 +145,7 @@ class _Job:
         pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
         pool = WorkerPool(self._settings.processes, worker.run, (self._work.lock,))
         try:
-            for _ in self._appended(output, pool.map(group_pieces(pieces, self._sources, size))):
+            for _ in self._appended(output, pool.map(group_pieces(pieces, size))):
                 progress.update(output.done, output.state.documents, output.tokens)
         finally:
             pool.stop()

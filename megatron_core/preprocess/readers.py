@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -12,14 +13,7 @@ from typing import Any
 
 import orjson
 
-from megatron_core.preprocess.inputs import (
-    BUFFER_BYTES,
-    DamagedFileError,
-    InputFile,
-    Stream,
-    decompressed,
-    describe_input,
-)
+from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe_input, expanded
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
@@ -90,12 +84,12 @@ def content_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[ContentBlock]:
-    """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet from row `start` on.
+    """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet in rows.
 
     folder: for the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its end.
     """
     if source.format == "parquet":
-        yield from parquet_blocks(source, keys, limits, folder, start)
+        yield from parquet_blocks(source, keys, limits, folder, start, stop)
         return
     with Stream(source, stop) as stream:
         if source.format == "jsonl":
@@ -313,24 +307,28 @@ def split_documents(stream: Stream, separator: bytes | None, most: int) -> Itera
 
 
 def parquet_blocks(
-    source: InputFile, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0
+    source: InputFile, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0, stop: int | None = None
 ) -> Iterator[ContentBlock]:
-    """Yield blocks of the rows from `start` on; a null is an empty text, as in JSON."""
+    """Yield blocks of the rows in [start, stop); a null is an empty text, as in JSON."""
     import pyarrow.lib  # as in open_parquet
 
     with open_parquet(source, keys, folder) as file:
         row = 0
+        stop = file.metadata.num_rows if stop is None else stop
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
+            if row >= stop:
+                return
             if row + about.num_rows <= start:
                 row += about.num_rows
                 continue
             rows = max(1, min(MOST_ROWS, limits.batch_bytes * about.num_rows // max(1, about.total_byte_size)))
             try:
                 for table in file.iter_batches(rows, row_groups=[group], columns=list(keys), use_threads=False):
-                    row, skipped = row + table.num_rows, max(0, start - row)
-                    if skipped < table.num_rows:
-                        batch = rows_of([table.column(key).slice(skipped) for key in keys], limits)
+                    length, skipped = min(table.num_rows, stop - row), max(0, start - row)
+                    row += length
+                    if skipped < length:
+                        batch = rows_of([table.column(key).slice(skipped, length - skipped) for key in keys], limits)
                         yield ContentBlock(batch, row, source.size * row // file.metadata.num_rows)
             except (pyarrow.lib.ArrowException, OSError) as error:
                 raise DamagedFileError(
@@ -349,7 +347,9 @@ def open_parquet(source: InputFile, keys: Sequence[str], folder: Path) -> Any:
 
     try:
         # Without these two settings pyarrow holds whole row groups in memory.
-        file = pyarrow.parquet.ParquetFile(decompressed(source, folder), pre_buffer=False, buffer_size=1 << 20)
+        footer = _footer(source) if source.compression is None else None
+        path = expanded(source, folder)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, metadata=footer)
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise DamagedFileError(
             f"{source.path} is truncated, or not a Parquet file ({error}); copy or create it again"
@@ -361,6 +361,13 @@ def open_parquet(source: InputFile, keys: Sequence[str], folder: Path) -> Any:
             "does; remove it, or write its distinct rows to a new file"
         )
     return file
+
+
+@lru_cache(1)  # each task reads a part of a file
+def _footer(source: InputFile) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(expanded(source, Path()))
 
 
 def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
