@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 def path_of(text: str) -> Path | None:
     """The path that ``text`` or a file:// URL names; None for the URL of object storage."""
     if text.startswith("file://"):
-        return Path(unquote(urlsplit(text).path))
+        return Path(unquote(urlsplit(text.replace("?", "%3F").replace("#", "%23")).path))
     return None if _URL.match(text) else Path(text)
 
 

@@ -120,8 +120,8 @@ def refuse_url(named: str, path: object) -> None:
     """``ConfigError`` if ``path``, which must be on this machine, is a URL. ``named`` is the setting with its value."""
     if _URL.match(str(path)):
         raise ConfigError(
-            f"{named}: a URL is not accepted here, because only token files and checkpoints of this project are read "
-            "and written in object storage; give a path on this machine"
+            f"{named}: a URL is not accepted here, because only checkpoints are written to object storage, and only "
+            "text, token files and checkpoints read from it; give a path on this machine, and copy the files"
         )
 
 

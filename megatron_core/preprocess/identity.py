@@ -10,7 +10,7 @@ from megatron_core.preprocess.settings import PreprocessSettings
 
 def identity(settings: PreprocessSettings, sources: Sequence[InputFile], fingerprint: str) -> dict[str, Any]:
     """Return the settings and input files that determine the output of a run, by flag name."""
-    described = [[source.path, source.size, source.mtime_ns] for source in sources]
+    described = [[source.path, source.size, source.version] for source in sources]
     return token_identity(settings, fingerprint) | {"--input": described}
 
 

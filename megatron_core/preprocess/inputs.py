@@ -1,7 +1,9 @@
 """Find the input files of a run and read their decompressed bytes."""
 
+import errno
 import glob
 import gzip
+import hashlib
 import io
 import os
 import stat
@@ -9,15 +11,19 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import zstandard
 
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
+from megatron_core.locations import in_storage, location, path_of
+from megatron_core.preprocess.atomic_write import naming_full_disk, sync_file
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_BYTES = 1 << 18
+REQUEST_BYTES = 1 << 22
+"""Largest request to object storage."""
 # Compressed bytes per decompression step: zstd compresses zeros 17,000 to 1, so a step returns up to about 256 MiB.
 COMPRESSED_BYTES = 1 << 14
 # A file is refused if it expands to more than EXPANDED_BYTES and more than EXPANSION times its size. Deflate reaches
@@ -33,18 +39,23 @@ class DamagedFileError(DataError):
     """An input file cannot be read to its end, or its content does not match its suffix."""
 
 
+class UnreachableFileError(DataError):
+    """The storage of an input file fails; the saved progress is kept, and the same command resumes from it."""
+
+
 @dataclass(frozen=True)
 class InputFile:
     """One input file.
 
-    format: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on disk.
+    path: path, or URL of an object. format: jsonl, parquet or text. compression: gzip, zstd or None. size: bytes on
+    disk. version: the time of its last change in ns, or a text that changes when an object is written again.
     """
 
     path: str
     format: str
     compression: str | None
     size: int
-    mtime_ns: int
+    version: int | str
 
 
 def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list[Path]:
@@ -61,15 +72,18 @@ def find_inputs(patterns: Sequence[str], written: Collection[Path] = ()) -> list
 
 def describe_input(path: Path) -> InputFile:
     """Return the file's kind, from its suffixes, and its size; DataError for a pipe or a device."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
+    suffixes = [suffix.lower() for suffix in PurePosixPath(path.name).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
     content_kind = KINDS.get(suffixes[-1], "text") if suffixes else "text"
+    remote: Any = in_storage(path)
     try:
         status = path.stat()
+        if remote is not None:
+            return InputFile(str(path), content_kind, compression, status.st_size, remote.version())
     except OSError as error:
-        raise DataError(f"--input {path} cannot be read ({error.strerror}); repair or remove it") from error
+        raise UnreachableFileError(f"--input {path} cannot be read ({error.strerror}); repair or remove it") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
             f"--input {path} is a pipe or a device, which cannot be read in parts or a second time; write "
@@ -79,14 +93,35 @@ def describe_input(path: Path) -> InputFile:
 
 
 def _files(pattern: str, own_files: Collection[str]) -> list[Path]:
-    if Path(pattern).is_file():
-        return [Path(pattern)]
-    names = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern, recursive=True))
-    files = [path for name in names for path in (_inside(name) if Path(name).is_dir() else [Path(name)])]
-    files = [path for path in files if path.suffix not in TOKEN_FILES and not _is_own(path, own_files)]
+    local = path_of(pattern)
+    if local is None:
+        files = _objects(pattern)
+    elif local.is_file():
+        return [local]
+    else:
+        names = [str(local)] if local.is_dir() else sorted(glob.glob(str(local), recursive=True))
+        files = [path for name in names for path in (_inside(name) if Path(name).is_dir() else [Path(name)])]
+        files = [path for path in files if not _is_own(path, own_files)]
+    files = [path for path in files if not path.name.endswith(TOKEN_FILES)]
     if not files:
         raise DataError(f"--input {pattern}: no file has that name; give files, folders, or globs in quotes")
     return files
+
+
+def _objects(pattern: str) -> list[Path]:
+    try:
+        remote: Any = location(pattern)
+        if remote.is_file():
+            return [remote]
+        bucket, _, key = pattern.partition("://")[2].partition("/")
+        is_pattern = glob.has_magic(key) and not remote.is_dir()
+        root: Any = location(f"{remote.scheme}://{bucket}")
+        paths = root.objects(key) if is_pattern else remote.objects()
+    except ConfigError as error:
+        raise ConfigError(f"--input {pattern}: {error}") from None
+    except OSError as error:
+        raise DataError(f"--input {pattern} cannot be listed: {error.strerror}") from error
+    return [path for path in paths if str(path).count("/.") == pattern.count("/.")]
 
 
 def _inside(folder: str) -> list[Path]:
@@ -108,17 +143,63 @@ def _is_own(path: Path, own_files: Collection[str]) -> bool:
     return bool(own_files) and any(str(path_) in own_files for path_ in (full, *full.parents))
 
 
+class ObjectFile(io.RawIOBase):
+    """An object as a file. UnreachableFileError: the storage fails, or the object has become shorter.
+
+    until: a request does not cross this position; those after it are short.
+    """
+
+    def __init__(self, source: InputFile, until: int | None = None) -> None:
+        self._remote: Any = location(source.path)
+        self._size = source.size
+        self._until = source.size if until is None else until
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    seekable = readable
+
+    def seek(self, offset: int, origin: int = os.SEEK_SET) -> int:
+        """Move, and return the new position."""
+        starts = (0, self._position, self._size)
+        self._position = starts[origin] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, at most up to the end of a request; return the number of bytes, 0 at the end."""
+        position = self._position
+        ahead = self._until - position if position < self._until else BUFFER_BYTES
+        size = max(0, min(len(buffer), ahead, self._size - position))
+        try:
+            data = self._remote.read_range(position, size)
+            if len(data) < size:
+                raise OSError(errno.EIO, f"it ends after {len(data):,} of {size:,} bytes", str(self._remote))
+        except OSError as error:
+            raise UnreachableFileError(
+                f"--input {self._remote} cannot be read from byte {position:,} on: {error.strerror}; repeat the same "
+                "command, which continues"
+            ) from error
+        buffer[:size] = data
+        self._position += size
+        return size
+
+
 class Stream:
     """The decompressed bytes of an input file, in order; DamagedFileError, with the position, if it is damaged.
 
-    position: index of the next byte. raw: number of bytes read from disk.
+    until: end of the range that is read, for requests to object storage. position: index of the next byte. raw: number
+    of bytes read from disk.
     """
 
-    def __init__(self, source: InputFile) -> None:
+    def __init__(self, source: InputFile, until: int | None = None) -> None:
         self._source = source
         self.position = 0
+        local = path_of(source.path)
         with self._naming_damage():
-            self._raw = Path(source.path).open("rb", buffering=BUFFER_BYTES)  # noqa: SIM115
+            raw = ObjectFile(source, until) if local is None else io.FileIO(local)
+        self._raw = io.BufferedReader(raw, REQUEST_BYTES if local is None else BUFFER_BYTES)
         self._file = _decompressed(self._raw, source.compression)
 
     def __enter__(self) -> "Stream":
@@ -167,12 +248,11 @@ class Stream:
 
     def _check_unchanged(self) -> None:
         """Check at the end of the content that the file has not changed since the start of the run."""
-        with self._naming_damage():
-            status = os.fstat(self._raw.fileno())
-        if (status.st_size, status.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
+        now = describe_input(location(self._source.path))
+        if now != self._source:
             raise DamagedFileError(
                 f"{self._source.path} changed while it was read, from {self._source.size:,} to "
-                f"{status.st_size:,} bytes; wait until it is complete, then prepare the data again"
+                f"{now.size:,} bytes; wait until it is complete, then prepare the data again"
             )
 
     @contextmanager
@@ -238,3 +318,21 @@ def _decompressed(raw: BinaryIO, compression: str | None) -> BinaryIO:
     if compression == "zstd":
         return io.BufferedReader(ZstdFile(raw), BUFFER_BYTES)
     return raw
+
+
+def expanded(source: InputFile, folder: Path) -> Path | ObjectFile:
+    """Return the file, or its decompressed copy in the folder, because Parquet is read from its end."""
+    if source.compression is None:
+        return path_of(source.path) or ObjectFile(source)
+    # The name includes size and date, because a killed run may have left the copy of an older file.
+    identity = f"{source.path} {source.size} {source.version}"
+    path = folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()}.parquet"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        with Stream(source) as stream, partial.open("wb") as file:
+            while data := stream.read(BUFFER_BYTES):
+                with naming_full_disk(file):
+                    file.write(data)
+            sync_file(file)
+        os.replace(partial, path)
+    return path

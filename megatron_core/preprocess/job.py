@@ -1,6 +1,6 @@
 """A whole preprocessing run: from input files to token files.
 
-This process reads compressed files, Parquet files and texts with separators, and writes the output; the workers read
+This process reads compressed files, long row groups and texts with separators, and writes the output; the workers read
 plain files and tokenize. Memory: each worker holds a batch of documents with its tokens (a quarter of a MiB of text, or
 the longest document), and up to three queued tasks (4 MiB of text each, or their tokens, about half of that); the rest
 is the tokenizer (gigatoken's cache of words is limited to 150 MB) and 200 bytes per input file. Memory does not depend
@@ -10,6 +10,7 @@ on the number of documents.
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,13 @@ from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.engines import PartsInOrder, write_partition
 from megatron_core.preprocess.identity import identity, token_identity
-from megatron_core.preprocess.inputs import DamagedFileError, InputFile, describe_input, find_inputs
+from megatron_core.preprocess.inputs import (
+    DamagedFileError,
+    InputFile,
+    UnreachableFileError,
+    describe_input,
+    find_inputs,
+)
 from megatron_core.preprocess.kept_parts import KeptParts
 from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
 from megatron_core.preprocess.parts import PartFolder, parts_path
@@ -52,7 +59,8 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     ConfigError for invalid settings, DataError for unreadable input.
     """
     check_preprocessing(settings)
-    sources = [describe_input(path) for path in find_inputs(settings.input, written(settings))]
+    with ThreadPoolExecutor(16) as pool:  # a request for an object takes some 30 ms
+        sources = list(pool.map(describe_input, find_inputs(settings.input, written(settings))))
     for prefix in settings.prefixes:
         check_header_path(prefix)
     refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
@@ -137,7 +145,7 @@ class _Job:
         pieces = read_pieces(self._settings, self._sources, self._limits, self._work.path, size, output.state.position)
         pool = WorkerPool(self._settings.processes, worker.run, (self._work.lock,))
         try:
-            for _ in self._appended(output, pool.map(group_pieces(pieces, self._sources, size))):
+            for _ in self._appended(output, pool.map(group_pieces(pieces, size))):
                 progress.update(output.done, output.state.documents, output.tokens)
         finally:
             pool.stop()
@@ -193,7 +201,11 @@ class _Job:
         output = self._output
         if isinstance(error, (DiskFullError, WorkerDiedError)):
             return
-        if isinstance(error, DamagedFileError) and output is not None and output.state.documents:
+        if (
+            isinstance(error, (DamagedFileError, UnreachableFileError))
+            and output is not None
+            and output.state.documents
+        ):
             return
         wrong_data = isinstance(error, DataError) and not isinstance(error, BrokenDocumentError) and output is not None
         if self._fresh or wrong_data:

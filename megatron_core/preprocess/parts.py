@@ -167,7 +167,7 @@ class _PartWriter:
         limits = self._worker.limits
         source = shard.sources[file_range.source]
         pieces = divide_range(file_range, source, self._settings, limits, self._unpacked, limits.part_bytes)
-        for group in group_pieces(pieces, shard.sources, limits.part_bytes):
+        for group in group_pieces(pieces, limits.part_bytes):
             for encoded_part in self._worker.run(group):
                 if encoded_part.piece.damage:
                     total["damage"] = encoded_part.piece.damage

@@ -1,11 +1,10 @@
 """Read the documents of input files in blocks: JSON Lines, plain text, Parquet."""
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 
 import orjson
 
-from megatron_core.preprocess.atomic_write import naming_full_disk, sync_file
-from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe_input
+from megatron_core.preprocess.inputs import BUFFER_BYTES, DamagedFileError, InputFile, Stream, describe_input, expanded
 from megatron_core.preprocess.settings import Limits
 
 DOCUMENT_WORDS = {"jsonl": "line", "parquet": "row", "text": "document"}
@@ -86,14 +84,14 @@ def content_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[ContentBlock]:
-    """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet from row `start` on.
+    """Yield the documents of a file that begin in [start, stop), in bytes of content; for Parquet in rows.
 
     folder: for the decompressed copy of a compressed Parquet file. DamagedFileError: a file cannot be read to its end.
     """
     if source.format == "parquet":
-        yield from parquet_blocks(source, keys, limits, folder, start)
+        yield from parquet_blocks(source, keys, limits, folder, start, stop)
         return
-    with Stream(source) as stream:
+    with Stream(source, stop) as stream:
         if source.format == "jsonl":
             yield from line_blocks(stream, start, stop, limits, source.path)
         else:
@@ -309,45 +307,67 @@ def split_documents(stream: Stream, separator: bytes | None, most: int) -> Itera
 
 
 def parquet_blocks(
-    source: InputFile, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0
+    source: InputFile, keys: Sequence[str], limits: Limits, folder: Path, start: int = 0, stop: int | None = None
 ) -> Iterator[ContentBlock]:
-    """Yield blocks of the rows from `start` on; a null is an empty text, as in JSON."""
-    # Imported here, because the import takes 0.1 s and is needed only for Parquet files.
-    import pyarrow.lib
-    import pyarrow.parquet
+    """Yield blocks of the rows in [start, stop); a null is an empty text, as in JSON."""
+    import pyarrow.lib  # as in open_parquet
 
-    damaged = (pyarrow.lib.ArrowException, OSError)
-    try:
-        # Without these two settings pyarrow holds whole row groups in memory.
-        file = pyarrow.parquet.ParquetFile(str(decompressed(source, folder)), pre_buffer=False, buffer_size=1 << 20)
-    except damaged as error:
-        raise DamagedFileError(
-            f"{source.path} is truncated, or not a Parquet file ({error}); copy or create it again"
-        ) from error
-    with file:
-        _check_columns(file.schema_arrow, keys, source.path)
-        if file.metadata.num_rows > max(MOST_EMPTY_ROWS, ROWS_PER_BYTE * source.size):
-            raise DamagedFileError(
-                f"{source.path} has {file.metadata.num_rows:,} rows in {source.size:,} bytes, as a decompression bomb "
-                "does; remove it, or write its distinct rows to a new file"
-            )
+    with open_parquet(source, keys, folder) as file:
         row = 0
+        stop = file.metadata.num_rows if stop is None else stop
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
+            if row >= stop:
+                return
             if row + about.num_rows <= start:
                 row += about.num_rows
                 continue
             rows = max(1, min(MOST_ROWS, limits.batch_bytes * about.num_rows // max(1, about.total_byte_size)))
             try:
                 for table in file.iter_batches(rows, row_groups=[group], columns=list(keys), use_threads=False):
-                    row, skipped = row + table.num_rows, max(0, start - row)
-                    if skipped < table.num_rows:
-                        batch = rows_of([table.column(key).slice(skipped) for key in keys], limits)
+                    length, skipped = min(table.num_rows, stop - row), max(0, start - row)
+                    row += length
+                    if skipped < length:
+                        batch = rows_of([table.column(key).slice(skipped, length - skipped) for key in keys], limits)
                         yield ContentBlock(batch, row, source.size * row // file.metadata.num_rows)
-            except damaged as error:
+            except (pyarrow.lib.ArrowException, OSError) as error:
                 raise DamagedFileError(
                     f"{source.path} is damaged in row group {group}, after row {row:,} ({error}); create it again"
                 ) from error
+
+
+def open_parquet(source: InputFile, keys: Sequence[str], folder: Path) -> Any:
+    """Open a Parquet file, and check its columns and its number of rows. Errors: DamagedFileError.
+
+    folder: for the decompressed copy of a compressed file.
+    """
+    # Imported here, because the import takes 0.1 s and is needed only for Parquet files.
+    import pyarrow.lib
+    import pyarrow.parquet
+
+    try:
+        # Without these two settings pyarrow holds whole row groups in memory.
+        footer = _footer(source) if source.compression is None else None
+        path = expanded(source, folder)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, metadata=footer)
+    except (pyarrow.lib.ArrowException, OSError) as error:
+        raise DamagedFileError(
+            f"{source.path} is truncated, or not a Parquet file ({error}); copy or create it again"
+        ) from error
+    _check_columns(file.schema_arrow, keys, source.path)
+    if file.metadata.num_rows > max(MOST_EMPTY_ROWS, ROWS_PER_BYTE * source.size):
+        raise DamagedFileError(
+            f"{source.path} has {file.metadata.num_rows:,} rows in {source.size:,} bytes, as a decompression bomb "
+            "does; remove it, or write its distinct rows to a new file"
+        )
+    return file
+
+
+@lru_cache(1)  # each task reads a part of a file
+def _footer(source: InputFile) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(expanded(source, Path()))
 
 
 def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
@@ -378,21 +398,3 @@ def rows_of(columns: Sequence[Any], limits: Limits) -> Batch:
             broken.append((number, f"is not UTF-8 ({error}); correct or remove it"))
     size = sum(map(len, chain.from_iterable(values)))
     return Batch(len(values[0]), size, numbers, list(zip(*documents, strict=True)), broken)
-
-
-def decompressed(source: InputFile, folder: Path) -> Path:
-    """Return the path of the file or of its decompressed copy in the folder, because Parquet is read from its end."""
-    if source.compression is None:
-        return Path(source.path)
-    # The name includes size and date, because a killed run may have left the copy of an older file.
-    identity = f"{source.path} {source.size} {source.mtime_ns}"
-    path = folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()}.parquet"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        with Stream(source) as stream, partial.open("wb") as file:
-            while data := stream.read(BUFFER_BYTES):
-                with naming_full_disk(file):
-                    file.write(data)
-            sync_file(file)
-        os.replace(partial, path)
-    return path

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.errors import ConfigError
+from megatron_core.output_file import refuse_url
 from megatron_core.tokenizers.build import NUM_SPECIAL_TOKENS, TokenizerFiles
 from megatron_core.tokenizers.fast import BACKENDS
 
@@ -15,8 +16,8 @@ class PreprocessSettings:
     """Turn text into token files."""
 
     input: tuple[str, ...]
-    """Files, folders, or globs in quotes; by their suffixes JSON Lines (.jsonl, .json), Parquet (.parquet), or
-    plain text (all others), each also packed (.gz, .zst)."""
+    """Files, folders, or globs in quotes, also in object storage (s3://bucket/texts/*.jsonl); by their suffixes JSON
+    Lines (.jsonl, .json), Parquet (.parquet), or plain text (all others), each also packed (.gz, .zst)."""
     output_prefix: str
     """Where to write: PREFIX_KEY_document.bin, .idx and .json (with --split-sentences PREFIX_KEY_sentence)."""
     json_keys: tuple[str, ...] = ("text",)
@@ -71,7 +72,7 @@ class PreprocessSettings:
     """With --engine ray or --join-partitions: keep the parts as the result, and write PREFIX_KEY_document.parts.json,
     which lists them, instead of copying them into one pair."""
     part_mebibytes: int = 256
-    """MiB of input for a part, the unit that is computed again after a failure; a packed or Parquet file is one
+    """MiB of input for a part, the unit that is computed again after a failure; a packed file is one
     part."""
     log_interval: int = 1000
     """Documents between updates of the progress, which is shown twice a second at most."""
@@ -164,6 +165,7 @@ def check_preprocessing(settings: PreprocessSettings) -> None:
         raise ConfigError("--document-separator is empty; remove it to make each file one document")
     if settings.keep_newlines and not settings.split_sentences:
         raise ConfigError("--keep-newlines has an effect only with --split-sentences; give both or neither")
+    refuse_url(f"--output-prefix {settings.output_prefix}", settings.output_prefix)
     _check_keys(settings.json_keys)
     _check_parts(settings)
 

@@ -126,7 +126,8 @@ class InputRange:
 
     source: index of the file. start: start of the piece, in bytes of content (Parquet: rows). end: start of the next
     piece; None for the last piece of a file. raw: bytes of the file read from disk up to the end of the piece. block:
-    the content; None if the worker reads it. damage: why the file cannot be read from here on.
+    the content; None if the worker reads it. damage: why the file cannot be read from here on. size: bytes of
+    content, or of a file that is not divided.
     """
 
     source: int
@@ -135,6 +136,7 @@ class InputRange:
     raw: int = 0
     block: ContentBlock | None = None
     damage: str = ""
+    size: int = 0
 
 
 @dataclass

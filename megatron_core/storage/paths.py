@@ -127,6 +127,21 @@ class StoragePath(ObjectPath):
             names = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
         return map(self._with_key, sorted(names))
 
+    def objects(self, pattern: str | None = None) -> list[StoragePath]:
+        """The objects that match, and those in and below folders that match (None: in this one), as ``os.walk`` sorts
+        them."""
+        matches = {self._key: {"type": "directory"}}
+        if pattern is not None:
+            with _named(self):
+                matches = self._files.files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}", detail=True)
+        paths: list[StoragePath] = []
+        for key, about in sorted(matches.items()):
+            path = self._with_key(key)
+            names = path.files() if about["type"] == "directory" else []
+            paths += [path / name for name in sorted(names, key=lambda name: (name.split("/")[:-1], name))]
+            paths += [path] if about["type"] == "file" else []
+        return paths
+
     def _with_key(self, key: str) -> StoragePath:
         return StoragePath(f"{self.scheme}://{key}")
 

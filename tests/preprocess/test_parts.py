@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,11 @@ from megatron_core.data_parts.dataset import PartsDataset
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import PreprocessSettings, preprocess
+from megatron_core.preprocess.identity import token_identity
+from megatron_core.preprocess.inputs import DamagedFileError, describe_input
 from megatron_core.preprocess.output import TokenOutput
+from megatron_core.preprocess.plan import divide_file, divide_range, plan_parts
+from megatron_core.preprocess.worker import InputRange
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl, write_packed
 
 
@@ -105,6 +110,64 @@ def test_kept_parts_are_read_as_the_joined_file(tmp_path: Path) -> None:
     # A pair replaces the list.
     assert outcome(tmp_path, **changes)["_text_document.bin"] == expected["_text_document.bin"]
     assert not (tmp_path / "out_text_document.parts.json").exists()
+
+
+def write_groups(path: Path, count: int, rows: int) -> list[str]:
+    """A Parquet file with groups of some rows, and one that is ten times as long as the others; returns its texts."""
+    documents = texts(count)
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        first = 0
+        while first < count:
+            stop = first + rows * (10 if first == 4 * rows else 1)
+            writer.write_table(pyarrow.table({"text": documents[first:stop]}, schema), row_group_size=stop - first)
+            first = stop
+    return documents
+
+
+def test_row_groups_are_divided_over_workers_and_parts(tmp_path: Path) -> None:
+    documents = write_groups(tmp_path / "a.parquet", 600, 20)
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    source = describe_input(tmp_path / "a.parquet")
+    given = settings(tmp_path, input=(f"{tmp_path}/a.parquet",))
+    everything = InputRange(0, size=source.size)
+    ranges = list(divide_file(everything, source, ("text",), 1000))
+    assert len(ranges) > 10 and [r.end for r in ranges] == [*(r.start for r in ranges[1:]), None]
+    assert all(r.start % 20 == 0 for r in ranges)
+    for number, later in enumerate(ranges):  # a run that resumes there
+        assert list(divide_file(InputRange(0, later.start), source, ("text",), 1000)) == ranges[number:]
+        again = list(divide_file(InputRange(0, later.start + 3), source, ("text",), 1000))
+        assert (again[0].start, again[0].end, again[1:]) == (later.start + 3, later.end, ranges[number + 1 :])
+    limits = replace(SMALL, part_bytes=1500)
+    pieces = list(divide_range(everything, source, given, limits, tmp_path, 1500))
+    long = [piece for piece in pieces if piece.block is not None]  # only of the long group, from row 80 to 280
+    assert {piece.start for piece in long} == {80} and {piece.end for piece in pieces} >= {280, 300, None}
+    assert len(long) > 10 and len(pieces) - len(long) > 10
+    assert len(plan_parts([source], token_identity(given, ""), 2000, (0, 0))) > 5
+    expected = outcome(tmp_path, input=(f"{tmp_path}/a.jsonl",))
+    for workers in (1, 2):
+        divided = outcome(tmp_path, input=given.input, workers=workers)
+        assert divided["_text_document.bin"] == expected["_text_document.bin"]
+        assert divided["_text_document.idx"] == expected["_text_document.idx"]
+    assert in_partitions(tmp_path, 3, input=given.input) == divided
+
+
+def test_row_groups_of_a_damaged_file(tmp_path: Path) -> None:
+    """Workers, and parts, that find the same damage leave out the whole file once."""
+    write_groups(tmp_path / "a.parquet", 600, 20)
+    write_groups(tmp_path / "b.parquet", 300, 20)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    about = pyarrow.parquet.read_metadata(tmp_path / "a.parquet").row_group(15).column(0)
+    data[about.dictionary_page_offset or about.data_page_offset] ^= 0xFF
+    (tmp_path / "a.parquet").write_bytes(data)
+    names = {"input": (f"{tmp_path}/a.parquet", f"{tmp_path}/b.parquet")}
+    with pytest.raises(DamagedFileError, match=r"a.parquet is damaged in row group 15, after row"):
+        preprocess(settings(tmp_path, **names), SMALL)
+    expected = outcome(tmp_path, skip_damaged_files=True, **names)
+    assert expected["_problems.txt"].count(b"damaged: ") == 1
+    alone = outcome(tmp_path, output_prefix=str(tmp_path / "alone"), input=names["input"][1:])
+    assert expected["_text_document.bin"] == alone["_text_document.bin"]
+    assert in_partitions(tmp_path, 3, skip_damaged_files=True, **names) == expected
 
 
 def test_finished_parts_are_not_written_again(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

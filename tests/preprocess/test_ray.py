@@ -12,22 +12,27 @@ import pytest
 
 from megatron_core.commands.corpus_report import CorpusReportFlags, corpus_report
 from megatron_core.errors import ConfigError
+from megatron_core.locations import location
 from megatron_core.preprocess import PreprocessSettings, engines, preprocess, ray_tasks
 from megatron_core.preprocess.plan import InputPart
 from megatron_core.preprocess.pool import WorkerDiedError
 from tests.datasets.files import write
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl
+from tests.storage.server import BUCKET, s3_server
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
+for package in ("s3fs", "moto.server"):
+    pytest.importorskip(package)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """A Ray cluster of two CPUs, which the runs find."""
-    context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    address = context.address_info["address"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", address)
+    """A Ray cluster of two CPUs, which the runs find, and an S3 server."""
+    with s3_server() as (_, environment), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        patch.setenv("RAY_ADDRESS", context.address_info["address"])
         # A run disconnects from the cluster at its end; this process keeps the cluster.
         patch.setattr(ray, "shutdown", lambda: None)
         patch.setattr(ray, "init", lambda **_: None)
@@ -71,6 +76,17 @@ def test_workers_that_are_killed_do_not_change_a_byte(corpus: Path, monkeypatch:
     assert outcome(corpus, engine="ray", **changes) == expected
     assert len(list((corpus / "out.killed").iterdir())) > 2
     assert not (corpus / "out.parts").exists()
+
+
+def test_input_in_object_storage(corpus: Path) -> None:
+    names = ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst")
+    expected = outcome(corpus, input=tuple(str(corpus / name) for name in names))
+    for name in names:
+        location(f"s3://{BUCKET}/texts/{name}").write_bytes((corpus / name).read_bytes())
+    remote = outcome(corpus, engine="ray", input=(f"s3://{BUCKET}/texts/*.jsonl*",))
+    assert {n: text for n, text in remote.items() if n != "_problems.txt"} == {
+        n: text for n, text in expected.items() if n != "_problems.txt"
+    }
 
 
 def test_a_part_on_which_workers_always_die_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

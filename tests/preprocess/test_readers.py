@@ -190,7 +190,7 @@ def test_parquet_rows(kind: pyarrow.DataType, tmp_path: Path) -> None:
     assert read(path) == read(path, Limits(batch_bytes=20)) == expected
     for restart in (1, 3, 20):
         assert read(path, Limits(batch_bytes=200), restart=restart) == expected
-    assert read(path, cuts=[10])[-90:] == [(n + 90, row or "") for n, row in enumerate(ROWS, 1) if n > 10]
+    assert read(path, cuts=[10, 14, 31]) == expected
 
 
 @pytest.mark.parametrize("column", [[["a"], ["b"]], [{"string": "a"}, {"string": "b"}], [1, 2]])

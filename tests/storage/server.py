@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from megatron_core.storage import paths
 from tests.programs import free_port
 
 BUCKET = "training"
@@ -32,10 +33,19 @@ def s3_server() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
         wait_for_server(environment["AWS_ENDPOINT_URL"], process)
         make = "import s3fs; s3fs.S3FileSystem().mkdir('training')"
         subprocess.run([sys.executable, "-c", make], env=os.environ | environment, check=True, timeout=60)
+        forget_clients()
         yield process, environment
     finally:
         process.kill()
         process.wait()
+
+
+def forget_clients() -> None:
+    """Make this process read the environment variables again: its clients keep the address of an earlier server."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    paths._file_system.cache_clear()
 
 
 def wait_for_server(address: str, process: subprocess.Popen[bytes]) -> None:
