@@ -226,7 +226,9 @@ def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any]
     # Graphs need a GPU: only the settings of this run have them.
     config = tiny_config(**(TP | {"cuda_graph_impl": "local"} | settings))
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    parts = build_parts(config, SimpleNamespace(config=config, stages={}, world=world, loaded=False))
+    groups = SimpleNamespace(ranks=lambda group: [0], grid=SimpleNamespace(world_size=1))
+    run = SimpleNamespace(config=config, stages={}, world=world, groups=groups, loaded=False)
+    parts = build_parts(config, run)
     found = [note for part in parts for note in part.notes() if "inside CUDA graphs" in note]
     assert len(found) == told
     assert all(note.startswith("link_check_interval=100 ") for note in found)

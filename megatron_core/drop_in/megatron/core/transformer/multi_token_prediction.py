@@ -186,7 +186,7 @@ class MTPLossLoggingHelper:
         """Add the loss of the depth ``layer_number``, from 0; without a number do nothing."""
         if layer_number is None:
             return
-        if "values" not in cls.tracker:
+        if len(cls.tracker.get("values", ())) != num_layers:
             cls.tracker["values"] = torch.zeros(num_layers, device=loss.device)
         cls.tracker["values"][layer_number] += loss.detach()
         cls.tracker.update(reduce_group=reduce_group, avg_group=avg_group)
