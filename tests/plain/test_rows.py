@@ -77,6 +77,7 @@ WITHOUT_EFFECT = {
     ("longrope, short", "longrope_long_factor"): "required, but of longer texts",
     ("documents", "tokenizer_type"): "names the end of a document",
     ("documents, positions continue", "tokenizer_type"): "names the end of a document",
+    ("dropout in documents", "tokenizer_type"): "names the end of a document",
     ("streams", "mhc_init_gating_factor"): "of the initial weights, which the plain model receives",
     ("positions restart", "tokenizer_type"): "names the end of a document",
 }
