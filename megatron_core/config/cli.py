@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
 from shutil import get_terminal_size
@@ -16,7 +16,7 @@ import tyro
 from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
-from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
+from megatron_core.config.help import WITHOUT_BOXES, field_texts, first_screen, requested_topic, shown
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
@@ -232,14 +232,7 @@ def refinements() -> set[str]:
 
 def _print_help(line_class: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
     """Print the help about ``topic`` on the first rank and exit with 0, also if the output pipe is closed early."""
-    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
-    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
-        default, description = line_class(**defaults.sections()), _description(prog)
-        parse_flags(
-            line_class, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
-        )
-    complete.seek(0)
-    text = shown(complete.read(), topic)
+    text = _complete_help(line_class, topic, prog, defaults) if topic else _first_screen(line_class, prog)
     if "utf" not in (sys.stdout.encoding or "").lower():
         text = text.translate(WITHOUT_BOXES)
     try:
@@ -248,6 +241,28 @@ def _print_help(line_class: type[_CommandLine], topic: str, prog: str, defaults:
     except BrokenPipeError:
         discard(sys.stdout)
     sys.exit(0)
+
+
+def _complete_help(line_class: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> str:
+    """The part of tyro's help about ``topic``."""
+    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
+    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
+        default, description = line_class(**defaults.sections()), _description(prog)
+        parse_flags(
+            line_class, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
+        )
+    complete.seek(0)
+    return shown(complete.read(), topic)
+
+
+def _first_screen(line_class: type[_CommandLine], prog: str) -> str:
+    """The first screen of the help; without tyro, which reads the sources of all settings and formats each."""
+    sections = {name: kind for name, kind in get_type_hints(line_class).items() if is_dataclass(kind)}
+    sizes = {name: len(fields(section)) for name, section in sections.items()}
+    others = [row.name for row in fields(line_class) if row.name not in sections and row.name != "features"]
+    usage = f"usage: {Path(prog).name} [-h] [OPTIONS]"
+    head = [usage, *filter(None, _description(prog).splitlines())]
+    return first_screen(head, {"": len(others)} | sizes, field_texts(line_class))
 
 
 @contextmanager

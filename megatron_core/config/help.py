@@ -3,11 +3,14 @@
 tyro prints a box for each group of settings, with a text for each flag; ``shown`` selects parts of it.
 """
 
+import ast
+import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 
 ALL = "all"
 """The topic of the complete help."""
@@ -54,16 +57,6 @@ class _Group:
         """Return the lines of a box with ``flags``."""
         return [self.frame, *self.about, *(line for flag in flags for line in flag), f"╰{'─' * (len(self.frame) - 2)}╯"]
 
-    def summary(self) -> Iterator[str]:
-        """Yield the name, purpose and most used flags of the group."""
-        purpose = " ".join(line.strip("│ ") for line in self.about if "──" not in line)
-        yield f"{self.name}: {purpose} ({len(self.flags)} flags)" if self.name else "files of settings:"
-        known = {_name(flag): flag[0].split()[1] for flag in self.flags}
-        common_flags = [known[name] for name in MOST_USED.get(self.name, ()) if name in known]
-        yield from textwrap.wrap(
-            " ".join(common_flags), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-        )
-
 
 def requested_topic(args: Sequence[str]) -> str | None:
     """Return the word after ``--help`` or ``-h``: "" if there is none, None without ``--help``."""
@@ -74,11 +67,38 @@ def requested_topic(args: Sequence[str]) -> str | None:
     return "" if word.startswith("-") else word
 
 
+def first_screen(head: Iterable[str], sizes: Mapping[str, int], purposes: Mapping[str, str]) -> str:
+    """Return ``head``, the most used flags of each group of the core and the names of the other groups.
+
+    Args:
+        head: The first lines.
+        sizes: The number of flags of each group, by name; "" is the group of the files of settings.
+        purposes: A sentence about each group of the core.
+    """
+    lines = [*head, ""]
+    for group, common in MOST_USED.items():
+        if group in sizes:
+            lines.append(f"{group}: {purposes[group]} ({sizes[group]} flags)" if group else "files of settings:")
+            lines += _wrapped(" ".join(f"--{name.replace('_', '-')}" for name in common), "  ")
+    optional = sorted(group.replace("_", "-") for group in sizes if group not in MOST_USED)
+    lines += _wrapped(f"features: {', '.join(optional)}")
+    lines += [
+        "",
+        "--help GROUP  the flags of a group, such as --help parallel",
+        "--help WORD   the flags with a word in their names or texts, such as --help recompute",
+        f"--help {ALL}    all {sum(sizes.values())} flags",
+    ]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def shown(complete: str, topic: str) -> str:
     """Return the part of tyro's ``complete`` help about ``topic``.
 
-    "" is the first screen, ``ALL`` everything, the name of a group its flags; any other word is searched in the names
-    and texts of all flags.
+    ``ALL`` is everything, the name of a group its flags; any other word is searched in names and texts of all flags.
     """
     head, groups = _parts(complete)
     if topic == ALL:
@@ -87,23 +107,11 @@ def shown(complete: str, topic: str) -> str:
     group = next((group for group in groups if word and group.name == word), None)
     if group is not None:
         return "\n".join(group.box(group.flags))
-    if not topic:
-        return "\n".join([*head, *_first_screen(groups), "", *_more(groups)])
     lines: list[str] = []
     for group in groups:
         if flags := [flag for flag in group.flags if word in _text(flag)]:
             lines += group.box(flags)
     return "\n".join(lines) if lines else _nothing(topic, groups)
-
-
-def _first_screen(groups: Sequence[_Group]) -> Iterator[str]:
-    """Yield the summaries of the core's groups, and the names of the other groups, which belong to features."""
-    optional = [group.name for group in groups if group.name not in MOST_USED and group.flags]
-    for group in groups:
-        if group.name not in optional:
-            yield from group.summary()
-    names = f"features: {', '.join(sorted(optional))}"
-    yield from textwrap.wrap(names, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _parts(complete: str) -> tuple[list[str], list[_Group]]:
@@ -140,15 +148,6 @@ def _filled(flag: Sequence[str], width: int) -> list[str]:
     return [*(line for line in flag if line not in texts), *(f"{_INDENT}{words:{size}} │" for words in filled)]
 
 
-def _more(groups: Sequence[_Group]) -> list[str]:
-    count = sum(len(group.flags) for group in groups)
-    return [
-        "--help GROUP  the flags of a group, such as --help parallel",
-        "--help WORD   the flags with a word in their names or texts, such as --help recompute",
-        f"--help {ALL}    all {count} flags",
-    ]
-
-
 def _nothing(topic: str, groups: Sequence[_Group]) -> str:
     names = [_name(flag).replace("_", "-") for group in groups for flag in group.flags]
     near = get_close_matches(topic.replace("_", "-"), [*names, *(group.name for group in groups)], n=3)
@@ -165,3 +164,18 @@ def _name(flag: Sequence[str]) -> str:
 def _text(flag: Sequence[str]) -> str:
     """Return name and text of a flag as one line of lower case."""
     return " ".join(line.strip("│ ") for line in flag).lower().replace("_", "-")
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the texts below the fields of a dataclass and its bases, each on one line."""
+    texts: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(kind.__mro__)):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):  # a class created at run time has no source
+            continue
+        for attribute, text in pairwise(getattr(tree, "body", [])):
+            match attribute, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    texts[name] = " ".join(words.split())
+    return texts

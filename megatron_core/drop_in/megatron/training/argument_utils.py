@@ -1,15 +1,11 @@
 """Flags of a dataclass, and configurations from parsed arguments."""
 
-import ast
 import enum
-import inspect
-import textwrap
 import types
 import typing
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
-from itertools import pairwise
+from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
 from megatron.training.config.container import PretrainConfigContainer
+from megatron_core.config.help import field_texts
 from megatron_core.errors import ConfigError
 from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON
 from megatron_core.ops.reference import quick_gelu
@@ -43,7 +40,7 @@ class ArgumentGroupFactory:
 
     def __init__(self, src_cfg_class: type, exclude: Sequence[str] | None = None) -> None:
         self.src_cfg_class, self.exclude = src_cfg_class, set(exclude or ())
-        self.field_docstrings = _docstrings(src_cfg_class)
+        self.field_docstrings = field_texts(src_cfg_class)
         self._types = typing.get_type_hints(src_cfg_class)
 
     def build_group(self, parser: ArgumentParser, title: str | None = None) -> _ArgumentGroup:
@@ -108,23 +105,6 @@ def _number_or_text(word: str) -> int | float | str:
         except ValueError:
             continue
     return word
-
-
-def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass and its bases, each on one line."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # a class created at run time has no source
-            continue
-        for attribute, text in pairwise(getattr(tree, "body", [])):
-            match attribute, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    found[name] = " ".join(words.split())
-    return found
 
 
 def _from_args(kind: type[Kind], args: Namespace, **given: Any) -> Kind:
