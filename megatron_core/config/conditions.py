@@ -123,7 +123,6 @@ MATRICES_ZERO_1 = Condition(
     "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
     lambda run: run.parallel.dp_zero_stage == 1 and any(row.scalar_optimizer for row in run.optimizer.kinds),
 )
-MUON_SPLIT_QKV = given("muon_split_qkv")
 PRECISION_AWARE = given("use_precision_aware_optimizer")
 BF16 = given("bf16")
 SIXTEEN_BITS = Condition("--bf16 or --fp16", lambda run: run.training.bf16 or run.training.fp16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
@@ -17,7 +17,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.feature import features
 
 
-def _read(name: str, optimizer: str) -> Condition:
+def read_by(name: str, optimizer: str) -> Condition:
     """The condition that an optimizer of the run, such as ``optimizer``, reads the setting ``name``."""
     return Condition(f"--optimizer {optimizer}", lambda run: any(name in row.settings for row in run.optimizer.kinds))
 
@@ -33,83 +33,20 @@ class AlgorithmConfig:
     with a second moment (AdaMuon, NorMuon); soap: Adam in the eigenbases of Shampoo's factors of the hidden matrices
     (Vyas et al. 2024), --soap-scalar-optimizer for the other parameters; lamb: Adam with steps in proportion to the
     norm of each tensor (You et al. 2019); or an optimizer that a program registers (optimizer.register_optimizer)."""
-    adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
+    adam_beta1: float = setting(0.9, r.BELOW_1, when=read_by("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
-    adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))
+    adam_beta2: float = setting(0.999, r.BELOW_1, when=read_by("adam_beta2", "adam"))
     """Decay rate of the running mean of squared gradients."""
-    adam_eps: float = setting(1e-8, r.POSITIVE, when=_read("adam_eps", "adam"))
+    adam_eps: float = setting(1e-8, r.POSITIVE, when=read_by("adam_eps", "adam"))
     """Added to the square root of the mean of squared gradients."""
-    adam_bias_correction: bool = setting(True, when=(_read("adam_bias_correction", "adam"), c.CORRECTS_BIAS))
+    adam_bias_correction: bool = setting(True, when=(read_by("adam_bias_correction", "adam"), c.CORRECTS_BIAS))
     """Divide Adam's moments by 1 - beta^step; --no-adam-bias-correction: use them as they are."""
-    sgd_momentum: float = setting(0.9, r.BELOW_1, when=_read("sgd_momentum", "sgd"))
+    sgd_momentum: float = setting(0.9, r.BELOW_1, when=read_by("sgd_momentum", "sgd"))
     """Momentum for --optimizer sgd; 0: no momentum and no state."""
-    lion_beta1: float = setting(0.95, r.BELOW_1, when=_read("lion_beta1", "lion"))
+    lion_beta1: float = setting(0.95, r.BELOW_1, when=read_by("lion_beta1", "lion"))
     """Weight of the running mean in the direction of an update, for --optimizer lion."""
-    lion_beta2: float = setting(0.98, r.BELOW_1, when=_read("lion_beta2", "lion"))
+    lion_beta2: float = setting(0.98, r.BELOW_1, when=read_by("lion_beta2", "lion"))
     """Decay rate of the running mean of gradients, for --optimizer lion."""
-    muon_momentum: float = setting(0.9, r.BELOW_1, when=_read("muon_momentum", "muon"))
-    """Decay rate of the sum of gradients, for --optimizer muon."""
-    muon_nesterov: bool = setting(False, when=_read("muon_nesterov", "muon"))
-    """Nesterov momentum, for --optimizer muon."""
-    muon_split_qkv: bool = setting(True, when=_read("muon_split_qkv", "muon"))
-    """Orthogonalize queries, keys and values separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
-    matrix."""
-    muon_split_heads: bool = setting(False, when=(_read("muon_split_heads", "muon"), c.MUON_SPLIT_QKV))
-    """Orthogonalize the queries, keys and values of each attention head separately, for --optimizer muon."""
-    muon_split_gate_up: bool = setting(False, when=_read("muon_split_gate_up", "muon"))
-    """Orthogonalize the gate and the up projection of gated MLPs and experts separately, for --optimizer muon. Off, as
-    in Megatron-LM: both as one matrix."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
-        "spectral", when=_read("muon_scale_mode", "muon")
-    )
-    """Factor of Muon's updates of a matrix: sqrt(max(rows, columns)), sqrt(rows / columns) or
-    sqrt(max(1, rows / columns))."""
-    muon_extra_scale_factor: float = setting(1.0, r.POSITIVE, when=_read("muon_extra_scale_factor", "muon"))
-    """Additional factor of Muon's updates; 0.2 with spectral gives updates the size of AdamW's (Liu et al. 2025)."""
-    muon_num_ns_steps: int = setting(5, r.SMALL_COUNT, when=_read("muon_num_ns_steps", "muon"))
-    """Number of Newton-Schulz iterations, for --optimizer muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting(
-        "quintic", when=_read("muon_coefficient_type", "muon")
-    )
-    """Coefficients of the Newton-Schulz iterations, for --optimizer muon."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
-        "medium", when=_read("muon_fp32_matmul_prec", "muon")
-    )
-    """Precision of the matrix products of Newton-Schulz iterations, for --optimizer muon. medium: bfloat16. high: TF32
-    if the GPU has it. highest: float32. With --fp64 always float64."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
-    """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
-    adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = setting(
-        "adamuon", when=_read("adaptive_muon_moment2_method", "adaptive_muon")
-    )
-    """Second moment of --optimizer adaptive_muon. adamuon: of each element (Si et al. 2025). normuon: of each row of a
-    matrix with at least as many rows as columns, otherwise of each column (Li et al. 2025)."""
-    adaptive_muon_beta2: float = setting(0.95, r.BELOW_1, when=_read("adaptive_muon_beta2", "adaptive_muon"))
-    """Decay rate of the second moment, for --optimizer adaptive_muon."""
-    adaptive_muon_eps: float = setting(1e-8, r.POSITIVE, when=_read("adaptive_muon_eps", "adaptive_muon"))
-    """Added to the root of the second moment (adamuon), or its least value (normuon), for --optimizer adaptive_muon."""
-    soap_shampoo_beta: float = setting(0.95, r.BELOW_1, when=_read("soap_shampoo_beta", "soap"))
-    """Decay rate of the factors, the running means of G G^T and G^T G, for --optimizer soap."""
-    soap_precondition_frequency: int = setting(1, r.COUNT, when=_read("soap_precondition_frequency", "soap"))
-    """Number of steps between two updates of the bases, for --optimizer soap; 10 in the paper."""
-    soap_max_precondition_dim: int = setting(10_000, r.COUNT, when=_read("soap_max_precondition_dim", "soap"))
-    """Largest dimension of a matrix with a factor and a basis, for --optimizer soap; a larger one is not rotated."""
-    soap_split_qkv: bool = setting(True, when=_read("soap_split_qkv", "soap"))
-    """Factors of their own for queries, keys and values, for --optimizer soap; --no-soap-split-qkv: of the whole fused
-    matrix."""
-    soap_split_gate_up: bool = setting(False, when=_read("soap_split_gate_up", "soap"))
-    """Factors of their own for the gate and the up projection of gated MLPs and experts, for --optimizer soap."""
-    soap_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("soap_scalar_optimizer", "soap"))
-    """Optimizer of embeddings, output layer, norms and biases, for --optimizer soap."""
-    lamb_max_coeff: float = setting(10.0, r.POSITIVE, when=_read("lamb_max_coeff", "lamb"))
-    """Upper limit of |weights| / |update|, the factor of a tensor's update, for --optimizer lamb."""
-    lamb_min_coeff: float = setting(0.01, r.POSITIVE, when=_read("lamb_min_coeff", "lamb"))
-    """Lower limit of |weights| / |update|, for --optimizer lamb."""
-    lamb_bias_correction: Literal["moments", "rate", "none"] = setting(
-        "moments", when=(_read("lamb_bias_correction", "lamb"), c.CORRECTS_BIAS)
-    )
-    """Bias correction of LAMB. moments: divide the moments by 1 - beta^step (You et al. 2019). rate: multiply the
-    learning rate by sqrt(1 - beta2^step) / (1 - beta1^step), as DeepSpeed. none: use the moments as they are."""
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
@@ -184,7 +121,7 @@ class OptimizerKind:
     only hidden matrices, each as a whole; None: this optimizer updates all parameters, element by element."""
     rule: str | None = None
     """Hook: its update rule, a class derived from ``optimizer.rule.Algorithm``; None if a program registers it."""
-    matrix_elements: Callable[[AlgorithmConfig, tuple[int, ...], int, bool], int] | None = None
+    matrix_elements: Callable[[Any, tuple[int, ...], int, bool], int] | None = None
     """Elements of state of a whole matrix that its owner has on its device, in float32 or float64, from the settings,
     the rows of each matrix that is stored in it, its columns, and whether these are queries, keys and values."""
     hidden_lr_power: int = -1
@@ -236,13 +173,6 @@ _CORE = (
         all_moments=(Moment("exp_avg"),),
         settings=("lion_beta1", "lion_beta2"),
     ),
-    OptimizerKind(
-        name="lamb",
-        rule="megatron_core.optimizer.lamb:LAMB",
-        all_moments=(Moment("exp_avg", None), Moment("exp_avg_sq", None)),
-        settings=("adam_beta1", "adam_beta2", "adam_eps", "lamb_max_coeff", "lamb_min_coeff", "lamb_bias_correction"),
-        hidden_lr_power=0,  # the size of updates is in proportion to the weights
-    ),
 )
 OPTIMIZERS = {row.name: row for row in _CORE}
 """The optimizers of the core, and those that programs have registered, by name."""
@@ -272,13 +202,8 @@ VARIANTS = {
 
 
 def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Check that the optimizer is registered, and the settings of LAMB."""
+    """Check that the optimizer is registered."""
     if config.optimizer not in (kinds := optimizer_kinds()):
         variant = VARIANTS.get(config.optimizer.lower())
         legal = f"it is {variant}" if variant else f"legal: {', '.join(kinds)} (adam is AdamW)"
         yield f"optimizer={config.optimizer} is unknown; {legal}"
-    if config.optimizer == "lamb" and config.lamb_min_coeff > config.lamb_max_coeff:
-        yield (
-            f"lamb_min_coeff={config.lamb_min_coeff} is above lamb_max_coeff={config.lamb_max_coeff}; use a smaller "
-            "--lamb-min-coeff"
-        )

@@ -82,15 +82,8 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
-    """bfloat16 main weights and offloaded state with lamb, offloaded state with
-    state of matrices."""
+    """Offloaded state with state of matrices."""
     optimizer = config.optimizer
-    if optimizer.optimizer == "lamb" and (optimizer.offloads_optimizer or optimizer.bf16_settings):
-        yield (
-            "optimizer=lamb needs norms of whole tensors before it updates a weight, so its main weights must be in "
-            "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
-            "--main-params-dtype bf16"
-        )
     if optimizer.has_matrix_state and optimizer.offloads_optimizer:
         yield (
             f"optimizer={optimizer.optimizer} has state of whole matrices, which must be on the device; "

@@ -110,7 +110,7 @@ class TrainingConfig(Extensible):
 
 @dataclass(frozen=True, kw_only=True)
 @section(when=c.TRAINING, resume=Resume.REPORTED)
-class OptimizerConfig(AlgorithmConfig):
+class OptimizerConfig(AlgorithmConfig, Extensible):
     """The optimizer and the place of its state, clipping, loss scale, and schedules of learning rate and weight
     decay."""
 

@@ -12,6 +12,7 @@ from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
+from megatron_core.features.lamb import LAMB
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
@@ -42,6 +43,7 @@ FEATURES = (
     FILL_IN_THE_MIDDLE,
     FP8,
     HYPER_CONNECTIONS,
+    LAMB,
     LAYER_SIZES,
     LOCAL_COPIES,
     LORA,

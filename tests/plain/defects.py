@@ -155,7 +155,7 @@ DEFECTS: dict[str, CommonDefect] = {
     "weight decay enters the momentum of Lion": CommonDefect(
         "optimizer.algorithms:Lion.update", argument("mul_", 0, "1.0 - rates.weight_decay", number=2), "lion"
     ),
-    "LAMB's ratio of squares": CommonDefect("optimizer.lamb:LAMB.coefficients", call("sqrt", "SELF"), "lamb"),
+    "LAMB's ratio of squares": CommonDefect("features.lamb.update:LAMB.coefficients", call("sqrt", "SELF"), "lamb"),
     "Muon's scale of the shorter side": CommonDefect(
         "features.matrix_optimizers.muon:Muon._scaled", call("max", "min(FIRST, SECOND)", number=1), "muon"
     ),

@@ -1,4 +1,4 @@
-"""Lossy sums of gradients: PowerSGD, 1-bit Adam, 1-bit LAMB, 0/1 Adam."""
+"""Lossy sums of gradients: PowerSGD, 1-bit Adam, 1-bit LAMB (an update of the feature ``lamb``), 0/1 Adam."""
 
 from megatron_core.feature import Feature
 from megatron_core.features.compression.rules import compression_problems

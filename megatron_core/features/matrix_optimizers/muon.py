@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from megatron_core.features.matrix_optimizers.settings import MatrixOptimizerConfig
 from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, fused_matrix, separated
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
@@ -53,6 +54,8 @@ class Muon(MatrixAlgorithm):
     2502.16982), section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are from Megatron-LM
     and Emerging-Optimizers.
     """
+
+    config: MatrixOptimizerConfig
 
     def direction(self, piece: ShardSlice, rates: Rates) -> Tensor:
         """Add the gradient to the momentum; see ``MatrixAlgorithm``."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_core.config.optimizers import AlgorithmConfig, Moment, OptimizerKind
+from megatron_core.config.optimizers import Moment, OptimizerKind
+from megatron_core.features.matrix_optimizers.settings import MatrixOptimizerConfig
 
 FOLDER = "megatron_core.features.matrix_optimizers"
 
 
-def _second_moment(config: AlgorithmConfig, pieces: tuple[int, ...], columns: int, has_heads: bool) -> int:
+def _second_moment(config: MatrixOptimizerConfig, pieces: tuple[int, ...], columns: int, has_heads: bool) -> int:
     """A second moment of each element of AdaMuon, or of the longer dimension (normuon)."""
     rows = sum(pieces)
     return rows * columns if config.adaptive_muon_moment2_method == "adamuon" else max(rows, columns)
 
 
-def _moments_and_bases(config: AlgorithmConfig, pieces: tuple[int, ...], columns: int, has_heads: bool) -> int:
+def _moments_and_bases(config: MatrixOptimizerConfig, pieces: tuple[int, ...], columns: int, has_heads: bool) -> int:
     """Two moments of SOAP, and a factor and a basis of each dimension up to ``soap_max_precondition_dim``."""
     is_split = config.soap_split_qkv if has_heads else config.soap_split_gate_up
     sides = [size for rows in (pieces if is_split else (sum(pieces),)) for size in (rows, columns)]

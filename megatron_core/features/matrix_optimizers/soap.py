@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron_core.features.matrix_optimizers.settings import MatrixOptimizerConfig
 from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, fused_matrix, separated
 from megatron_core.optimizer.rule import NEVER_CORRECTED, Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
@@ -33,6 +34,8 @@ class SOAP(MatrixAlgorithm):
     The owner of a matrix has its state; of a fused matrix, that of its parts with ``soap_split_qkv`` and
     ``soap_split_gate_up``. ``v`` has the elements of the rotated matrix at the places of the matrix.
     """
+
+    config: MatrixOptimizerConfig
 
     def direction(self, piece: ShardSlice, rates: Rates) -> Tensor:
         """Return the gradient; see ``MatrixAlgorithm``."""
