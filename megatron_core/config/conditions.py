@@ -45,8 +45,6 @@ GELU = unless(
     lambda run: any(getattr(run.model, name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),
 )
 GATED = Condition("--swiglu, --geglu or --quick-geglu", lambda run: run.model.gated_linear_unit)
-MUP = given("use_mup")
-DEFAULT_SOFTMAX_SCALE = unless("--softmax-scale", lambda run: run.model.softmax_scale is not None)
 UNFUSED_ATTENTION = Condition(
     "--attention-backend unfused, or dropout or soft capping of attention",
     lambda run: (

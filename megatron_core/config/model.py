@@ -12,7 +12,6 @@ from megatron_core.config.layer_settings import (
     ActivationConfig,
     LatentAttentionConfig,
     LayerBlock,
-    MuPConfig,
     NormConfig,
     RecomputeConfig,
     RotaryConfig,
@@ -30,7 +29,6 @@ class ModelConfig(
     RotaryConfig,
     ActivationConfig,
     MoEConfig,
-    MuPConfig,
     RecomputeConfig,
     Extensible,
 ):
@@ -265,34 +263,34 @@ class ModelConfig(
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def mup_width_mult(self) -> float:
-        """Width / base width; 1 without ``use_mup``."""
-        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+    def width_ratio(self) -> float:
+        """Width / width for which initial weights and learning rates were chosen."""
+        return 1.0
 
     @property
     def hidden_init_std(self) -> float:
         """Standard deviation of initial hidden matrices whose output does not join the residual stream."""
-        return self.init_method_std / self.mup_width_mult**0.5
+        return self.init_method_std / self.width_ratio**0.5
 
     @property
     def attention_scale(self) -> float | None:
         """Factor on the products of queries and keys; None: 1 / sqrt(channels of a head)."""
-        if self.softmax_scale is not None or not self.use_mup:
-            return self.softmax_scale
-        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_size**self.mup_attn_scale_power
+        return self.softmax_scale
 
     @property
     def embedding_factor(self) -> float:
         """Factor on the embeddings of words and positions."""
-        return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
+        return self.embedding_multiplier
 
     @property
     def logit_factor(self) -> float:
         """Factor on the logits."""
-        if not self.use_mup:
-            return self.logit_multiplier
-        mup_factor = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
-        return self.logit_multiplier * mup_factor
+        return self.logit_multiplier
+
+    @property
+    def draws_head_as_embedding(self) -> bool:
+        """Whether the output layer has initial weights as an embedding."""
+        return self.share_embeddings_and_output_weights
 
     @property
     def query_groups(self) -> int:

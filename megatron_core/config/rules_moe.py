@@ -162,12 +162,11 @@ def _latent_problems(config: RunConfig) -> Iterator[str]:
     latent = f"moe_latent_size={config.model.moe_latent_size}"
     if config.model.add_bias_linear:
         yield f"{latent} needs linear layers without biases; add --disable-bias-linear"
-    for name, remedy in (
-        ("use_mup", "its multipliers are those of experts as wide as the hidden state; remove --use-mup"),
-        ("layout_invariant", "the projections' gradients are not exact sums; remove --layout-invariant"),
-    ):
-        if config.flat()[name]:
-            yield f"{name}=True cannot be used with {latent}: {remedy}"
+    if config.parallel.layout_invariant:
+        yield (
+            f"layout_invariant=True cannot be used with {latent}: the projections' gradients are not exact sums; "
+            "remove --layout-invariant"
+        )
 
 
 def _overlap_problems(config: RunConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ from megatron_core.features.mean_of_means import MEAN_OF_MEANS
 from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
+from megatron_core.features.mup import MUP
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
@@ -52,6 +53,7 @@ FEATURES = (
     MEGATRON_FLAGS,
     MEGATRON_ORDER,
     MULTI_TOKEN,
+    MUP,
     OUTER_STEPS,
     OFFLOAD,
     PREFERENCES,

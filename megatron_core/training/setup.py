@@ -240,7 +240,7 @@ def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: Parall
     model, seed = config.model, config.training.seed
     scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
     return Optimizer(
-        data_parallel, config.optimizer, groups, scale, model.kernel_backend, seed, width=model.mup_width_mult
+        data_parallel, config.optimizer, groups, scale, model.kernel_backend, seed, width=model.width_ratio
     )
 
 

@@ -37,10 +37,9 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
     if tuning.lora_rank is None:
         return
-    flat = config.flat()
     for name, reason in REFUSED.items():
-        if flat[name]:
-            yield f"{name}={flat[name]} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
+        if value := config.optional(name):
+            yield f"{name}={value} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
     yield from _target_problems(config, world_size)
     adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
     if tuning.use_dora and adapts_experts:

@@ -49,8 +49,8 @@ def recurrent_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{model.linear_conv_kernel_dim}; use longer sequences or fewer ranks"
         )
     for name, reason in REFUSED.items():
-        if flat[name]:
-            yield f"{name}={flat[name]} cannot be used with {named}: {reason}"
+        if value := config.optional(name):
+            yield f"{name}={value} cannot be used with {named}: {reason}"
 
 
 def _variant_problems(model: ModelConfig, variant: str) -> Iterator[str]:

@@ -70,12 +70,11 @@ class VocabularyHead(ColumnParallelLinear):
     def __init__(self, context: LayerContext, vocab_size: int, *, tied: bool) -> None:
         config = context.config
         size = context.tp_group.size()
-        shares = config.share_embeddings_and_output_weights
         super().__init__(
             config.hidden_size,
             context.vocabulary_per_rank(vocab_size) * size,
             config=context.parallel,
-            init_method=context.embedding_init_method if shares or config.use_mup else context.init_method,
+            init_method=context.embedding_init_method if config.draws_head_as_embedding else context.init_method,
             bias=config.add_output_layer_bias,
             skip_weight_param_allocation=tied,
             tp_group=context.tp_group,

@@ -20,7 +20,7 @@ def test_settings_follow_the_formulas(depth: int) -> None:
         layer_parameters(config, layer).dense - layer_parameters(config, layer).outside for layer in range(depth)
     )
     assert matrices == 12 * depth * (64 * depth) ** 2
-    assert config.model.mup_width_mult == depth / 4
+    assert config.model.width_ratio == depth / 4
     tokens = config.training.train_iters * config.training.global_batch_size * config.data.seq_length
     assert 20 * matrices <= tokens < 20 * matrices + config.training.global_batch_size * config.data.seq_length
     optimal = 0.2920 * (6 * matrices * 20 * matrices) ** 0.3271
