@@ -26,7 +26,6 @@ def recurrent_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _pattern_problems(config)
     model = config.model
     parallel = config.parallel
-    flat = config.flat()
     variant = model.experimental_attention_variant
     pattern = model.hybrid_layer_pattern
     if pattern is None and (variant is None or model.has_sparse_attention):
