@@ -85,7 +85,7 @@ class StepMonitor:
             **({"config": self._config.flat()} if rank == 0 else {}),
         }
         path = metrics_path(settings, None)
-        if path is not None and settings.record_times:
+        if path is not None and self._config.value("record_times"):
             self._writer = RankWriter(Path(path), rank, about)
         self._goodput.add({"kind": "start", **about})
         METER.start(self._groups, self._world.device, Sampling() if self._world.device.type == "cuda" else None)

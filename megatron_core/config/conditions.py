@@ -175,6 +175,4 @@ GLOBAL_FAST_RESTART = Condition(
 )
 
 # Records.
-RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_times)
-TIMING_LOG = given("timing_log_level", "1")
 BAD_STEPS = given("max_bad_steps", "N")

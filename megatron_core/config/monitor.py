@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, given, section, setting
+from megatron_core.config.setting import ALWAYS, section, setting
+from megatron_core.feature import Extensible
 
 
 @dataclass(frozen=True, kw_only=True)
 @section()
-class MonitorConfig:
+class MonitorConfig(Extensible):
     """Console, metrics file, and checks during training."""
 
     log_interval: int = setting(10, r.COUNT, when=ALWAYS)
@@ -30,23 +30,5 @@ class MonitorConfig:
     """Log the norms of gradient and weights of the embedding, each layer and the head; reads both once more."""
     progress: bool = setting(True, when=ALWAYS)
     """Show a progress bar if standard error is a terminal; --no-progress: never."""
-    trace_pipeline: str | None = setting(None, r.FOLDER, when=ALWAYS)
-    """Folder for the times of each rank's forwards and backwards in the first 20 steps; megatron-show-schedule
-    --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
-    record_times: bool = setting(True, when=ALWAYS)
-    """Record the time of each phase of a step and the memory of each rank, in the console line, the metrics and the
-    folder metrics.ranks next to the metrics file; --no-record-times turns it off."""
-    peak_tflops: float | None = setting(None, r.POSITIVE, when=c.RECORD_TIMES)
-    """Peak rate of a rank's matrix products in TFLOP/s, relative to which utilization is reported; default: measured
-    for 30 ms at the first start of the run and stored with its records."""
-    timing_log_level: Literal[0, 1, 2] = setting(0, needs=c.RECORD_TIMES)
-    """Print times of all ranks every --log-interval steps. 0: none. 1: phases of the step. 2: also the waiting time for
-    each kind of collective."""
-    timing_log_option: Literal["max", "minmax", "all"] = setting("minmax", when=c.TIMING_LOG)
-    """Printed times. max: the longest. minmax: the shortest and the longest. all: the times of all ranks."""
-    log_straggler: bool = setting(False, needs=c.RECORD_TIMES)
-    """Print the slowest and the fastest ranks every --log-interval steps."""
-    straggler_minmax_count: int = setting(1, r.COUNT, when=given("log_straggler"))
-    """Number of slowest and of fastest ranks that --log-straggler prints."""
     poison_buffers: bool = setting(False, when=ALWAYS)
     """Fill new and outdated buffers with NaN, so that reading them too early gives NaN; slow, for debugging."""

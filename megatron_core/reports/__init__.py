@@ -5,7 +5,9 @@ from megatron_core.reports.rules import hash_problems, profile_problems
 from megatron_core.reports.settings import (
     CheckConfig,
     HashConfig,
+    MeasurementConfig,
     MlflowConfig,
+    PipelineTraceConfig,
     ProfileConfig,
     PrometheusConfig,
     TensorBoardConfig,
@@ -20,12 +22,16 @@ FEATURES = (
     metric_sink("mlflow", MlflowConfig, "mlflow_experiment", "MlflowSink"),
     Feature(
         name="measurements",
-        is_used=lambda config: config.monitor.record_times and not config.training.skip_train,
+        settings=MeasurementConfig,
+        is_used=lambda config: (
+            config.monitor.section(MeasurementConfig).record_times and not config.training.skip_train
+        ),
         callbacks=("megatron_core.reports.measurements:Measurements",),
     ),
     Feature(
         name="pipeline_trace",
-        is_used=lambda config: config.monitor.trace_pipeline is not None,
+        settings=PipelineTraceConfig,
+        is_used=lambda config: config.monitor.section(PipelineTraceConfig).trace_pipeline is not None,
         callbacks=("megatron_core.reports.pipeline_trace:PipelineTrace",),
     ),
     Feature(

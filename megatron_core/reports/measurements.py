@@ -20,6 +20,7 @@ from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.gpu_notes import gpu_state
 from megatron_core.reports.metrics import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
+from megatron_core.reports.settings import MeasurementConfig
 from megatron_core.reports.timers import slowest_ranks, timer_lines
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -32,7 +33,7 @@ class Measurements(Callback):
     priority = 200
 
     def __init__(self, run: Run) -> None:
-        self.run, self.settings = run, run.config.monitor
+        self.run, self.settings = run, run.config.monitor.section(MeasurementConfig)
         self.goodput = Goodput()
         self.product_rate: float | None = None
         self._writer: RankWriter | None = None

@@ -12,6 +12,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.reports.settings import PipelineTraceConfig
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action
 from megatron_core.schedules.simulate import TransferSpan
@@ -27,12 +28,13 @@ class PipelineTrace(Callback):
 
     def __init__(self, run: Run) -> None:
         config, groups = run.config, run.groups
-        assert config.monitor.trace_pipeline is not None, "the feature is used"
+        folder = config.monitor.section(PipelineTraceConfig).trace_pipeline
+        assert folder is not None, "the feature is used"
         self.run = run
         plan = config.parallel.pipeline_plan
         schedule = Path(plan).name if plan else config.parallel.schedule(config.model.num_layers)
         ranks, places = groups.ranks("pp"), run.plans.stage_to_rank
-        self._writer = TraceWriter(config.monitor.trace_pipeline, groups.rank, ranks, schedule, places)
+        self._writer = TraceWriter(folder, groups.rank, ranks, schedule, places)
         self._recorded: tuple[Recording, int] | None = None
         """The recording of the current step, and the mark of its start in ``METER``."""
 

@@ -1,11 +1,47 @@
 """Settings of checks, profiles, records of hashes, and programs that show metrics."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, given, section, setting
+from megatron_core.config.monitor import MonitorConfig
+from megatron_core.config.setting import ALWAYS, given, section, setting, unless
 from megatron_core.feature import Feature
+
+RECORD_TIMES = unless("--no-record-times", lambda run: not run.monitor.record_times)
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class MeasurementConfig(MonitorConfig):
+    """Times of the phases of a step."""
+
+    record_times: bool = setting(True, when=ALWAYS)
+    """Record the time of each phase of a step and the memory of each rank, in the console line, the metrics and the
+    folder metrics.ranks next to the metrics file; --no-record-times turns it off."""
+    peak_tflops: float | None = setting(None, r.POSITIVE, when=RECORD_TIMES)
+    """Peak rate of a rank's matrix products in TFLOP/s, relative to which utilization is reported; default: measured
+    for 30 ms at the first start of the run and stored with its records."""
+    timing_log_level: Literal[0, 1, 2] = setting(0, needs=RECORD_TIMES)
+    """Print times of all ranks every --log-interval steps. 0: none. 1: phases of the step. 2: also the waiting time for
+    each kind of collective."""
+    timing_log_option: Literal["max", "minmax", "all"] = setting("minmax", when=given("timing_log_level", "1"))
+    """Printed times. max: the longest. minmax: the shortest and the longest. all: the times of all ranks."""
+    log_straggler: bool = setting(False, needs=RECORD_TIMES)
+    """Print the slowest and the fastest ranks every --log-interval steps."""
+    straggler_minmax_count: int = setting(1, r.COUNT, when=given("log_straggler"))
+    """Number of slowest and of fastest ranks that --log-straggler prints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class PipelineTraceConfig(MonitorConfig):
+    """Times of the actions of a pipeline."""
+
+    trace_pipeline: str | None = setting(None, r.FOLDER, when=ALWAYS)
+    """Folder for the times of each rank's forwards and backwards in the first 20 steps; megatron-show-schedule
+    --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +108,7 @@ class CheckConfig:
 class ProfileConfig:
     """Times of pipeline actions, collectives and phases in some steps."""
 
-    profile: bool = setting(False, needs=c.RECORD_TIMES)
+    profile: bool = setting(False, needs=RECORD_TIMES)
     """Write a Perfetto trace of some steps of all ranks: pipeline actions, collectives and phases."""
     profile_step_start: int = setting(10)
     """With --profile: last step before the trace."""

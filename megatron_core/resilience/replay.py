@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig, RunConfig
+from megatron_core.config import CheckpointConfig, ParallelConfig, RunConfig
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
 from megatron_core.training.compatibility import stored_config
@@ -19,11 +19,12 @@ from megatron_core.training.step import train_step
 def config_of(folder: Path) -> RunConfig:
     """The run's configuration for one process that loads the weights in ``folder`` and writes nothing."""
     config = stored_config(folder)
+    monitor = RunConfig.from_flat({"record_times": False}).monitor
     return replace(
         config,
         parallel=ParallelConfig(),
         checkpoint=CheckpointConfig(load=str(folder), no_load_optim=True),
-        monitor=MonitorConfig(record_times=False),
+        monitor=monitor,
     )
 
 
