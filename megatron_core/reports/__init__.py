@@ -31,7 +31,7 @@ FEATURES = (
     Feature(
         name="pipeline_trace",
         settings=PipelineTraceConfig,
-        is_used=lambda config: config.monitor.section(PipelineTraceConfig).trace_pipeline is not None,
+        is_used=lambda config: config.value("trace_pipeline") is not None,
         callbacks=("megatron_core.reports.pipeline_trace:PipelineTrace",),
     ),
     Feature(
