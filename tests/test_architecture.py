@@ -67,6 +67,7 @@ LEVELS = {
 }
 FEATURE_LEVEL = 7
 FEATURES_THAT_IMPORT_FEATURES = {
+    "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters

@@ -5,8 +5,9 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.ramp import Ramp
+from megatron_core.config.growth import Growth, constant
 from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, given, section, setting
+from megatron_core.feature import Extensible
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
@@ -23,7 +24,7 @@ DIVIDED = ("data_path", "data_args_path", "data_phases")
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.REPORTED)
-class DataConfig:
+class DataConfig(Extensible):
     """Token files, their split into training, validation and test, and the tokenizer."""
 
     seq_length: int = setting(64, r.SIZE, when=ALWAYS, resume=Resume.TOKENS, aliases="encoder_seq_length")
@@ -63,9 +64,6 @@ class DataConfig:
     datasets that a script passes to megatron_core.training.pretrain."""
     num_workers: int = setting(2, r.SMALL_COUNT_FROM_0, when=ALWAYS, resume=Resume.FREE)
     """Number of threads per rank that prefetch the micro-batches of the next step; 0: no prefetching."""
-    seq_length_warmup: tuple[int, int, int] | None = setting(None, when=ALWAYS)
-    """START INCREMENT SAMPLES: truncate sequences to START tokens at first. During the first SAMPLES samples the length
-    grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
     chat_template: str | None = setting(None, when=BY_RULE)
     """File with the Jinja chat template for --sft and --dpo; alpaca: headings such as "### Response:", for base models
     without special tokens of chats; default: the template in the tokenizer's folder."""
@@ -112,6 +110,11 @@ class DataConfig:
         return self.tokenizer_type or ("GPT2BPETokenizer" if both else None)
 
     @property
-    def length_ramp(self) -> Ramp:
+    def length_growth(self) -> Growth:
         """Tokens in a sequence as a function of the samples consumed."""
-        return Ramp.of(self.seq_length_warmup, self.seq_length)
+        return constant(self.seq_length)
+
+    @property
+    def length_units(self) -> tuple[int, ...]:
+        """Numbers of tokens of which every sequence length is a sum."""
+        return (self.seq_length,)

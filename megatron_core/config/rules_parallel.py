@@ -72,10 +72,8 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
     """
     model, parallel = config.model, config.parallel
     cp = max(parallel.context_parallel_size, 1)
-    lengths = [config.data.seq_length]
-    if config.data.seq_length_warmup is not None:
-        lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
-    even = [*_split_sizes(config).values(), *(n // cp for n in lengths if parallel.sequence_parallel)]
+    lengths = config.data.length_units if parallel.sequence_parallel else ()
+    even = [*_split_sizes(config).values(), *(length // cp for length in lengths)]
     groups = model.query_groups if model.may_have_attention else even[0]
     # Fewer groups than ranks are legal if each rank belongs to exactly one group.
     legal = [

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.parallel import compression_of
-from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
 from megatron_core.config.rule_helpers import exclusive, leaves_rest, nearest_multiples, unused
 from megatron_core.config.run import RunConfig
 
@@ -58,8 +56,8 @@ def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _first_batch(config: RunConfig, copies: int) -> int:
     """Sequences in the first step; 0 where another rule reports the schedule."""
-    ramp = config.training.batch_ramp(copies, config.data.seq_length)
-    return ramp.at(0) if ramp.is_sound else 0
+    growth = config.training.batch_growth(copies, config.data.seq_length)
+    return growth.at(0) if growth.is_sound else 0
 
 
 def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -162,89 +160,3 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
             f"min_loss_scale={optimizer.min_loss_scale} is more than "
             f"initial_loss_scale={optimizer.initial_loss_scale}; legal: up to {optimizer.initial_loss_scale}"
         )
-
-
-def ramp_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Check that each ramp ends exactly at its last value, and that all its values fit the layout."""
-    copies = copies_of(config, world_size)
-    if copies is not None and config.training.micro_batch_size >= 1:
-        if config.training.step_batch_size_schedule is not None:
-            yield from _step_problems(config, copies)
-        elif config.training.rampup_batch_size is not None:
-            yield from _rampup_problems(config, copies)
-    if config.data.seq_length_warmup is not None:
-        yield from _fit_problems(
-            "seq_length_warmup", config.data.length_ramp, "seq_length", *config.parallel.sequence_unit
-        )
-
-
-def _rampup_problems(config: RunConfig, copies: int) -> Iterator[str]:
-    training = config.training
-    ramp, micro = Ramp.of(training.rampup_batch_size, training.final_batch_size(copies)), training.micro_batch_size
-    at_once = f"micro_batch_size x data-parallel size = {micro} x {copies} = {micro * copies}"
-    yield from _fit_problems("rampup_batch_size", ramp, "global_batch_size", micro * copies, at_once)
-    if config.parallel.pipeline_plan is not None:
-        yield (
-            f"rampup_batch_size={ramp} needs a plan for each number of micro-batches, but "
-            f"pipeline_plan={config.parallel.pipeline_plan} is for one number; use --pipeline-schedule"
-        )
-
-
-def _step_problems(config: RunConfig, copies: int) -> Iterator[str]:
-    """The first fault of a schedule of batch sizes."""
-    training = config.training
-    text, at_once = " ".join(training.step_batch_size_schedule or ()), training.micro_batch_size * copies
-    head = f"step_batch_size_schedule={text}"
-    steps = parse_steps((text,), config.data.seq_length)
-    begins, sizes = [samples for samples, _ in steps], [size for _, size in steps]
-    if not steps or begins[0] != 0 or len(set(begins)) < len(begins):
-        yield f"{head} must be TOKENS:SIZE pairs with rising tokens from 0 on, for example 0:384 200B:768"
-    elif any(size < 1 or size % at_once for size in sizes):
-        yield (
-            f"{head}: each size must be a multiple of micro_batch_size x data-parallel size = "
-            f"{training.micro_batch_size} x {copies} = {at_once}"
-        )
-    elif max(sizes) // at_once > MOST_MICRO_BATCHES:
-        yield f"{head}: the largest size makes more than {MOST_MICRO_BATCHES} micro-batches in a step; lower it"
-    elif training.global_batch_size not in (None, sizes[-1]):
-        yield f"{head} ends at {sizes[-1]}, and global_batch_size={training.global_batch_size}; remove one of them"
-    for name in ("rampup_batch_size", "pipeline_plan"):
-        if (value := config.flat()[name]) is not None:
-            yield f"{head} and {name}={value} exclude one another; remove one of them"
-
-
-def _fit_problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_shown: str) -> Iterator[str]:
-    """The first fault of the ramp of the setting ``name``."""
-    rise = ramp.end - ramp.start
-    uneven = [value for value in ("start", "increment") if leaves_rest(getattr(ramp, value), divisor)]
-    if ramp.increment < 1 or ramp.samples < 1:
-        yield f"{name}={ramp} needs an increment and a number of samples above 0"
-    elif rise // ramp.increment > MOST_INCREMENTS:
-        count = rise // ramp.increment
-        yield f"{name}={ramp} makes {count} increments; legal: up to {MOST_INCREMENTS}, with a larger increment"
-    elif ramp.start < 1 or rise < 1 or rise % ramp.increment:
-        start = ramp.end % ramp.increment or min(ramp.increment, ramp.end)
-        yield (
-            f"{name}={ramp} does not end at {end_name}={ramp.end}; legal: a start from 1 to {ramp.end - 1}, with "
-            f"{end_name} - start a multiple of the increment, for example {start} {ramp.increment} {ramp.samples}"
-        )
-    elif uneven:
-        yield f"{name}={ramp}: {' and '.join(uneven)} must be a multiple of {divisor_shown}"
-
-
-def average_problems(config: RunConfig) -> Iterator[str]:
-    """Settings with which there is no average of the weights."""
-    if config.optimizer.ema_decay is None:
-        return
-    compression = compression_of(config.parallel)
-    if compression is not None and compression.updates_outside_of_steps:
-        yield (
-            f"grad_compression={compression.name} cannot be used with "
-            f"ema_decay={config.optimizer.ema_decay:g}: weights change between updates; remove one of them"
-        )
-    for name in ("optimizer_offload_dir", "zero3_param_offload_dir"):
-        if (value := config.flat()[name]) is not None:
-            yield (
-                f"{name}={value} cannot be used with ema_decay={config.optimizer.ema_decay:g}, whose average is "
-                "updated in memory; remove one of them"
-            )

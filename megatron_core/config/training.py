@@ -7,8 +7,8 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
+from megatron_core.config.growth import Growth, constant
 from megatron_core.config.optimizers import AlgorithmConfig
-from megatron_core.config.ramp import Ramp, Steps, parse_steps
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.feature import Extensible
 
@@ -22,12 +22,6 @@ class TrainingConfig(Extensible):
     """Number of sequences that a rank processes at a time."""
     global_batch_size: int | None = setting(None, r.COUNT, when=ALWAYS, resume=Resume.REPORTED)
     """Number of sequences per optimizer step; default: --micro-batch-size x data-parallel size."""
-    rampup_batch_size: tuple[int, int, int] | None = setting(None, when=ALWAYS, resume=Resume.REPORTED)
-    """START INCREMENT SAMPLES: the global batch has START sequences at first. During the first SAMPLES samples it grows
-    in equal steps of INCREMENT to --global-batch-size."""
-    step_batch_size_schedule: tuple[str, ...] | None = setting(None, when=ALWAYS, resume=Resume.REPORTED)
-    """TOKENS:SIZE ...: the global batch has SIZE sequences after TOKENS tokens of training, for example 0:384 200B:768
-    400B:1152; the last size is --global-batch-size."""
     train_iters: int | None = setting(None, r.COUNT, when=ALWAYS)
     """Number of optimizer steps; give this or --train-samples."""
     train_samples: int | None = setting(None, r.COUNT, when=ALWAYS)
@@ -74,34 +68,30 @@ class TrainingConfig(Extensible):
         return range(0)
 
     def final_batch_size(self, data_parallel_size: int) -> int:
-        """Number of sequences per optimizer step, after defaults and at the end of a ramp."""
-        # The last size does not depend on the length of a sample.
-        steps = parse_steps(self.step_batch_size_schedule or (), 1)
-        return self.global_batch_size or (steps[-1][1] if steps else self.micro_batch_size * data_parallel_size)
+        """Number of sequences per optimizer step, after defaults and at the end of its growth."""
+        return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
     def evaluation_batch_size(self, data_parallel_size: int) -> int:
         """Number of sequences per global batch of an evaluation, after defaults."""
         return self.eval_global_batch_size or self.final_batch_size(data_parallel_size)
 
-    def batch_ramp(self, data_parallel_size: int, seq_length: int) -> Ramp | Steps:
+    def batch_growth(self, data_parallel_size: int, seq_length: int) -> Growth:
         """Number of sequences per optimizer step as a function of consumed samples of ``seq_length`` tokens."""
-        if self.step_batch_size_schedule is not None:
-            return Steps(parse_steps(self.step_batch_size_schedule, seq_length))
-        return Ramp.of(self.rampup_batch_size, self.final_batch_size(data_parallel_size))
+        return constant(self.final_batch_size(data_parallel_size))
 
     def steps_left(self, data_parallel_size: int, iteration: int, consumed_samples: int, seq_length: int) -> int:
         """Number of optimizer steps after iteration ``iteration``, at which ``consumed_samples`` sequences of
         ``seq_length`` tokens have been used."""
         if self.train_iters is not None:
             return max(self.train_iters - iteration, 0)
-        ramp, steps = self.batch_ramp(data_parallel_size, seq_length), 0
+        growth, steps = self.batch_growth(data_parallel_size, seq_length), 0
         left = (self.train_samples or 0) - consumed_samples
-        while consumed_samples < ramp.samples and left >= (batch := ramp.at(consumed_samples)):
+        while consumed_samples < growth.samples and left >= (batch := growth.at(consumed_samples)):
             # All steps of one size at once: counting the steps of a ramp over 10^14 samples one by one takes too long.
-            until = -(-(ramp.change_after(consumed_samples) - consumed_samples) // batch)
+            until = -(-(growth.change_after(consumed_samples) - consumed_samples) // batch)
             count = min(until, left // batch)
             consumed_samples, left, steps = consumed_samples + count * batch, left - count * batch, steps + count
-        return steps + max(left, 0) // ramp.at(consumed_samples)
+        return steps + max(left, 0) // growth.at(consumed_samples)
 
     def num_iterations(self, data_parallel_size: int, seq_length: int) -> int:
         """Number of optimizer steps of the whole training."""

@@ -18,12 +18,10 @@ from megatron_core.config.rules_sharding import recompute_problems, sharding_pro
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
-    average_problems,
     batch_problems,
     learning_rate_problems,
     length_problems,
     precision_problems,
-    ramp_problems,
 )
 from megatron_core.config.run import RunConfig, RunContext
 from megatron_core.errors import ConfigError
@@ -56,11 +54,9 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from recompute_problems(config)
     yield from sharding_problems(config, world_size)
     yield from batch_problems(config, world_size)
-    yield from ramp_problems(config, world_size)
     yield from length_problems(config, world_size)
     yield from learning_rate_problems(config, world_size)
     yield from precision_problems(config)
-    yield from average_problems(config)
     yield from optimizer_problems(config.optimizer)
     yield from data_problems(config)
     yield from tokenizer_problems(config)

@@ -3,6 +3,7 @@
 from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
+from megatron_core.features.batch_growth import BATCH_GROWTH
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.conversations import CONVERSATIONS
@@ -14,6 +15,7 @@ from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
 from megatron_core.features.lamb import LAMB
 from megatron_core.features.layer_sizes import LAYER_SIZES
+from megatron_core.features.length_warmup import LENGTH_WARMUP
 from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
@@ -35,6 +37,7 @@ from megatron_core.features.value_head import VALUE_HEAD
 FEATURES = (
     AS_MEGATRON,
     AVERAGES,
+    BATCH_GROWTH,
     COMPILATION,
     COMPRESSION,
     CONVERSATIONS,
@@ -46,6 +49,7 @@ FEATURES = (
     HYPER_CONNECTIONS,
     LAMB,
     LAYER_SIZES,
+    LENGTH_WARMUP,
     LOCAL_COPIES,
     LORA,
     MATRIX_OPTIMIZERS,

@@ -60,7 +60,7 @@ def elastic_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"elastic=True resumes from the run's own checkpoints, but save={str(save)[:200]} and "
             f"load={str(load)[:200]}; give both the same folder"
         )
-    if config.training.global_batch_size is None and config.training.rampup_batch_size is None:
+    if config.training.global_batch_size is None and config.optional("rampup_batch_size") is None:
         yield (
             "elastic=True needs global_batch_size, which otherwise changes with the number of ranks; add "
             "--global-batch-size"
@@ -86,7 +86,7 @@ def recovery_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         name = "recover_without_spare=True"
         if parallel.grad_compression != "none":
             yield exclusive(name, f"grad_compression={parallel.grad_compression}, whose errors belong to a rank")
-        if training.global_batch_size is None and training.rampup_batch_size is None:
+        if training.global_batch_size is None and config.optional("rampup_batch_size") is None:
             yield f"{name} needs global_batch_size, which otherwise changes with the number of ranks; add it"
     faults = config.section(FaultConfig).faults
     if len(faults) > MOST_FAULTS:

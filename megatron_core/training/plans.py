@@ -27,8 +27,8 @@ class StepSize:
     @classmethod
     def at(cls, config: RunConfig, data_parallel_size: int, consumed_samples: int) -> StepSize:
         """The step of a training that follows ``consumed_samples``."""
-        batch = config.training.batch_ramp(data_parallel_size, config.data.seq_length).at(consumed_samples)
-        length = config.data.length_ramp.at(consumed_samples)
+        batch = config.training.batch_growth(data_parallel_size, config.data.seq_length).at(consumed_samples)
+        length = config.data.length_growth.at(consumed_samples)
         return cls(consumed_samples, batch, batch // (config.training.micro_batch_size * data_parallel_size), length)
 
     @classmethod

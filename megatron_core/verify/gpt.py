@@ -71,7 +71,7 @@ class GPTExperiment:
         training = self.configured(layout, "float64").training
         alone = self.config.flat()
         few = self.few_micro_batches
-        if training.step_batch_size_schedule is None:
+        if self.config.optional("step_batch_size_schedule") is None:
             alone["global_batch_size"] = training.final_batch_size(layout.dp)
         if scopes := set(shared_micro_batches(self.config).values()):
             of_all = replicas(self.config, layout) if Scope.REPLICAS in scopes else 1

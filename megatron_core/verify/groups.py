@@ -44,7 +44,7 @@ class GroupsInOneProcess:
     def __init__(self, config: RunConfig, prepare: Callable[[RunConfig], Run]) -> None:
         training = config.training
         groups = config.section(OuterConfig).outer_groups
-        if training.rampup_batch_size is not None or training.global_batch_size is None:
+        if config.optional("rampup_batch_size") is not None or training.global_batch_size is None:
             raise ConfigError(
                 f"outer_groups={groups} is compared with one process for a constant global_batch_size; give "
                 "--global-batch-size, without --rampup-batch-size"

@@ -308,14 +308,13 @@ def short_schedules(config: RunConfig, batch: int, length: int) -> Iterator[dict
     A ramp begins with ``batch`` samples, or ``length`` tokens, which are legal in all layouts, and ends with twice as
     many after the first step.
     """
-    training = config.training
     # GroupsInOneProcess, with which outer groups are compared, has a constant batch.
-    if config.num_groups == 1 and training.step_batch_size_schedule is not None:
+    if config.num_groups == 1 and config.optional("step_batch_size_schedule") is not None:
         steps = (f"0:{batch}", f"{batch * length}:{2 * batch}")
         yield {"global_batch_size": None, "step_batch_size_schedule": steps}
-    elif config.num_groups == 1 and training.rampup_batch_size is not None:
+    elif config.num_groups == 1 and config.optional("rampup_batch_size") is not None:
         yield {"global_batch_size": 2 * batch, "rampup_batch_size": (batch, batch, batch)}
-    if config.data.seq_length_warmup is not None:
+    if config.optional("seq_length_warmup") is not None:
         yield {"seq_length": 2 * length, "seq_length_warmup": (length, length, batch)}
     yield short_rates(config, LEARNING_RATE)
 
@@ -362,4 +361,4 @@ def at_full_size(config: RunConfig, vocab_size: int) -> RunConfig:
     full = config.flat() | small_run() | {"vocab_size": vocab_size} | short_rates(config, config.optimizer.lr)
     if config.num_groups == 1:  # groups are compared with one process for a constant batch
         full |= {name: config.flat()[name] for name in ("rampup_batch_size", "step_batch_size_schedule")}
-    return RunConfig.from_flat(full | {"seq_length_warmup": config.data.seq_length_warmup})
+    return RunConfig.from_flat(full | {"seq_length_warmup": config.optional("seq_length_warmup")})

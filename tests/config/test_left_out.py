@@ -61,7 +61,7 @@ RAMPS = [
 def test_batch_ramps_take_effect_in_the_second_step(ramp: dict[str, object], text: str) -> None:
     config = RunConfig.from_flat(MODEL | ramp)
     small = shrunk(config, [Layout(pp=2), Layout(dp=2)])
-    sizes = small.training.batch_ramp(2, small.data.seq_length)
+    sizes = small.training.batch_growth(2, small.data.seq_length)
     assert (sizes.at(0), sizes.at(8), sizes.at(24)) == (8, 16, 16)
     assert text in ", ".join(changed_lines(changed_values(Task(small, [Layout(pp=2)]), config, "float64")))
     assert not not_compared(Task(small, [Layout(pp=2)]), config, "float64")
@@ -71,7 +71,7 @@ def test_length_and_learning_rate_change_in_the_first_steps() -> None:
     rates = {"lr_decay_style": "cosine", "lr_warmup_iters": 2000, "lr": 1e-2, "min_lr": 1e-3, "lr_decay_iters": 9000}
     config = RunConfig.from_flat(MODEL | rates | {"seq_length": 4096, "seq_length_warmup": (512, 512, 1000)})
     small = shrunk(config, [Layout(tp=2, cp=2)])
-    lengths = small.data.length_ramp
+    lengths = small.data.length_growth
     assert (lengths.at(0), lengths.at(8), small.data.seq_length) == (16, 32, 32)
     optimizer = small.optimizer
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_decay_iters) == ("cosine", 2, 8)

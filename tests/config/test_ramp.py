@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_core.config import TrainingConfig
-from megatron_core.config.ramp import Ramp, Steps, parse_steps
+from megatron_core.config.growth import Steps, constant
 from megatron_core.config.validate import problems
+from megatron_core.features.batch_growth.settings import Ramp, parse_steps
 from tests.runs import tiny_config
 
 
@@ -16,7 +17,7 @@ def test_every_value_has_an_equal_share() -> None:
 
 
 def test_no_ramp_is_the_end_from_the_start() -> None:
-    assert [Ramp.of(None, 7).at(c) for c in (0, 1, 10**9)] == [7, 7, 7]
+    assert [constant(7).at(c) for c in (0, 1, 10**9)] == [7, 7, 7]
 
 
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(1, 9), st.integers(1, 10**7))
@@ -35,7 +36,7 @@ def test_steps_left_are_those_that_one_would_count(train_samples: int, consumed:
     training = TrainingConfig(
         micro_batch_size=2, global_batch_size=20, rampup_batch_size=(4, 4, 90), train_samples=train_samples
     )
-    ramp, steps, at = training.batch_ramp(2, 64), 0, consumed
+    ramp, steps, at = training.batch_growth(2, 64), 0, consumed
     while at + ramp.at(at) <= train_samples:
         at, steps = at + ramp.at(at), steps + 1
     assert training.steps_left(2, iteration=3, consumed_samples=consumed, seq_length=64) == steps
@@ -55,7 +56,7 @@ def test_each_size_of_a_schedule_begins_with_its_tokens() -> None:
 def test_steps_of_a_schedule_are_those_that_one_would_count() -> None:
     training = TrainingConfig(micro_batch_size=2, step_batch_size_schedule=SCHEDULE, train_samples=500)
     assert training.final_batch_size(4) == 32
-    ramp, steps, at = training.batch_ramp(4, 10), 0, 0
+    ramp, steps, at = training.batch_growth(4, 10), 0, 0
     while at + ramp.at(at) <= 500:
         at, steps = at + ramp.at(at), steps + 1
     assert training.num_iterations(4, 10) == steps

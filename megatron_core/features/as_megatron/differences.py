@@ -97,7 +97,7 @@ def _of_optimizer(config: RunConfig) -> Iterator[TrainingDifference]:
             f"--optimizer {optimizer.optimizer}",
             "updates whole matrices in every layout; Megatron-LM may have other factors (docs/from_megatron.md)",
         )
-    if config.training.rampup_batch_size is not None:
+    if config.optional("rampup_batch_size") is not None:
         yield TrainingDifference(
             "--rampup-batch-size", "raises the batch size; Megatron Core 0.19 and later ignores it"
         )

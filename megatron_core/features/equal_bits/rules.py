@@ -135,9 +135,9 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
             f"{_up(chunks, needed)}, the same in all layouts"
         )
     lengths = {"seq_length": data.seq_length}
-    if data.seq_length_warmup is not None:
-        lengths["seq_length_warmup"] = data.seq_length_warmup[0]
-        lengths["the increment of seq_length_warmup"] = data.seq_length_warmup[1]
+    if (warmup := config.optional("seq_length_warmup")) is not None:
+        lengths["seq_length_warmup"] = warmup[0]
+        lengths["the increment of seq_length_warmup"] = warmup[1]
     for name, length in lengths.items():
         if length % chunks:
             yield (

@@ -13,6 +13,8 @@ def uses_lamb(config: RunConfig) -> bool:
 
 def lamb_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Limits in the wrong order, and state that LAMB cannot have."""
+    if not uses_lamb(config):
+        return
     settings = config.section(LAMBConfig)
     if settings.lamb_min_coeff > settings.lamb_max_coeff:
         yield (

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_core.config.ramp import Steps, parse_steps
+from megatron_core.config.growth import Steps
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.batch_growth.settings import parse_steps
 
 
 class NumMicroBatchesCalculator:

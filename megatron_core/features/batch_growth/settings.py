@@ -1,9 +1,13 @@
-"""A batch size or sequence length that grows with the number of samples consumed."""
+"""Settings of batches that grow, and the growth that they describe."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from megatron_core.config.growth import Growth, Steps
+from megatron_core.config.setting import ALWAYS, Resume, section, setting
+from megatron_core.config.training import TrainingConfig
 
 MOST_INCREMENTS = 100_000
 """Maximum number of increments of a ramp."""
@@ -25,11 +29,6 @@ class Ramp:
     """Number of samples during which it grows."""
     end: int
     """Last value."""
-
-    @classmethod
-    def of(cls, values: tuple[int, int, int] | None, end: int) -> Ramp:
-        """The ramp of a setting; constant for ``None``."""
-        return cls(*values, end) if values else cls(end, 1, 0, end)
 
     def at(self, consumed_samples: int) -> int:
         """The value after ``consumed_samples`` samples."""
@@ -57,36 +56,39 @@ class Ramp:
         return f"{self.start} {self.increment} {self.samples}"
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A value that changes at given numbers of samples. Source: Megatron-LM's ``--step-batch-size-schedule``."""
+@dataclass(frozen=True, kw_only=True)
+@section(when=ALWAYS, resume=Resume.REPORTED)
+class BatchGrowthConfig(TrainingConfig):
+    """Batches that grow during a training."""
 
-    begins: tuple[tuple[int, int], ...]
-    """(samples, value) in ascending order, the first at 0."""
+    rampup_batch_size: tuple[int, int, int] | None = setting(None)
+    """START INCREMENT SAMPLES: the global batch has START sequences at first. During the first SAMPLES samples it grows
+    in equal steps of INCREMENT to --global-batch-size."""
+    step_batch_size_schedule: tuple[str, ...] | None = setting(None)
+    """TOKENS:SIZE ...: the global batch has SIZE sequences after TOKENS tokens of training, for example 0:384 200B:768
+    400B:1152; the last size is --global-batch-size."""
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether it begins at 0 with values of 1 or more."""
-        return bool(self.begins) and self.begins[0][0] == 0 and min(value for _, value in self.begins) > 0
+    def final_batch_size(self, data_parallel_size: int) -> int:
+        """Number of sequences per optimizer step, after defaults and at the end of the growth."""
+        # The last size does not depend on the length of a sample.
+        steps = parse_steps(self.step_batch_size_schedule or (), 1)
+        if self.global_batch_size is None and steps:
+            return steps[-1][1]
+        return super().final_batch_size(data_parallel_size)
 
-    @property
-    def samples(self) -> int:
-        """Number of samples after which the value is constant."""
-        return self.begins[-1][0]
-
-    def change_after(self, consumed_samples: int) -> int:
-        """Number of samples at which the value after ``consumed_samples``, less than ``samples``, changes."""
-        return next(samples for samples, _ in self.begins if samples > consumed_samples)
-
-    def at(self, consumed_samples: int) -> int:
-        """The value after ``consumed_samples`` samples."""
-        return next(value for samples, value in reversed(self.begins) if consumed_samples >= samples)
+    def batch_growth(self, data_parallel_size: int, seq_length: int) -> Growth:
+        """Number of sequences per optimizer step as a function of consumed samples of ``seq_length`` tokens."""
+        if self.step_batch_size_schedule is not None:
+            return Steps(parse_steps(self.step_batch_size_schedule, seq_length))
+        if self.rampup_batch_size is not None:
+            return Ramp(*self.rampup_batch_size, self.final_batch_size(data_parallel_size))
+        return super().batch_growth(data_parallel_size, seq_length)
 
 
 def parse_steps(entries: tuple[str, ...], seq_length: int) -> tuple[tuple[int, int], ...]:
     """Parse ``TOKENS:VALUE ...``, numbers with K, M, B or T for 10^3 to 10^12, into sorted pairs (samples, value).
 
-    The result is empty for text in another form.
+    The result is empty for text in another form. Source: Megatron-LM's ``--step-batch-size-schedule``.
     """
     matches = [re.fullmatch(rf"{_NUMBER}:{_NUMBER}", entry) for entry in " ".join(entries).replace(",", " ").split()]
     if not all(matches) or seq_length < 1:
