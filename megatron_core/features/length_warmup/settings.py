@@ -38,7 +38,7 @@ class LengthWarmupConfig(DataConfig):
         return (*super().length_units, *(() if self.ramp is None else (self.ramp.start, self.ramp.increment)))
 
 
-def length_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+def warmup_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Check that the ramp ends at the sequence length, and that all lengths fit the layout."""
     ramp = config.data.section(LengthWarmupConfig).ramp
     if ramp is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.optimizer.optimizer_config import is_managed_by_layer_wise_optimizer
-from megatron_core.config import OptimizerConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.matrix_optimizers.muon import COEFFICIENTS, AdaMuon, Muon
+from megatron_core.features.matrix_optimizers.settings import MatrixOptimizerConfig
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.collectives import gather_channels, gather_from_sequence
 from megatron_core.parallel.sharding import Fused
@@ -83,7 +83,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self.is_qkv_fn = is_qkv_fn if split_qkv else None
         self.qkv_split_shapes = tuple(qkv_split_shapes or ())
         self._rule: Muon = Muon(
-            OptimizerConfig(
+            MatrixOptimizerConfig(
                 optimizer="muon",
                 muon_momentum=momentum,
                 muon_nesterov=nesterov,
