@@ -119,18 +119,11 @@ class Pipeline:
         for stage, (forward, backward) in enumerate(self.zero_traffic):
             f, i, w = self.passes[stage].sums
             hidden = self.passes[stage].hidden if split else 0.0
-            output = waits if self._is_sent(stage, stage + 1) else 0.0
-            gradient = waits if self._is_sent(stage, stage - 1) else 0.0
-            times[stage, "F"] = f + forward + output
-            times[stage, "B"] = i + w + backward + gradient
-            times[stage, "I"] = i + hidden + backward + gradient
+            times[stage, "F"] = f + forward + waits
+            times[stage, "B"] = i + w + backward + waits
+            times[stage, "I"] = i + hidden + backward + waits
             times[stage, "W"] = w
         return StageCosts(times, 0.0 if waits else message, self._pairs(times))
-
-    def _is_sent(self, stage: int, neighbour: int) -> bool:
-        """Whether there is a neighbour on another rank, so that the stage's result is a message."""
-        ranks = self.plan.stage_to_rank
-        return 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[stage]
 
     def _pairs(self, times: Mapping[tuple[int, str], float]) -> dict[tuple[int, int], float]:
         """Seconds of the pairs of forward and backward, whose messages between experts overlap with computation."""

@@ -117,7 +117,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "transformer.linear_bias:bias_slopes", expression("number + 1.0", "number"), "linear biases"
     ),
     "muP without the base model's heads": CommonDefect(
-        "config.model:ModelConfig.attention_scale",
+        "features.mup.settings:MuPConfig.attention_scale",
         returned("1.0 / self.head_size ** self.mup_attn_scale_power", number=2),
         "mup",
     ),

@@ -13,6 +13,7 @@ from torch import nn
 from megatron.core.mirror import mirror, refuse_changes
 from megatron_core import config
 from megatron_core.config.optimizers import optimizer_kinds, optimizer_problems
+from megatron_core.config.run import field_types
 from megatron_core.errors import ConfigError
 
 
@@ -76,7 +77,7 @@ class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
     def translated(self) -> config.OptimizerConfig:
         """Return the engine's configuration; ConfigError for unsupported settings."""
         refuse_changes(self)
-        known = {item.name for item in fields(config.OptimizerConfig)}
+        known = vars(config.OptimizerConfig())
         if self.lr is None:
             raise ConfigError("OptimizerConfig: lr=None; give the learning rate")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name in known}
@@ -86,7 +87,7 @@ class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
             if values.get(name) not in _DTYPES:
                 raise ConfigError(f"OptimizerConfig: {name}={values.get(name)} is none of {list(_DTYPES)}")
             values[name] = _DTYPES[values[name]]
-        kinds = get_type_hints(config.OptimizerConfig) | {"muon_tp_mode": get_type_hints(type(self))["muon_tp_mode"]}
+        kinds = field_types() | {"muon_tp_mode": get_type_hints(type(self))["muon_tp_mode"]}
         for name, value in (values | {"muon_tp_mode": self.muon_tp_mode}).items():
             if (legal := get_args(kinds[name])) and isinstance(legal[0], str) and value not in legal:
                 raise ConfigError(f"OptimizerConfig: {name}={value!r} is not supported; legal: {', '.join(legal)}")
