@@ -1,5 +1,5 @@
 # Images with the built wheel: CPU (`docker build --target cpu .`) and CUDA (`docker build .`, the default).
-# This file is checked by tests/examples/test_dockerfile.py and hadolint; no engine has built it yet, see docs/containers.md.
+# This file is checked by tests/examples/test_dockerfile.py and hadolint; docs/containers.md says what has been built.
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 
