@@ -41,27 +41,33 @@ def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """World sizes that are not a multiple of a model copy or of an expert copy."""
     parallel = config.parallel
+    pp = parallel.pipeline_model_parallel_size
     if leaves_rest(world_size, parallel.model_parallel_size):
-        yield (
-            f"world_size={world_size} is not a multiple of {parallel.model_parallel_size}, "
-            "the number of ranks of one model copy "
-            f"(tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
-            f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
-            f"context_parallel_size={parallel.context_parallel_size}); start a multiple of "
-            f"{parallel.smallest_world_size} ranks, or choose sizes whose product is one of "
-            f"{', '.join(map(str, divisors(world_size)))}"
-        )
+        sizes = {
+            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": pp,
+            "context_parallel_size": parallel.context_parallel_size,
+        }
+        remedy = f"sizes whose product divides {world_size}"
+        yield _uneven_world(world_size, parallel.model_parallel_size, sizes, parallel.smallest_world_size, remedy)
     elif leaves_rest(world_size, parallel.expert_model_size):
-        stage = world_size // parallel.pipeline_model_parallel_size
-        yield (
-            f"world_size={world_size} is not a multiple of {parallel.expert_model_size}, "
-            "the number of ranks of one copy of the experts "
-            f"(expert_tensor_parallel_size={parallel.expert_tensor_size} x "
-            f"expert_model_parallel_size={parallel.expert_model_parallel_size} x "
-            f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}); start a multiple of "
-            f"{parallel.smallest_world_size} ranks, or choose sizes of the experts whose product divides the "
-            f"{stage} ranks of a pipeline stage: {', '.join(map(str, divisors(stage)))}"
-        )
+        sizes = {
+            "expert_tensor_parallel_size": parallel.expert_tensor_size,
+            "expert_model_parallel_size": parallel.expert_model_parallel_size,
+            "pipeline_model_parallel_size": pp,
+        }
+        remedy = f"sizes of experts whose product divides the {world_size // pp} ranks of a stage"
+        yield _uneven_world(world_size, parallel.expert_model_size, sizes, parallel.smallest_world_size, remedy)
+
+
+def _uneven_world(world_size: int, copy: int, sizes: dict[str, int], smallest: int, remedy: str) -> str:
+    """The message about a world that is not a multiple of a ``copy``, the product of ``sizes``; those of 1 are left
+    out, so that it fits in two lines."""
+    product = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+    return (
+        f"world_size={world_size} is not a multiple of {copy} ({product}); start {smallest} ranks or a multiple, or "
+        f"choose {remedy}"
+    )
 
 
 def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:

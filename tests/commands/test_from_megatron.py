@@ -325,9 +325,8 @@ def test_a_launch_on_too_few_ranks_names_the_number(capsys: pytest.CaptureFixtur
     assert main(launch) == 1
     changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2].partition("The same")[0]
     assert (
-        "world_size=8 is not a multiple of 32, the number of ranks of one copy of the experts "
-        "(expert_tensor_parallel_size=1 x expert_model_parallel_size=8 x pipeline_model_parallel_size=4); "
-        "start a multiple of 32 ranks" in changes
+        "world_size=8 is not a multiple of 32 (expert_model_parallel_size=8 x pipeline_model_parallel_size=4); "
+        "start 32 ranks or a multiple" in changes
     )
     assert "rank_order" not in changes
     assert main(["--world-size", "32", *launch]) == 0

@@ -260,7 +260,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("recompute_num_layers=3", "num_layers=2", "1 to 2"),
     ),
     # the layout
-    ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "1, 2, 3, 6")),
+    ({"tensor_model_parallel_size": 4}, 6, ("world_size=6", "4 ranks", "product divides 6")),
     (CP2 | {"seq_length": 62}, 2, ("seq_length=62", "2 x context_parallel_size=2", "nearest legal: 60, 64")),
     (
         CP2 | {"seq_length": 60, "tensor_model_parallel_size": 4, "sequence_parallel": True},
@@ -281,15 +281,15 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         6,
         (
             "world_size=6 is not a multiple of 4",
-            "(expert_tensor_parallel_size=2 x expert_model_parallel_size=2 x pipeline_model_parallel_size=1)",
-            "start a multiple of 4 ranks",
-            "the 6 ranks of a pipeline stage: 1, 2, 3, 6",
+            "(expert_tensor_parallel_size=2 x expert_model_parallel_size=2)",
+            "start 4 ranks or a multiple",
+            "product divides the 6 ranks of a stage",
         ),
     ),
     (
         MOE | {"expert_model_parallel_size": 4} | PP2,  # no second message about the rank order
         6,
-        ("world_size=6 is not a multiple of 8", "start a multiple of 8 ranks", "pipeline stage: 1, 3"),
+        ("world_size=6 is not a multiple of 8", "start 8 ranks or a multiple", "the 3 ranks of a stage"),
     ),
     (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "rank_order": "tp-pp-dp"} | PP2,

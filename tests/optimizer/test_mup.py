@@ -94,5 +94,5 @@ def test_other_projects_have_no_such_models() -> None:
     }
     modern |= {"untie_embeddings_and_output_weights": True}
     assert architecture_for(ModelConfig(**modern)).model_type == "llama"
-    with pytest.raises(CheckpointError, match="nearest is llama, except for .*use_mup=True, there False"):
+    with pytest.raises(CheckpointError, match=r"nearest is llama, except for .*use_mup=True, there False"):
         architecture_for(ModelConfig(**modern, use_mup=True, mup_base_hidden_size=16))
