@@ -57,21 +57,6 @@ def init_distributed(
     start_world(world, backend=backend or "auto", timeout_minutes=max(timeout.total_seconds() / 60, 1))
 
 
-def is_initialized() -> bool:
-    """Whether torch.distributed is initialized."""
-    return dist.is_initialized()
-
-
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return the rank of this process."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size(group)
-
-
 def get_local_rank() -> int:
     """Return the number of this process on its host."""
     return read_integer("LOCAL_RANK", 0)
@@ -85,11 +70,6 @@ def get_world_group() -> ProcessGroup | None:
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
     """Return the rank in the job of a rank of ``group``."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
-
-
-def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """Return the ranks of ``group`` in the job."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> Tensor:
@@ -129,20 +109,6 @@ def reduce_scatter_fn(
 ) -> Any:
     """As ``torch.distributed.reduce_scatter_tensor``."""
     return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return True."""
-    return True
-
-
-def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
-    return True
-
-
-def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
-    """Do nothing: the key ``comms_logger.enabled`` starts the log of an engine's collectives."""
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
