@@ -49,7 +49,7 @@ class Translation:
 def read_json(config: Any) -> dict[str, Any]:
     """Return the configuration as a dict, from a mapping, a path, or base64 of a JSON text.
 
-    Errors: ``ConfigError`` if there is no such file, it is not JSON, a key occurs twice, or it is no object.
+    Errors: ``ConfigError`` if there is no such file, it is not JSON, a key occurs twice, or it is not an object.
     """
     if isinstance(config, Mapping):
         return dict(config)

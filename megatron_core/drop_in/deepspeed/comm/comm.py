@@ -72,6 +72,11 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """Return the ranks of ``group`` in the job."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> Tensor:
     """Sum ``tensor`` over ``group`` in place; return it."""
     dist.all_reduce(tensor, op=op, group=group)

@@ -118,7 +118,7 @@ def _halves_of_muon(model: nn.Module, parameters: list[Any], params: Mapping[str
     for group in (*groups, *([{"params": loose}] if loose else [])):
         members = _members(group)
         for is_matrix in (True, False):
-            half = [p for p in members if p.requires_grad and p.use_muon is is_matrix]
+            half = [p for p in members if p.requires_grad and vars(p)["use_muon"] is is_matrix]
             if half:
                 rates = muon_rates(params, is_matrix=is_matrix)
                 divided.append({**rates, **group, "params": half, "use_muon": is_matrix})
