@@ -202,7 +202,7 @@ class ConfigReader:
             **found,
             "initial_loss_scale": 2.0 ** min(self.integer("fp16.initial_scale_power", 16, 0), 1000),
             "loss_scale_window": self.integer("fp16.loss_scale_window", 1000, 1),
-            "hysteresis": self.integer("fp16.hysteresis", 2, 1),
+            "hysteresis": self.integer("fp16.hysteresis", 2, 1) if self.get("zero_optimization.stage", 0) else 1,
             "min_loss_scale": float(self.number("fp16.min_loss_scale", 1)),
         }
 
