@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -342,3 +344,13 @@ def test_optimizers_of_mup(monkeypatch: pytest.MonkeyPatch) -> None:
 def _engine_of_mup(params: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     config = {**CONFIG, "optimizer": {"type": "muadamw", "params": params}}
     return deepspeed.initialize(model=_model(), config=config)[0]
+
+
+def test_copies_of_the_engines_module_are_independent() -> None:
+    engine = _engine()
+    stored = io.BytesIO()
+    torch.save(engine.module, stored)
+    stored.seek(0)
+    for copied in (copy.deepcopy(engine.module), torch.load(stored, weights_only=False)):
+        copied(_batch(0)).sum().backward()
+        assert copied[2].weight.grad is not None and not engine.core._backwards

@@ -267,14 +267,14 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
 
     def _use_written_gradients(self) -> None:
         """At stage 0, replace gradients by what the program wrote into ``parameter.grad``, also without a backward."""
-        written = [] if self.zero_optimization() else [p for p in self.core._trained if p.grad is not None]
+        trained = () if self.zero_optimization() else self.core._trained
+        written = [(p, p.grad.to(vars(p)["main_grad"].dtype)) for p in trained if p.grad is not None]
         if written and not self.core._backwards:
             self.core._begin_backward(weighted=False)
             self.core._end_backward(torch.tensor(math.nan), 1.0)
             self.core._knows_loss = False
-        for parameter in written:
-            assert parameter.grad is not None
-            self.core.whole.set_gradient(parameter, parameter.grad.float() / self.core.loss_scale)
+        for parameter, gradient in written:
+            self.core.whole.set_gradient(parameter, gradient / self.core.loss_scale)
             parameter.grad = None
 
     def was_step_applied(self) -> bool:
