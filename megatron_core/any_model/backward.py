@@ -1,6 +1,8 @@
 """Backward passes of an engine: ``engine.backward(loss)``, and ``loss.backward()`` of a program."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.arithmetic import fp8_of
+from megatron_core.optimizer.sharded import LossScale, Optimizer
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
@@ -19,6 +22,10 @@ from megatron_core.schedules.actions import Action
 
 _RUNNING: RankLocal["EngineBackward | None"] = RankLocal(lambda: None)
 """The engine of this rank whose ``backward`` runs; it may reach the modules of other engines."""
+
+
+class UnscaledLossError(ConfigError, RuntimeError):
+    """``loss.backward()`` in fp16 without the loss scale."""
 
 
 class EngineBackward:
@@ -31,7 +38,9 @@ class EngineBackward:
     context: ContextParallel | None
     """The split of sequences over ranks; None without context parallelism."""
     micro_step: int
+    ends_step: Callable[[], bool]
     _direct: DirectBackward
+    _sharded: Optimizer
     _losses: Tensor
     """Sum of the losses of this step's micro-batches, and of their terms."""
     _weighted: bool | None = None
@@ -51,19 +60,24 @@ class EngineBackward:
     """Whether gradients of a sum of terms have come from the backward of another engine."""
 
     @property
-    def is_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its optimizer step."""
-        raise NotImplementedError
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a rank in one optimizer step."""
+        return self.global_batch_size // (self.config.training.micro_batch_size * self.groups.size("dp"))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step."""
+        return self.config.training.final_batch_size(self.groups.size("dp"))
 
     @property
     def loss_scale(self) -> float:
         """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
-        raise NotImplementedError
+        return self.loss_scaler.scale
 
     @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a rank in one optimizer step."""
-        raise NotImplementedError
+    def loss_scaler(self) -> LossScale:
+        """The rule of the loss scale."""
+        return self._sharded.loss_scale
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
@@ -121,7 +135,7 @@ class EngineBackward:
             )
         self._weighted = weighted
         self._backwards += 1
-        if self.is_boundary:
+        if self.ends_step():
             self._sync_started = True
             self.data_parallel.enable_grad_sync(0)
         METER.switch("backward")
@@ -179,18 +193,23 @@ class EngineBackward:
                 "know the number of terms; call zero_grad(), or give backward() the mean"
             )
 
-    def _begin_direct(self) -> None:
+    def watch_module(self) -> None:
+        """Accept ``loss.backward()`` of losses of ``module``; fp16 gradients that lack the loss scale are scaled."""
+        self.data_parallel.hooks += self._direct.watch_parameters(partial(self._begin_direct, may_lack_scale=True))
+
+    def _begin_direct(self, *, may_lack_scale: bool = False) -> None:
         running = _RUNNING()
         if running is not None:  # its loss has been scaled and divided
             self._received_sums |= bool(running._weighted)
             self._start_direct(self.loss_scale / self._micro_batches / running._factor)
             return
-        if self.loss_scale != 1 and not self._is_scaled:
-            raise ConfigError(
-                f"fp16=True: loss.backward() without the loss scale {self.loss_scale:g} loses small gradients; call "
-                "engine.backward(loss) or engine.scale(loss).backward()"
+        missing = 1.0 if self._is_scaled else self.loss_scale
+        if missing != 1 and not may_lack_scale:
+            raise UnscaledLossError(
+                f"Loss scaling is required with fp16=True: loss.backward() without the loss scale {missing:g} loses "
+                "small gradients; call engine.backward(loss) or engine.scale(loss).backward()"
             )
-        self._start_direct(1 / self._micro_batches)
+        self._start_direct(missing / self._micro_batches)
 
     def _start_direct(self, factor: float) -> None:
         if factor != 1 and (layer := _layer_with_own_sums(self.module)):

@@ -17,7 +17,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint, train_state
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import gather_from_all_ranks, listed
+from megatron_core.parallel.texts import listed, raise_on_all_ranks
 from megatron_core.training.state import held_weights, optimizer_pieces
 
 
@@ -72,16 +72,9 @@ def open_deepspeed(
             fault = next(stored.damaged(data.groups.rank, data.groups.grid.world_size), "")
     except CheckpointError as error:
         fault = str(error)
-    _raise_together(fault, data)
+    raise_on_all_ranks(fault, data.device)
     assert stored is not None
     return stored
-
-
-def _raise_together(fault: str, data: DataParallel) -> None:
-    """Raise ``CheckpointError`` on all ranks with the first fault of any rank."""
-    faults = [text for text in gather_from_all_ranks(fault, data.device) if text]
-    if faults:
-        raise CheckpointError(faults[0])
 
 
 def load_deepspeed(
@@ -105,7 +98,7 @@ def load_deepspeed(
         state = _counters(stored)
     except CheckpointError as error:
         fault = str(error)
-    _raise_together(fault, data)
+    raise_on_all_ranks(fault, data.device)
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_core.any_model.data import loss_of
 from megatron_core.data_parallel.fill import tensors_in
@@ -28,6 +30,7 @@ class DirectBackward:
         self._parameters = list(parameters)
         self._begin = begin
         self._end = end
+        self._begin_unseen = begin
         self.is_running = False
         """Whether a backward runs, of the engine or of the program."""
 
@@ -38,17 +41,30 @@ class DirectBackward:
         for tensor in tensors:
             tensor.register_hook(partial(self._enter, loss))
 
+    def watch_parameters(self, begin: Callable[[], None]) -> list[RemovableHandle]:
+        """Return hooks on the parameters: ``begin()`` is called if a backward reaches no output of a forward."""
+        self._begin_unseen = begin
+        reference = weakref.ref(self)  # the garbage collector does not see the references of these hooks
+        return [p.register_hook(partial(_enter_at, reference, number)) for number, p in enumerate(self._parameters)]
+
     def _enter(self, loss: Tensor | None, grad: Tensor) -> None:
-        if self.is_running or not any(map(_accumulates, self._parameters)):
-            return
-        self._begin()
+        if not self.is_running and any(map(_accumulates, self._parameters)):
+            self._start(loss, self._begin)
+
+    def _start(self, loss: Tensor | None, begin: Callable[[], None]) -> None:
+        begin()
         self.is_running = True
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(partial(self._leave, loss))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave, loss))
 
     def _leave(self, loss: Tensor | None) -> None:
         self.is_running = False
         self._end(loss)
+
+
+def _enter_at(reference: weakref.ref[DirectBackward], number: int, grad: Tensor) -> None:
+    direct = reference()
+    if direct is not None and not direct.is_running and _accumulates(direct._parameters[number]):
+        direct._start(None, direct._begin_unseen)
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

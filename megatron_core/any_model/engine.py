@@ -38,7 +38,6 @@ from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.features.offload.state import PARTS
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.sharded import LossScale
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.meter import METER
@@ -101,8 +100,8 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self.monitor = StepMonitor(config, self.groups, world, self.layout)
         self.micro_step = 0
         """Number of micro-batches since the last optimizer step."""
-        self.forced_boundary: bool | None = None
-        """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
+        self.ends_step: Callable[[], bool] = lambda: self.micro_step + 1 == self.gradient_accumulation_steps
+        """Return whether the current micro-batch is the last of its optimizer step."""
         self.casts_inputs = self.splits_in_evaluation = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
@@ -135,37 +134,10 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in axes)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a rank in one optimizer step."""
-        return self.global_batch_size // (self.config.training.micro_batch_size * self.groups.size("dp"))
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in one optimizer step."""
-        return self.config.training.final_batch_size(self.groups.size("dp"))
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
-        return self.loss_scaler.scale
-
-    @property
-    def loss_scaler(self) -> LossScale:
-        """The rule of the loss scale."""
-        return self._sharded.loss_scale
-
     def delay_growth_of_loss_scale(self, steps: int) -> None:
         """Do not count the first ``steps`` good steps for a dynamic loss scale, now and after each overflow."""
         if isinstance(self._sharded.loss_scale, DynamicLossScale):
             self._sharded.loss_scale.delay_growth(steps)
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its optimizer step."""
-        if self.forced_boundary is not None:
-            return self.forced_boundary
-        return self.micro_step + 1 == self.gradient_accumulation_steps
 
     def make_loader(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, shuffle: bool = True
@@ -235,7 +207,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
             raise ConfigError("step() without backward(): call engine.backward(loss) for each micro-batch first")
         self._refuse_sums()
         self._backwards = 0
-        if not self.is_boundary:
+        if not self.ends_step():
             self.micro_step += 1
             return None
         self.micro_step = 0

@@ -1,5 +1,6 @@
 """Optimizers of DeepSpeed's JSON as settings."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 Faults = list[str]
-REFUSED = ("MuAdam", "MuAdamW", "MuSGD")
-"""Names that DeepSpeed knows and that have no translation."""
+MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+"""Functions of the package ``mup`` for the names that DeepSpeed reads in any case."""
 LAMB_FACTORS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 LOCAL_STEPS = {"var_update_scaler": 16, "local_step_scaler": 32_678, "local_step_clipper": 16}
 """Parameters of OneBitLamb and ZeroOneAdam with DeepSpeed's defaults; settings have the prefixes ``onebit_lamb_`` and
@@ -21,12 +22,19 @@ CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
 """Classes of torch.optim for the names that DeepSpeed reads in any case; other classes need their exact name."""
 
 
+def torch_optimizer(name: str) -> Callable[..., Optimizer]:
+    """Return a class of torch.optim, or a function of ``mup``, by its exact name."""
+    module = importlib.import_module("mup") if name in MUP.values() else torch.optim
+    kind: Callable[..., Optimizer] = getattr(module, name)
+    return kind
+
+
 class Chosen(NamedTuple):
     """The result of ``optimizer_settings``."""
 
     settings: dict[str, Any]
     torch_class: str | None = None
-    """Class of torch.optim that updates the weights instead of an optimizer of this project."""
+    """Argument of ``torch_optimizer`` whose result updates the weights instead of an optimizer of this project."""
     torch_params: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -60,14 +68,18 @@ def _needs_torch(name: str, params: Mapping[str, Any]) -> bool:
 
 def _of_torch(name: str, params: dict[str, Any], faults: Faults) -> Chosen:
     lower = name.lower()
+    if lower in MUP:
+        if importlib.util.find_spec("mup") is None:
+            faults.append(f"optimizer.type={name!r} needs the package mup: pip install mup")
+        return Chosen({}, MUP[lower], params)
     kind = getattr(torch.optim, CLASSES.get(lower, name), None)
-    is_known = lower not in map(str.lower, REFUSED) and isinstance(kind, type) and issubclass(kind, Optimizer)
-    if not is_known or kind is None or kind is Optimizer:
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
         known = ", ".join(
             ("Adam", "AdamW", "Lion", "Lamb", "Muon", "SGD", "Adagrad", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
         )
-        why = "is not supported" if lower in map(str.lower, REFUSED) else "is not an optimizer of DeepSpeed"
-        faults.append(f"optimizer.type={name!r} {why}: use one of {known}, or a class of torch.optim")
+        faults.append(
+            f"optimizer.type={name!r} is not an optimizer of DeepSpeed: use one of {known}, or a class of torch.optim"
+        )
         return Chosen({})
     reader = _Params(params, faults)
     if lower in ("adam", "adamw"):

@@ -190,8 +190,10 @@ class ConfigReader:
         sent = self.get("communication_data_type", None)
         if sent in ("bf16", "bfp16"):
             found["grad_reduce_in_bf16"] = True
+        elif sent == "fp16":
+            self.ignored["gradients are sent in float32, which is more exact"] = ["communication_data_type"]
         elif sent not in (None, "fp32"):
-            self.faults.append(f"communication_data_type={quoted(sent)} is not supported: use 'fp32' or 'bf16'")
+            self.faults.append(f"communication_data_type={quoted(sent)} must be 'fp32', 'fp16' or 'bf16'")
         if not fp16:
             return found
         if constant := self.number("fp16.loss_scale", 0):
@@ -200,7 +202,7 @@ class ConfigReader:
             **found,
             "initial_loss_scale": 2.0 ** min(self.integer("fp16.initial_scale_power", 16, 0), 1000),
             "loss_scale_window": self.integer("fp16.loss_scale_window", 1000, 1),
-            "hysteresis": self.integer("fp16.hysteresis", 2, 1),
+            "hysteresis": self.integer("fp16.hysteresis", 2, 1) if self.get("zero_optimization.stage", 0) else 1,
             "min_loss_scale": float(self.number("fp16.min_loss_scale", 1)),
         }
 

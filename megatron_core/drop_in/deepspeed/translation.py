@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def read_json(config: Any) -> dict[str, Any]:
     name = os.fspath(config)
     try:
         text = read_text(name) if os.path.exists(name) else _decoded(name)
-        found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        found = _parsed(text)
     except ConfigError:
         raise
     except OSError as error:
@@ -67,6 +68,16 @@ def read_json(config: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: a JSON {type(found).__name__}; the configuration must be an object {{...}}")
     return found
+
+
+def _parsed(text: str) -> Any:
+    """Read JSON, or Hjson (with comments, and without some commas) if the package ``hjson`` is installed."""
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError:
+        if importlib.util.find_spec("hjson") is None:
+            raise
+        return importlib.import_module("hjson").loads(text, object_pairs_hook=_refuse_duplicates)
 
 
 def _decoded(name: str) -> str:
@@ -128,8 +139,10 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     if tags not in TAG_VALIDATIONS:
         reader.faults.append(f"checkpoint.tag_validation={tags!r} must be one of {', '.join(TAG_VALIDATIONS)}")
     operation = str(reader.get("gradient_allreduce_op", "mean")).lower()
-    if operation not in ("mean", "sum") or (operation == "sum" and settings["zero_stage"] == 3):
-        reader.faults.append(f"gradient_allreduce_op={quoted(operation)} must be 'mean', or 'sum' below ZeRO stage 3")
+    if operation not in ("mean", "sum"):
+        reader.faults.append(f"Invalid gradient_allreduce_op={quoted(operation)}: it must be 'mean' or 'sum'")
+    if operation == "sum" and settings["zero_stage"] == 3:
+        reader.faults.append("gradient_allreduce_op='sum' is not supported with ZeRO stage 3; use 'mean'")
     if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
         reader.faults.append("optimizer.type=ZeroOneAdam needs zero_optimization.stage 0; set it to 0")
     if settings.get("optimizer") == "muon" and layout.tensor > 1:

@@ -80,7 +80,10 @@ def test_steps_of_compressed_optimizers_are_translated() -> None:
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"adam_beta2": 0.95, "lr": 3e-4, "weight_decay": 0.1, "bf16": True, "zero_stage": 2, "clip_grad": 0.5},
-    "lion": {"optimizer": "lion", "lion_beta1": 0.8, "fp16": True, "initial_loss_scale": 256.0, "hysteresis": 3},
+    "lion": {
+        "optimizer": "lion", "lion_beta1": 0.8, "fp16": True, "zero_stage": 1, "hysteresis": 3,
+        "initial_loss_scale": 256.0,
+    },
     "sgd": {"optimizer": "sgd", "sgd_momentum": 0.5, "weight_decay": 0.0, "ddp_bucket_size": 1000},
     "lamb": {"optimizer": "lamb", "lamb_bias_correction": "none", "lamb_max_coeff": 5.0, "adam_beta1": 0.8},
     "onebit-adam": {

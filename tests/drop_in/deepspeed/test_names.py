@@ -72,6 +72,10 @@ def test_section_of_zero(given: dict[str, Any], name: str, value: Any) -> None:
     assert getattr(DeepSpeedZeroConfig(**given), name) == value
 
 
+def _read(**section: Any) -> DeepSpeedConfig:
+    return DeepSpeedConfig({"train_batch_size": 1, **section})
+
+
 def test_sections_inside_of_sections() -> None:
     found = DeepSpeedZeroConfig(offload_optimizer={"pipeline_read": True}, cpu_offload_param=True)
     assert found.offload_optimizer is not None and found.offload_optimizer.pipeline
@@ -82,14 +86,17 @@ def test_sections_inside_of_sections() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     (
-        (lambda: DeepSpeedZeroConfig(stage=4), "must be 0, 1, 2 or 3"),
-        (lambda: DeepSpeedZeroConfig(stages=1), "stages=1 is not a key"),
-        (lambda: DeepSpeedFP16Config(loss_scale=float("nan")), "must be a finite number"),
+        (lambda: DeepSpeedZeroConfig(stage=4), "stage\n  Input should be 0, 1, 2"),
+        (lambda: DeepSpeedZeroConfig(stages=1), "stages\n  Extra inputs are not permitted"),
+        (lambda: DeepSpeedFP16Config(loss_scale=float("nan")), "should be a finite number"),
         (lambda: DeepSpeedFP16Config(enabled=True, loss_scale_window=0), "must be an integer >= 1"),
+        (lambda: _read(flops_profiler={"profile_step": "x"}), "flops_profiler.profile_step='x': Input should be"),
+        (lambda: _read(tensorboard={"job_name": 3}), "tensorboard.job_name=3: Input should be a valid string"),
+        (lambda: _read(zero_optimization={"sub_group_size": -1}), "zero_optimization.sub_group_size=-1: Input"),
     ),
 )
 def test_wrong_sections(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

@@ -121,3 +121,66 @@ def _boundaries_of_deepspeed(module: Any, layers: list[Any], method: str, stages
     model._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=0))
     model._partition_layers(method)
     return [int(each) for each in model.parts]
+
+
+# Sections of the configuration.
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("zero", {}),
+    ("zero", {"stage": 3, "stage3_max_live_parameters": 5e8, "max_reuse_distance": 7}),
+    ("zero", {"stage": 2, "overlap_comm": "auto", "stage3_gather_fp16_weights_on_model_save": True}),
+    ("zero", {"cpu_offload": True, "cpu_offload_param": False, "cpu_offload_use_pin_memory": True}),
+    ("zero", {"offload_optimizer": {"device": "nvme", "nvme_path": "/x", "buffer_count": "5"}, "stage": "1"}),
+    ("zero", {"leaf_module": {"classes": "a.B", "names": ["c", "c"]}}),
+    ("zero", {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}),
+    ("zero", {"stage": 4}),
+    ("zero", {"stages": 3}),
+    ("zero", {"reduce_bucket_size": -1}),
+    ("zero", {"offload_param": {"device": "disk"}}),
+    ("fp16", {}),
+    ("fp16", {"enabled": True, "loss_scale": "3", "min_loss_scale": 0}),
+    ("fp16", {"enabled": True, "min_loss_scale": 0}),
+    ("fp16", {"enabled": True, "loss_scale_window": True}),
+    ("fp16", {"loss_scale": True}),
+    ("fp16", {"loss_scale": -1}),
+    ("fp16", {"loss_scale": []}),
+    ("fp16", {"enabled": "auto", "loss_scale": "auto"}),
+    ("bf16", {"enabled": True}),
+    ("bf16", {"enabled": 7}),
+    ("own", {"old": "x"}),
+    ("own", {"new": ["x"], "renamed": 3}),
+    ("own", {"other": 3}),
+    ("own", {"old": "x", "new": ["x"]}),
+    ("own", {"number": "x"}),
+]
+
+
+def sections() -> list[Any]:
+    """Values of sections of the configuration with these keys, or the classes of the error."""
+    from pydantic import Field
+
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    class Own(DeepSpeedConfigModel):
+        number: int = 0
+        old: str | None = Field(
+            None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda value: [value]}
+        )
+        new: list[str] | None = None
+        renamed: int = Field(0, alias="other")
+        rate: float = 0.5
+
+    kinds = {"zero": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "own": Own}
+    found: list[Any] = []
+    for kind, keys in CASES:
+        try:
+            section = kinds[kind](**keys)
+            deprecated = ("old", "cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save")
+            values = section.model_dump(mode="json", exclude=set(deprecated), warnings=False)
+            found.append([str((kind, keys)), values])
+        except (ValueError, AssertionError) as error:
+            found.append([str((kind, keys)), [each.__name__ for each in type(error).__mro__]])
+    return found

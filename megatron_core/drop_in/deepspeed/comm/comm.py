@@ -57,21 +57,6 @@ def init_distributed(
     start_world(world, backend=backend or "auto", timeout_minutes=max(timeout.total_seconds() / 60, 1))
 
 
-def is_initialized() -> bool:
-    """Whether torch.distributed is initialized."""
-    return dist.is_initialized()
-
-
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return the rank of this process."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size(group)
-
-
 def get_local_rank() -> int:
     """Return the number of this process on its host."""
     return read_integer("LOCAL_RANK", 0)
@@ -129,20 +114,6 @@ def reduce_scatter_fn(
 ) -> Any:
     """As ``torch.distributed.reduce_scatter_tensor``."""
     return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return True."""
-    return True
-
-
-def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
-    return True
-
-
-def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
-    """Do nothing: the key ``comms_logger.enabled`` starts the log of an engine's collectives."""
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

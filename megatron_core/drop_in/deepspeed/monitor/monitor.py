@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, section_as
 from megatron_core.errors import ConfigError
 
 JOB_NAME = "DeepSpeedJobName"
@@ -44,7 +44,6 @@ class WandbConfig(DeepSpeedConfigModel):
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     """The sections of all monitors."""
 
-    sections = {"tensorboard": TensorBoardConfig, "csv_monitor": CSVConfig, "wandb": WandbConfig}  # noqa: RUF012
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     csv_monitor: CSVConfig = CSVConfig()
     wandb: WandbConfig = WandbConfig()
@@ -52,13 +51,13 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     @property
     def enabled(self) -> bool:
         """Whether a monitor is enabled."""
-        return any(getattr(self, name).enabled for name in self.sections)
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the sections of monitors in a JSON configuration."""
-    sections: dict[str, Any] = {name: param_dict.get(name) or {} for name in DeepSpeedMonitorConfig.sections}
-    return DeepSpeedMonitorConfig(**sections)
+    sections: dict[str, Any] = {name: param_dict.get(name) or {} for name in DeepSpeedMonitorConfig.model_fields}
+    return section_as(DeepSpeedMonitorConfig, "", sections)
 
 
 def _module(name: str, section: str) -> Any:
@@ -78,7 +77,7 @@ class Monitor:
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
-        vars(self).update(monitor_config.dict())
+        vars(self).update(monitor_config.model_dump())
         self.is_writing = monitor_config.enabled and _is_first()
         if self.is_writing:
             self._open()

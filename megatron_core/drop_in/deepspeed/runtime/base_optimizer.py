@@ -70,39 +70,29 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     state = property(lambda self: StepStates(self._engine))
     defaults = property(lambda self: self._inner.defaults)
 
+    _global_grad_norm = property(lambda self: getattr(self._engine.last_report, "grad_norm", 0.0))
+    # Parts of this rank, in the engine's buckets: main weights in float32, and whole weights in the model's dtype.
+    fp32_groups_flat = property(lambda self: [shard.main for shard in self._engine._sharded.shards])
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
+    bit16_groups_flat = property(lambda self: [shard.bucket.weights for shard in self._engine._sharded.shards])
+
     @property
     def overflow(self) -> bool:
         """Whether the last update was skipped because a gradient was not finite."""
         report = self._engine.last_report
         return report is not None and report.skipped
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the losses (fp16)."""
-        return self._engine.loss_scale
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(lambda self: self._engine.loss_scale, doc="Factor of the losses (fp16).")
+    loss_scaler = loss_scale_config = property(lambda self: LossScaler(self._engine), doc="Loss scale with its rule.")
+    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic, doc="Whether overflows change the loss scale.")
+    optimizer = property(
+        lambda self: self if self._client is None else self._client,
+        doc="The optimizer of the program, or of the class that the JSON names.",
+    )
 
     def needs_scaler(self) -> bool:
         """Whether ``loss.backward()`` needs ``engine.scale(loss)``, as with a dynamic loss scale."""
-        return self.dynamic_loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes with overflows."""
-        return bool(self.loss_scaler.dynamic)
-
-    @property
-    def loss_scaler(self) -> "LossScaler":
-        """The loss scale and its rule."""
-        return LossScaler(self._engine)
-
-    loss_scale_config = loss_scaler
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the program, or of the class that the JSON names."""
-        return self if self._client is None else self._client
+        return bool(self.dynamic_loss_scale)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """As ``engine.step()``."""

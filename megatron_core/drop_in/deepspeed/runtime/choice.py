@@ -11,13 +11,15 @@ from torch import nn
 from deepspeed.ops.adam.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.settings import SettingsOptimizer
-from deepspeed.optimizers import momenta_of, muon_rates
+from deepspeed.optimizers import momenta_of, muon_rates, torch_optimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.translation import Translation
+from deepspeed.utils.logging import log_dist
 from megatron_core.any_model.arguments import check_scheduler_of, checked_groups, make_optimizer, scheduler_made_by
 from megatron_core.any_model.scheduler import share_groups
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.texts import listed
 
 LR = 1e-3
 """Setting of the engine where the JSON has no rate, or 0 before a schedule; the rates of the groups count."""
@@ -46,6 +48,22 @@ class ChosenOptimizer:
         share_groups(self.client, own)
         return self.client
 
+    def freeze_others(self, model: nn.Module) -> None:
+        """Freeze parameters of ``model`` in no group, which DeepSpeed does not train either, and log their names."""
+        entries = self.model_parameters if self.optimizer is None else self.optimizer.param_groups
+        members = {member for entry in entries or () for member in _members(entry)}
+        absent = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in members}
+        if absent and members <= set(model.parameters()):  # else the engine names the mistake
+            for parameter in absent.values():
+                parameter.requires_grad_(False)
+            log_dist(f"not trained, because no parameter group has them: {listed(list(absent))}", ranks=[0])
+
+
+def _members(entry: Any) -> list[nn.Parameter]:
+    """Return the parameters of a group, or of an entry that is a parameter, or a name with one."""
+    params = entry["params"] if isinstance(entry, Mapping) else [entry]
+    return [member[1] if isinstance(member, tuple) else member for member in params]
+
 
 def choose_optimizer(
     model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, found: Translation
@@ -70,7 +88,7 @@ def choose_optimizer(
         return ChosenOptimizer(settings, None, groups, client=_class_in_json(found, groups))
     trained = [p for p in parameters if isinstance(p, Mapping | tuple) or p.requires_grad]
     try:
-        own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
+        own = torch_optimizer(found.optimizer_class)(trained, **found.optimizer_params)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer.params={found.optimizer_params!r} of {found.optimizer_class}: {error}; correct the parameters"
@@ -93,14 +111,14 @@ def _halves_of_muon(model: nn.Module, parameters: list[Any], params: Mapping[str
         vars(parameter).update(is_embedding_or_output_parameter=is_end, use_muon=parameter.dim() > 1 and not is_end)
         if parameter.dim() == 4 and parameter.requires_grad and not is_end:
             raise ConfigError(f"optimizer.type=Muon: {name} has 4 dimensions; use AdamW, or set requires_grad=False")
-    listed = [entry if isinstance(entry, Mapping) else {"params": [entry]} for entry in parameters]
-    groups = [entry for entry in listed if isinstance(entry["params"], list) and len(entry) > 1]
-    loose = [member for entry in listed if len(entry) == 1 for member in entry["params"]]
+    entries = [entry if isinstance(entry, Mapping) else {"params": [entry]} for entry in parameters]
+    groups = [entry for entry in entries if isinstance(entry["params"], list) and len(entry) > 1]
+    loose = [member for entry in entries if len(entry) == 1 for member in entry["params"]]
     divided = []
     for group in (*groups, *([{"params": loose}] if loose else [])):
-        members = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+        members = _members(group)
         for is_matrix in (True, False):
-            half = [p for p in members if p.requires_grad and p.use_muon is is_matrix]
+            half = [p for p in members if p.requires_grad and vars(p)["use_muon"] is is_matrix]
             if half:
                 rates = muon_rates(params, is_matrix=is_matrix)
                 divided.append({**rates, **group, "params": half, "use_muon": is_matrix})

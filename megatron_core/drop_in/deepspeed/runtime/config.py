@@ -3,27 +3,20 @@
 import argparse
 import os
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from deepspeed.monitor.monitor import get_monitor_config
 from deepspeed.optimizers import OWN_OPTIMIZERS
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, section_as
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
+from deepspeed.translation import CLIPPING, read_json, translate
 from megatron_core.errors import ConfigError as DeepSpeedConfigError
 from megatron_core.launcher import read_integer
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments", "get_gradient_clipping"]
-
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
-LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-
-GATHER = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-GATHER_FP16 = "stage3_gather_fp16_weights_on_model_save"
 
 
 def _own_case(name: str) -> str:
@@ -54,8 +47,8 @@ class DeepSpeedConfig:
         self.gradient_clipping = found.settings["clip_grad"]
         self.zero_optimization_stage = found.settings["zero_stage"]
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.float16_config = SimpleNamespace(enabled=found.settings["fp16"])
-        self.bfloat16_config = SimpleNamespace(enabled=found.settings["bf16"])
+        self.float16_config = get_float16_config(self._param_dict)
+        self.bfloat16_config = get_bfloat16_config(self._param_dict)
         self.optimizer_name = _own_case(found.optimizer.name) if found.optimizer else None
         self.optimizer_params = found.optimizer.params if found.optimizer else None
         self.scheduler_name = found.scheduler.name if found.scheduler else None
@@ -66,22 +59,24 @@ class DeepSpeedConfig:
         self.tag_validation = found.tag_validation
         self.monitor_config = get_monitor_config(self._param_dict)
         self.wall_clock_breakdown = self._param_dict.get("wall_clock_breakdown", False)
-        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(**(self._param_dict.get("flops_profiler") or {}))
+        profiler = self._param_dict.get("flops_profiler") or {}
+        self.flops_profiler_config = section_as(DeepSpeedFlopsProfilerConfig, "flops_profiler", profiler)
         self.curriculum_params_legacy = self._param_dict.get("curriculum_learning") or {}
         self.curriculum_enabled_legacy = bool(self.curriculum_params_legacy.get("enabled"))
+        dropped = self._param_dict.get("progressive_layer_drop") or {}
+        self.pld_params = section_as(ProgressiveLayerDropConfig, "progressive_layer_drop", dropped)
         autocast = self._param_dict.get("torch_autocast") or {}
         self.torch_autocast_enabled = autocast.get("enabled", False)
-        zero = with_new_names(self._param_dict).get("zero_optimization")
-        zero = zero if isinstance(zero, Mapping) else {}
-        offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}
-        self.zero_config = SimpleNamespace(
-            stage=self.zero_optimization_stage,
-            offload_optimizer=_section(offload.get("offload_optimizer")),
-            offload_param=_section(offload.get("offload_param")),
-            gather_16bit_weights_on_model_save=any(bool(zero.get(name)) for name in (*GATHER, GATHER_FP16)),
-        )
-        fp16 = self._param_dict.get("fp16")
-        self.fp16_auto_cast = self.float16_config.enabled and bool((fp16 or {}).get("auto_cast"))
+        self.zero_config = section_as(DeepSpeedZeroConfig, "zero_optimization", get_zero_config(self._param_dict))
+        self.fp16_auto_cast = self.float16_config.enabled and self.float16_config.auto_cast
+
+
+class ProgressiveLayerDropConfig(DeepSpeedConfigModel):
+    """The section ``progressive_layer_drop``."""
+
+    enabled: bool = False
+    theta: float = 1.0
+    gamma: float = 0.001
 
 
 class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
@@ -94,12 +89,6 @@ class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
     top_modules: int = 1
     detailed: bool = True
     output_file: str | None = None
-
-
-def _section(values: Any) -> SimpleNamespace | None:
-    if not isinstance(values, Mapping) or values.get("device") in (None, "none"):
-        return None
-    return SimpleNamespace(**values)
 
 
 def _ranks_of_a_stage(mpu: Any) -> int:

@@ -1,42 +1,60 @@
-"""Sections of the JSON as objects with attributes."""
+"""Sections of the JSON as pydantic models."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
-from megatron_core.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deepspeed.utils.logging import logger
+from megatron_core.errors import ConfigError, quoted
 
 
-class DeepSpeedConfigModel:
-    """Keys of a section as attributes: those given, and the class's defaults for the others.
+class DeepSpeedConfigModel(BaseModel):
+    """Keys of a section with types that pydantic checks; "auto" counts as absent unless ``strict`` is true.
 
-    A subclass declares each key as a class attribute with its default. Errors: ``ConfigError`` for an unknown key.
+    A field with ``json_schema_extra={"deprecated": True, "new_param": "name"}`` sets the field ``name`` with a warning:
+    to its own value, or to the result of ``new_param_fn``; with ``set_new_param`` false it does not. Errors:
+    ``ValidationError`` for unknown keys and values of the wrong type; ``ConfigError`` if both fields are given.
     """
 
-    other_names: ClassVar[Mapping[str, str]] = {}
-    """Attributes of keys that have another name."""
-    sections: ClassVar[Mapping[str, type["DeepSpeedConfigModel"]]] = {}
-    """Classes of keys whose values are sections."""
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        self.fields_set = set()  # type: set[str]
-        for key, value in data.items():
-            name = self.other_names.get(key, key)
-            if name not in self.keys():
-                raise ConfigError(f"{type(self).__name__}: {key}={value!r} is not a key; use one of {self.keys()}")
-            if name in self.sections and isinstance(value, Mapping):
-                value = self.sections[name](**value)
-            setattr(self, name, value)
-            self.fields_set.add(name)
+        super().__init__(**{key: value for key, value in data.items() if strict or not _is_auto(value)})
+        for old, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if old in self.model_fields_set and isinstance(extra, Mapping) and extra.get("deprecated"):
+                self._replace(old, extra)
 
-    @classmethod
-    def keys(cls) -> list[str]:
-        """Names of the keys."""
-        found = {name for each in cls.__mro__ for name in vars(each).get("__annotations__", {})}
-        return sorted(found - {"other_names", "sections"})
+    def _replace(self, old: str, extra: Mapping[str, Any]) -> None:
+        new = extra.get("new_param", "")
+        logger.warning("Config parameter %s is deprecated%s", old, f"; use {new}" if new else "")
+        if new and extra.get("set_new_param", True):
+            if new in self.model_fields_set:
+                raise ConfigError(f"{old} and {new} are given; remove {old}, which is deprecated")
+            setattr(self, new, extra.get("new_param_fn", lambda value: value)(getattr(self, old)))
 
-    def dict(self) -> dict[str, Any]:
-        """Return the values by key."""
-        return {name: getattr(self, name) for name in self.keys()}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.dict().items())})"
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+Model = TypeVar("Model", bound=DeepSpeedConfigModel)
+
+
+def section_as(kind: type[Model], name: str, values: Mapping[str, Any]) -> Model:
+    """Return the section ``name`` of the JSON, "" for its top; ``ConfigError`` names the first wrong key."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(filter(None, (name, *map(str, first["loc"]))))
+        raise ConfigError(f"{path}={quoted(first['input'])}: {first['msg']}") from error

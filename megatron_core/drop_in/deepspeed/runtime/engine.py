@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.optimizers import momenta_of
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, StepStates, ZeROOptimizer
 from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -18,6 +17,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.engine_reports import EngineReports
 from deepspeed.runtime.engine_settings import EngineSettings
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.zero.partition_parameters import mark_parameters
 from deepspeed.utils import groups
@@ -73,8 +73,10 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self.config = self._config._param_dict
         # The engine, with the optimizer of the program or of the JSON.
         chosen = choose_optimizer(model, optimizer, model_parameters, self._config.translation)
+        chosen.freeze_others(model)
         settings = {**self._config.translation.settings, **chosen.settings, "check_for_nan_in_loss_and_grad": False}
-        settings["pipeline_model_parallel_size"] = getattr(model, "num_stages", 1)
+        self.pipeline_parallelism = isinstance(model, PipelineModule)
+        settings["pipeline_model_parallel_size"] = model.num_stages if isinstance(model, PipelineModule) else 1
         if self._config.translation.sums_gradients and settings["pipeline_model_parallel_size"] > 1:
             raise ConfigError("gradient_allreduce_op='sum' with a PipelineModule of several stages: use 'mean'")
         core = native.initialize(
@@ -83,6 +85,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         core.casts_inputs = self.fp16_auto_cast()
         core.sums_over_ranks = self._config.translation.sums_gradients
         core.delay_growth_of_loss_scale(1)  # so that it grows in the same steps as DeepSpeed's
+        if not self.pipeline_parallelism:
+            core.watch_module()
+            core.ends_step = lambda: self.is_gradient_accumulation_boundary() and not self._in_no_sync
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
@@ -103,7 +108,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """Calls of ``step``."""
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size(), synchronizes=False)
         self.has_moe_layers, self.enable_backward_allreduce = has_moe_layers(model)[0], True
-        self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
+        self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are summed as dense ones
         self._boundary: bool | None = None
         self._in_no_sync = self._in_step = self._step_applied = False
         self._rates = ProgramRates(core.optimizer.param_groups, self.train_batch_size)
@@ -116,12 +121,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._rates.scheduler = self.lr_scheduler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self._open_reports()
-        if self.curriculum_enabled_legacy():  # constructed now: a wrong section fails here
-            kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
-            if kind != "seqlen" or getattr(model, "num_stages", 1) > 1:
-                raise ConfigError(
-                    f"curriculum_learning.curriculum_type={kind!r} must be 'seqlen', and the model no PipelineModule"
-                )
+        self._check_curriculum(settings["pipeline_model_parallel_size"])
 
     core: native.Engine
 
@@ -156,8 +156,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """Run the model."""
         self.tput_timer.start()
         if self.module.training:
-            kwargs = self._with_curriculum(kwargs, self.global_steps + 1)
-        self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+            kwargs = self._with_schedules(kwargs, self.global_steps + 1)
         with (
             self._timed("forward"),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.torch_autocast_enabled()),
@@ -171,7 +170,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """
         self._require_optimizer("backward")
         steps = self.gradient_accumulation_steps()
-        self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         given = loss if scale_wrt_gas or not isinstance(loss, Tensor) else loss * steps
         with self._timed("backward"):
             found = self.core.backward(given, retain_graph=retain_graph)
@@ -181,7 +179,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """Return ``loss`` times the loss scale (fp16), for ``engine.scale(loss).backward()``."""
         self._require_optimizer("scale")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            raise ConfigError("engine.scale(loss): loss must be a tensor with one element that requires gradients")
+            raise ConfigError("engine.scale(loss): loss must be a scalar tensor that requires gradients")
         return self.core.scale(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -206,7 +204,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """Return a context whose backwards belong to a step that ends outside of it; for stages 0 and 1."""
         if self.zero_optimization_partition_gradients():
             raise ConfigError(
-                f"no_sync context manager is incompatible with zero_optimization.stage={self.zero_optimization_stage()}"
+                f"no_sync context manager is incompatible with ZeRO stage {self.zero_optimization_stage()}"
                 ": gradients are in shards after each backward; use stage 0 or 1, or gradient_accumulation_steps"
             )
         if self._in_no_sync:
@@ -220,9 +218,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Return a context around all backwards of one step, whose gradients ``step`` sums over the ranks at once."""
-        if not self.zero_optimization() or getattr(self.module, "num_stages", 1) > 1:
+        if not self.zero_optimization() or self.pipeline_parallelism:
             raise NotImplementedError(
-                "coalesce_grad_reduction needs zero_optimization.stage 1, 2 or 3, and no pipeline"
+                "coalesce_grad_reduction needs zero_optimization.stage 1, 2 or 3, and no pipeline parallelism"
             )
         if self._in_no_sync or not self.managed_gradient_accumulation():
             raise ConfigError(
@@ -244,11 +242,11 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
             raise ConfigError(
                 "It is illegal to call Engine.step() inside no_sync context manager: end the context first"
             )
+        self._use_written_gradients()
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
         added = self.core._backwards - self.gradient_accumulation_steps()
         try:
-            self.core.forced_boundary = self.is_gradient_accumulation_boundary()
             with self._timed("step"):
                 report = self.core.step()
         finally:
@@ -259,11 +257,25 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._step_applied = report is not None and not report.skipped
         self.tput_timer.stop(global_step=report is not None, report_speed=False)
         if report is not None:
+            if self.progressive_layer_drop is not None:
+                self.progressive_layer_drop.update_state(self.global_steps - 1)
             self._report_step(report)
         every = self.steps_per_print()
         if report is not None and every and self.global_steps % every == 0:
             rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
             log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}", ranks=[0])
+
+    def _use_written_gradients(self) -> None:
+        """At stage 0, replace gradients by what the program wrote into ``parameter.grad``, also without a backward."""
+        trained = () if self.zero_optimization() else self.core._trained
+        written = [(p, p.grad.to(vars(p)["main_grad"].dtype)) for p in trained if p.grad is not None]
+        if written and not self.core._backwards:
+            self.core._begin_backward(weighted=False)
+            self.core._end_backward(torch.tensor(math.nan), 1.0)
+            self.core._knows_loss = False
+        for parameter, gradient in written:
+            self.core.whole.set_gradient(parameter, gradient / self.core.loss_scale)
+            parameter.grad = None
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the weights."""
@@ -274,36 +286,15 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         if not self.zero_optimization_partition_gradients():
             self.core.discard_gradients()
 
+    def _backward_epilogue(self) -> None:
+        """Do nothing: programs for DeepSpeed before 0.18.3 call it after ``loss.backward()``."""
+
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Do nothing: ``step`` sums gradients that are not summed yet."""
 
     def _require_optimizer(self, name: str) -> None:
         if self.optimizer is None:
             raise ConfigError(f"engine.{name}() without an optimizer; give one to deepspeed.initialize or in the JSON")
-
-    # Learning rates and norms.
-
-    def get_lr(self) -> list[Any]:
-        """Learning rate of each parameter group."""
-        return self._of_groups("lr")
-
-    def get_type(self) -> list[Any]:
-        """``type`` of each parameter group, 0.0 if it has none."""
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        """Betas of each parameter group, or momentum (SGD, RMSprop)."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        of_all = momenta_of(self._config.translation.settings)
-        return [group.get("momentum", group.get("betas", of_all)) for group in groups]
-
-    def _of_groups(self, name: str) -> list[Any]:
-        return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the gradient of the last step before clipping; None before the first step, infinite if skipped."""
-        report = self.core.last_report
-        return None if report is None else math.inf if report.skipped else report.grad_norm
 
     # Batch sizes and data.
 

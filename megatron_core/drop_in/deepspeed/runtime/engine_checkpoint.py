@@ -18,7 +18,7 @@ from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.parallel.texts import gather_from_all_ranks, raise_on_all_ranks
 
 LATEST = "latest"
 """File with the tag of the newest checkpoint."""
@@ -65,7 +65,14 @@ class EngineCheckpoint(EngineSettings):
         if not save_dir:
             raise ValueError(f"save_dir={save_dir!r} must be a folder")
         name = self._check_tag(str(f"global_step{self.global_steps}" if tag is None else tag))
-        self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})
+        within_step = self.core.micro_step, self.core._backwards
+        if any(within_step):
+            logger.warning("save_checkpoint in the middle of a step: the gradients of its micro-batches are not saved")
+        self.core.micro_step = self.core._backwards = 0  # else the engine refuses to save
+        try:
+            self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})
+        finally:
+            self.core.micro_step, self.core._backwards = within_step
         self.core.finish_saving()
         problem = ""
         if save_latest and self.core.world.rank == 0:
@@ -73,7 +80,7 @@ class EngineCheckpoint(EngineSettings):
                 Path(save_dir, LATEST).write_text(name, encoding="utf-8")
             except OSError as error:
                 problem = f"save_dir={os.fspath(save_dir)!r} cannot be written: {error.strerror}; give another folder"
-        self._raise_together(problem)
+        raise_on_all_ranks(problem, self.core.world.device)
         return True
 
     def load_checkpoint(
@@ -137,7 +144,7 @@ class EngineCheckpoint(EngineSettings):
         problem = ""
         if not name or name in (".", "..") or Path(name).name != name:
             problem = f"tag={name!r} must be the name of a folder, without {os.sep}"
-        self._raise_together(problem)
+        raise_on_all_ranks(problem, self.core.world.device)
         by_rank = gather_from_all_ranks(name, self.core.world.device)
         if len(set(by_rank)) > 1:
             texts = ", ".join(map(repr, dict.fromkeys(by_rank)))
@@ -152,12 +159,7 @@ class EngineCheckpoint(EngineSettings):
         problem = ""
         if self.core.world.rank == 0 and not folder.is_dir():
             problem = f"{folder}: no such checkpoint; give the folder and the tag of one"
-        self._raise_together(problem)
-
-    def _raise_together(self, problem: str) -> None:
-        by_rank = [text for text in gather_from_all_ranks(problem, self.core.world.device) if text]
-        if by_rank:
-            raise CheckpointError(by_rank[0])
+        raise_on_all_ranks(problem, self.core.world.device)
 
     # Weights alone.
 
@@ -232,7 +234,7 @@ class EngineCheckpoint(EngineSettings):
                 write_weights(state, path)
             except OSError as error:
                 problem = f"{path} cannot be written: {error}; give another folder"
-        self._raise_together(problem)
+        raise_on_all_ranks(problem, self.core.world.device)
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:

@@ -1,10 +1,12 @@
 """Reports of an engine: monitors, wall-clock times and the profile of FLOPs."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.optimizers import momenta_of
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.timer import SynchronizedWallClockTimer
@@ -20,6 +22,7 @@ class EngineReports:
     _config: DeepSpeedConfig
     core: Any
     module: Any
+    optimizer: Any
 
     def _open_reports(self) -> None:
         self.monitor = MonitorMaster(self._config.monitor_config)
@@ -74,3 +77,27 @@ class EngineReports:
             self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in events])
         if self.wall_clock_breakdown():
             self.timers.log(TIMERS)
+
+    # Learning rates and norms.
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of each parameter group."""
+        return self._of_groups("lr")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each parameter group, 0.0 if it has none."""
+        return self._of_groups("type")
+
+    def get_mom(self) -> list[Any]:
+        """Betas of each parameter group, or momentum (SGD, RMSprop)."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        of_all = momenta_of(self._config.translation.settings)
+        return [group.get("momentum", group.get("betas", of_all)) for group in groups]
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradient of the last step before clipping; None before the first step, infinite if skipped."""
+        report = self.core.last_report
+        return None if report is None else math.inf if report.skipped else report.grad_norm

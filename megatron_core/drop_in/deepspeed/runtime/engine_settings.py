@@ -1,13 +1,26 @@
 """Methods of ``DeepSpeedEngine`` that return settings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from megatron_core.errors import ConfigError
+
+
+def _setting(path: str, text: str) -> Callable[[Any], Any]:
+    """Return a method with the docstring ``text`` that returns an attribute of the configuration."""
+
+    def setting(self: Any) -> Any:
+        return attrgetter(path)(self._config)
+
+    setting.__doc__ = text
+    return setting
 
 
 class EngineSettings:
@@ -15,69 +28,43 @@ class EngineSettings:
 
     _config: DeepSpeedConfig
 
-    def train_batch_size(self) -> int:
-        """Samples of a step on all ranks."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch of one rank."""
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a rank in a step."""
-        return self._config.gradient_accumulation_steps
+    train_batch_size = _setting("train_batch_size", "Samples of a step on all ranks.")
+    train_micro_batch_size_per_gpu = _setting("train_micro_batch_size_per_gpu", "Samples of a micro-batch of one rank.")
+    gradient_accumulation_steps = _setting("gradient_accumulation_steps", "Micro-batches of a rank in a step.")
+    managed_gradient_accumulation = _setting(
+        "managed_gradient_accumulation", "Whether the engine counts micro-batches; else each ``step()`` is a boundary."
+    )
+    gradient_clipping = _setting("gradient_clipping", "Largest norm of the gradient; 0: no clipping.")
+    steps_per_print = _setting("steps_per_print", "Steps between two lines of the log; None: no lines.")
+    dataloader_drop_last = _setting("dataloader_drop_last", "Whether loaders leave out an incomplete micro-batch.")
+    optimizer_name = _setting("optimizer_name", "Type of the optimizer in the JSON; None without one.")
+    optimizer_params = _setting("optimizer_params", "Parameters of the optimizer in the JSON; None without one.")
+    scheduler_name = _setting("scheduler_name", "Type of the scheduler in the JSON; None without one.")
+    scheduler_params = _setting("scheduler_params", "Parameters of the scheduler in the JSON; None without one.")
+    fp16_auto_cast = _setting("fp16_auto_cast", "Whether floating-point inputs are cast to float16.")
+    torch_autocast_enabled = _setting(
+        "torch_autocast_enabled", "Whether forwards run in ``torch.autocast`` with bfloat16."
+    )
+    zero_optimization = _setting("zero_enabled", "Whether the stage is at least 1.")
+    zero_optimization_stage = _setting("zero_optimization_stage", "The stage of ZeRO.")
+    curriculum_enabled_legacy = _setting(
+        "curriculum_enabled_legacy", "Whether the section ``curriculum_learning`` is enabled."
+    )
+    curriculum_params_legacy = _setting("curriculum_params_legacy", "The section ``curriculum_learning``.")
+    pld_enabled = _setting("pld_params.enabled", "Whether the section ``progressive_layer_drop`` is enabled.")
+    pld_theta = _setting("pld_params.theta", "Smallest share of layers to keep.")
+    pld_gamma = _setting("pld_params.gamma", "Rate at which the share of layers falls.")
+    fp16_enabled = _setting("float16_config.enabled", "Whether weights are float16.")
+    bfloat16_enabled = _setting("bfloat16_config.enabled", "Whether weights are bfloat16.")
+    zero_offload_optimizer = _setting("zero_config.offload_optimizer", "The section; None without it.")
+    zero_offload_param = _setting("zero_config.offload_param", "The section; None without it.")
+    zero_gather_16bit_weights_on_model_save = _setting(
+        "zero_config.gather_16bit_weights_on_model_save", "Whether ``save_16bit_model`` writes a model at stage 3."
+    )
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return (samples of a step, of a micro-batch, micro-batches of a rank in a step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; if not, each ``step()`` is a boundary."""
-        return bool(self._config.managed_gradient_accumulation)
-
-    def gradient_clipping(self) -> float:
-        """Largest norm of the gradient; 0: no clipping."""
-        return float(self._config.gradient_clipping)
-
-    def steps_per_print(self) -> int | None:
-        """Steps between two lines of the log."""
-        return self._config.steps_per_print
-
-    def dataloader_drop_last(self) -> bool:
-        """Whether loaders leave out the last incomplete micro-batch."""
-        return bool(self._config.dataloader_drop_last)
-
-    # Optimizer and scheduler of the JSON.
-
-    def optimizer_name(self) -> str | None:
-        """Type of the optimizer in the JSON."""
-        return self._config.optimizer_name
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Its parameters."""
-        return self._config.optimizer_params
-
-    def scheduler_name(self) -> str | None:
-        """Type of the scheduler in the JSON."""
-        return self._config.scheduler_name
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Its parameters."""
-        return self._config.scheduler_params
-
-    # Precision.
-
-    def fp16_enabled(self) -> bool:
-        """Whether weights are float16."""
-        return bool(self._config.float16_config.enabled)
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether weights are bfloat16."""
-        return bool(self._config.bfloat16_config.enabled)
-
-    def fp16_auto_cast(self) -> bool:
-        """Whether floating-point inputs are cast to float16."""
-        return self._config.fp16_auto_cast
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of weights and of accumulated gradients."""
@@ -96,23 +83,11 @@ class EngineSettings:
         """The first loss scale."""
         return float(self._config.translation.settings.get("initial_loss_scale", 2.0**16))
 
-    def torch_autocast_enabled(self) -> bool:
-        """Whether forwards run in ``torch.autocast`` with bfloat16."""
-        return bool(self._config.torch_autocast_enabled)
-
     def torch_autocast_dtype(self) -> torch.dtype:
         """The dtype of autocast."""
         return torch.bfloat16
 
     # ZeRO.
-
-    def zero_optimization(self) -> bool:
-        """Whether the stage is at least 1."""
-        return self._config.zero_enabled
-
-    def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO."""
-        return int(self._config.zero_optimization_stage)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are in shards (stage 2 and 3)."""
@@ -122,52 +97,49 @@ class EngineSettings:
         """Whether weights are in shards (stage 3)."""
         return self.zero_optimization_stage() >= 3
 
-    def zero_offload_optimizer(self) -> Any:
-        """The section ``offload_optimizer``; None without offload."""
-        return self._config.zero_config.offload_optimizer
-
-    def zero_offload_param(self) -> Any:
-        """The section ``offload_param``; None without offload."""
-        return self._config.zero_config.offload_param
-
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether optimizer state is in host memory or on disk."""
-        return self.zero_offload_optimizer() is not None
+        return self.zero_cpu_offload() or self.zero_nvme_offload_optimizer()
 
     def zero_cpu_offload(self) -> bool:
         """Whether optimizer state is in host memory."""
-        section = self.zero_offload_optimizer()
-        return section is not None and section.device == "cpu"
+        return getattr(self.zero_offload_optimizer(), "device", "none") == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Whether optimizer state is on disk."""
-        section = self.zero_offload_optimizer()
-        return section is not None and section.device == "nvme"
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether ``save_16bit_model`` writes a model at stage 3."""
-        return bool(self._config.zero_config.gather_16bit_weights_on_model_save)
+        return getattr(self.zero_offload_optimizer(), "device", "none") == "nvme"
 
     # Curriculum.
-
-    def curriculum_enabled_legacy(self) -> bool:
-        """Whether the section ``curriculum_learning`` is enabled."""
-        return bool(self._config.curriculum_enabled_legacy)
-
-    def curriculum_params_legacy(self) -> Mapping[str, Any]:
-        """The section ``curriculum_learning``."""
-        return self._config.curriculum_params_legacy
 
     @cached_property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler:
         """The difficulty of each step."""
         return CurriculumScheduler(self._config.curriculum_params_legacy)
 
-    def _with_curriculum(self, kwargs: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the length of sequences to the arguments of the model."""
-        if not self.curriculum_enabled_legacy():
-            return kwargs
-        return {**kwargs, "curriculum_seqlen": self.curriculum_scheduler_legacy.update_difficulty(step)}
+    @cached_property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The share of layers to keep; None without the section."""
+        return ProgressiveLayerDrop(self.pld_theta(), self.pld_gamma()) if self.pld_enabled() else None
+
+    def _check_curriculum(self, stages: int) -> None:
+        """Construct the schedule of difficulties, if any, so that a wrong section fails before training."""
+        if self.curriculum_enabled_legacy():
+            kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
+            if kind != "seqlen" or stages > 1:
+                raise ConfigError(
+                    f"curriculum_learning.curriculum_type={kind!r} must be 'seqlen', and the model no PipelineModule"
+                )
+
+    def get_pld_theta(self) -> float | None:
+        """Return the share of layers to keep; None without the section."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
+
+    def _with_schedules(self, kwargs: dict[str, Any], step: int) -> dict[str, Any]:
+        """Add the length of sequences and the share of layers to keep to the arguments of the model."""
+        if self.curriculum_enabled_legacy():
+            kwargs = {**kwargs, "curriculum_seqlen": self.curriculum_scheduler_legacy.update_difficulty(step)}
+        dropped = self.progressive_layer_drop
+        return kwargs if dropped is None else {**kwargs, **dropped.get_state()}
 
     # Features that have other names here.
 

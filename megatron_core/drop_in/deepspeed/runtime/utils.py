@@ -1,6 +1,6 @@
 """Norms, clipping and a line about memory, as programs import them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import log_dist
-from megatron_core.any_model.partition import balanced_bounds, uniform_bounds
 
 GIB = 2**30
 
@@ -98,13 +97,3 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
     """Return the sums of the first 1, 2, ... weights."""
     return list(accumulate(weights))
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of ``num_parts`` parts whose sizes differ by one at most."""
-    return uniform_bounds(num_items, num_parts)
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the bounds of ``num_parts`` parts of similar weight, as ``PipelineModule`` divides layers."""
-    return balanced_bounds(weights, num_parts)

@@ -1,8 +1,11 @@
 """The section ``zero_optimization``."""
 
 import sys
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, model_validator
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
@@ -11,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum as OffloadDeviceEnum
-from megatron_core.errors import ConfigError
+from deepspeed.utils.logging import logger
 
 
 class ZeroStageEnum(IntEnum):
@@ -24,41 +27,42 @@ class ZeroStageEnum(IntEnum):
     max_stage = 3
 
 
-GATHER = "gather_16bit_weights_on_model_save"
 STAGE_3 = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
     "model_persistence_threshold",
     "max_live_parameters",
     "max_reuse_distance",
-    GATHER,
+    "gather_16bit_weights_on_model_save",
     "module_granularity_threshold",
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
-"""Attributes whose key begins with ``stage3_``."""
+"""Fields whose key begins with ``stage3_``."""
+Count = Annotated[int, Field(ge=0)]
+
+
+def _replaced_by(new: str, **choices: Any) -> Any:
+    """Return the default of a deprecated field, see ``DeepSpeedConfigModel``."""
+    return Field(None, json_schema_extra={"deprecated": True, "new_param": new, **choices})
+
+
+def _on_cpu(kind: type[DeepSpeedConfigModel]) -> Any:
+    return lambda is_offloaded: kind(device="cpu") if is_offloaded else None
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """The keys of ``zero_optimization`` with DeepSpeed's defaults; docs/deepspeed_keys.md says which have effect."""
 
-    other_names: ClassVar = {
-        **{f"stage3_{name}": name for name in STAGE_3},
-        "stage3_gather_fp16_weights_on_model_save": GATHER,
-    }
-    sections: ClassVar = {
-        "offload_param": DeepSpeedZeroOffloadParamConfig,
-        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "leaf_module": DeepSpeedZeroLeafModuleConfig,
-    }
+    model_config = ConfigDict(alias_generator=lambda name: f"stage3_{name}" if name in STAGE_3 else name)
 
-    stage: int = 0
+    stage: ZeroStageEnum = ZeroStageEnum.disabled
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
-    reduce_bucket_size: int = 500_000_000
+    reduce_bucket_size: Count = 500_000_000
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
-    allgather_bucket_size: int = 500_000_000
+    allgather_bucket_size: Count = 500_000_000
     overlap_comm: bool | None = None
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
@@ -66,16 +70,21 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
     zenflow: Any = None
-    sub_group_size: int = 1_000_000_000
-    cpu_offload_param: bool | None = None
-    cpu_offload_use_pin_memory: bool | None = None
-    cpu_offload: bool | None = None
-    prefetch_bucket_size: int = 50_000_000
-    param_persistence_threshold: int = 100_000
-    model_persistence_threshold: int = sys.maxsize
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: Count = 1_000_000_000
+    cpu_offload_param: bool | None = _replaced_by(
+        "offload_param", new_param_fn=_on_cpu(DeepSpeedZeroOffloadParamConfig)
+    )
+    cpu_offload_use_pin_memory: bool | None = _replaced_by("offload_param or offload_optimizer", set_new_param=False)
+    cpu_offload: bool | None = _replaced_by(
+        "offload_optimizer", new_param_fn=_on_cpu(DeepSpeedZeroOffloadOptimizerConfig)
+    )
+    prefetch_bucket_size: Count = 50_000_000
+    param_persistence_threshold: Count = 100_000
+    model_persistence_threshold: Count = sys.maxsize
+    max_live_parameters: Count = 1_000_000_000
+    max_reuse_distance: Count = 1_000_000_000
     gather_16bit_weights_on_model_save: bool = False
+    stage3_gather_fp16_weights_on_model_save: bool | None = _replaced_by("gather_16bit_weights_on_model_save")
     module_granularity_threshold: int = 0
     use_all_reduce_for_fetch_params: bool = False
     allgather_sequential: bool = False
@@ -83,7 +92,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    zero_hpz_partition_size: int = 1
+    zero_hpz_partition_size: Count = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
@@ -93,18 +102,20 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: DeepSpeedZeroLeafModuleConfig
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
     mics_shard_size: int = -1
     mics_hierarchical_params_gather: bool = False
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        self.leaf_module = DeepSpeedZeroLeafModuleConfig()
-        super().__init__(strict, **data)
-        if self.stage not in range(4):
-            raise ConfigError(f"zero_optimization.stage={self.stage!r} must be 0, 1, 2 or 3")
+    @model_validator(mode="after")
+    def _complete(self) -> "DeepSpeedZeroConfig":
         if self.overlap_comm is None:
             self.overlap_comm = self.stage == ZeroStageEnum.weights
-        if self.cpu_offload_param:
-            self.offload_param = DeepSpeedZeroOffloadParamConfig(device="cpu")
-        if self.cpu_offload:
-            self.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu")
+        if self.stage == ZeroStageEnum.weights and self.elastic_checkpoint:
+            logger.warning("elastic checkpointing is deprecated: every checkpoint loads with any number of ranks")
+        return self
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``zero_optimization``, also of its old form true or false."""
+    section = param_dict.get("zero_optimization") or {}
+    return {"stage": int(section)} if isinstance(section, bool) else dict(section)

@@ -1,6 +1,8 @@
 """The section ``leaf_module``: modules that ZeRO 3 gathers as a whole, as whole layers are here in any case."""
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -12,15 +14,16 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
+def _each_once(value: Any) -> list[str]:
+    return list(dict.fromkeys([value] if isinstance(value, str) else map(str, value)))
+
+
+Texts = Annotated[list[str], BeforeValidator(_each_once)]
+
+
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     """Classes, names and ends of names of modules."""
 
-    classes: list[str] = DEFAULT_LEAF_MODULE_CLASSES
-    names: list[str] = DEFAULT_LEAF_MODULE_NAMES
-    name_suffixes: list[str] = DEFAULT_LEAF_MODULE_NAME_SUFFIXES
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(strict, **data)
-        for key in self.keys():
-            value = getattr(self, key)
-            setattr(self, key, list(dict.fromkeys([value] if isinstance(value, str) else map(str, value))))
+    classes: Texts = DEFAULT_LEAF_MODULE_CLASSES
+    names: Texts = DEFAULT_LEAF_MODULE_NAMES
+    name_suffixes: Texts = DEFAULT_LEAF_MODULE_NAME_SUFFIXES

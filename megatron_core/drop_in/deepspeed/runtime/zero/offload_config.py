@@ -1,6 +1,10 @@
 """Offload in the JSON."""
 
 from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -26,27 +30,27 @@ class OffloadStateTypeEnum(str, Enum):
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """The section ``offload_param``."""
 
-    device: str = "none"
-    nvme_path: str | None = None
-    buffer_count: int = 5
-    buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: Annotated[int, Field(ge=0)] = 5
+    buffer_size: Annotated[int, Field(ge=0)] = 100_000_000
+    max_in_cpu: Annotated[int, Field(ge=0)] = 1_000_000_000
     pin_memory: bool = True
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """The section ``offload_optimizer``."""
 
-    device: str = "none"
-    nvme_path: str | None = None
-    buffer_count: int = 4
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: Annotated[int, Field(ge=0)] = 4
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: float = 1.0
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     super_offload: bool = False
-    cpuadam_cores_perc: float = 0.8
+    cpuadam_cores_perc: Annotated[float, Field(ge=0, le=1)] = 0.8
 
     @property
     def pipeline(self) -> bool:
