@@ -1,7 +1,5 @@
 """Settings of fill-in-the-middle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
