@@ -24,15 +24,13 @@ def _factors_json(config: ModelConfig) -> Settings:
 FACTORS = KeyRule(_factors, _factors_json, dict.fromkeys(("attention_multiplier", "logits_scaling"), POSITIVE))
 
 
-def _shared(hf_config: Settings) -> Settings:
-    return {"moe_shared_expert_intermediate_size": hf_config.get("shared_intermediate_size") or None}
-
-
-def _shared_json(config: ModelConfig) -> Settings:
-    return {"shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0}
-
-
-SHARED_EXPERTS = KeyRule(_shared, _shared_json, {"shared_intermediate_size": LENGTH_OR_ZERO})
+SHARED_EXPERTS = KeyRule(
+    read=lambda hf_config: {
+        "moe_shared_expert_intermediate_size": hf_config.get("shared_intermediate_size") or None,
+    },
+    write=lambda config: {"shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0},
+    types={"shared_intermediate_size": LENGTH_OR_ZERO},
+)
 
 
 def _peri_norms(hf_config: Settings) -> Settings:

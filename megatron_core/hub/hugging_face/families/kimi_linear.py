@@ -55,10 +55,6 @@ def _heads(hf_config: Settings) -> Settings:
     return {}
 
 
-def _heads_json(config: ModelConfig) -> Settings:
-    return {"num_key_value_heads": config.num_attention_heads}
-
-
 def _experts(hf_config: Settings) -> Settings:
     """Layers with experts, the width of shared ones, and groups."""
     layers = hf_config["num_hidden_layers"]
@@ -104,5 +100,7 @@ EXPERT_TYPES = {
     **dict.fromkeys(("num_shared_experts", "num_expert_group", "topk_group"), COUNT),
 }
 MIXERS = KeyRule(_mixers, _mixers_json, MIXER_TYPES)
-HEADS = KeyRule(_heads, _heads_json, {"num_key_value_heads": COUNT})
+HEADS = KeyRule(
+    _heads, lambda config: {"num_key_value_heads": config.num_attention_heads}, {"num_key_value_heads": COUNT}
+)
 EXPERTS = KeyRule(_experts, _experts_json, EXPERT_TYPES)

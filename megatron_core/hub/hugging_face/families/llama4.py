@@ -21,10 +21,6 @@ def _experts(hf_config: Settings) -> Settings:
     }
 
 
-def _experts_json(config: ModelConfig) -> Settings:
-    return {"moe_layers": config.expert_layers}
-
-
 def _attention(hf_config: Settings) -> Settings:
     """Layers with positions attend within chunks; queries of the others have a temperature."""
     positions = POSITIONS.read(hf_config)
@@ -74,5 +70,9 @@ ATTENTION_TYPES = {
     "floor_scale": WIDTH,
     "use_qk_norm": SWITCH,
 }
-EXPERTS = KeyRule(_experts, _experts_json, {"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT})
+EXPERTS = KeyRule(
+    read=_experts,
+    write=lambda config: {"moe_layers": config.expert_layers},
+    types={"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT},
+)
 ATTENTION = KeyRule(_attention, _attention_json, ATTENTION_TYPES)

@@ -29,10 +29,6 @@ def _width_of_embeddings(hf_config: Settings) -> Settings:
     return {"disable_bias_linear": not hf_config.get("enable_bias", True)}
 
 
-def _width_of_embeddings_json(config: ModelConfig) -> Settings:
-    return {"word_embed_proj_dim": config.hidden_size, "enable_bias": config.add_bias_linear}
-
-
 def rows_of_positions(_: ModelConfig, count: int) -> list[RowRange]:
     """The stored table of positions without its first rows."""
     return [RowRange(0, FIRST_POSITION, FIRST_POSITION + count)]
@@ -40,5 +36,7 @@ def rows_of_positions(_: ModelConfig, count: int) -> list[RowRange]:
 
 ACTIVATION = KeyRule(_activation, _activation_json, {"activation_function": STRING})
 WIDTH_OF_EMBEDDINGS = KeyRule(
-    _width_of_embeddings, _width_of_embeddings_json, {"enable_bias": SWITCH, "word_embed_proj_dim": WIDTH}
+    read=_width_of_embeddings,
+    write=lambda config: {"word_embed_proj_dim": config.hidden_size, "enable_bias": config.add_bias_linear},
+    types={"enable_bias": SWITCH, "word_embed_proj_dim": WIDTH},
 )

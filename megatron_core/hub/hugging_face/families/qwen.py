@@ -23,7 +23,8 @@ def _windows_of_all_layers(hf_config: Settings) -> Settings:
     return WINDOW_OF_ALL_LAYERS.read(hf_config) if hf_config.get("use_sliding_window", False) else {}
 
 
-def _windows_json(config: ModelConfig) -> Settings:
+def windows_json(config: ModelConfig) -> Settings:
+    """The keys of ``WINDOWS``, and ``use_sliding_window``."""
     return WINDOWS.write(config) | {"use_sliding_window": config.window_size is not None}
 
 
@@ -49,9 +50,9 @@ def _expert_layers_json(config: ModelConfig) -> Settings:
 
 EXPERT_LAYERS = KeyRule(_expert_layers, _expert_layers_json, {"mlp_only_layers": COUNTS, "decoder_sparse_step": COUNT})
 WINDOW_TYPES = {**WINDOWS_OF_LAST_LAYERS.types, "use_sliding_window": SWITCH}
-QWEN_WINDOWS = KeyRule(_windows, _windows_json, WINDOW_TYPES)
-QWEN_MOE_WINDOWS = KeyRule(_windows_of_all_layers, _windows_json, WINDOW_TYPES)
-QWEN2_MOE_WINDOWS = KeyRule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES)
+QWEN_WINDOWS = KeyRule(_windows, windows_json, WINDOW_TYPES)
+QWEN_MOE_WINDOWS = KeyRule(_windows_of_all_layers, windows_json, WINDOW_TYPES)
+QWEN2_MOE_WINDOWS = KeyRule(_windows_of_qwen2_moe, windows_json, WINDOW_TYPES)
 ROUTER_SOFTMAX = KeyRule(
     read=lambda hf_config: {"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)},
     write=lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
