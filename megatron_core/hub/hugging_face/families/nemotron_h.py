@@ -81,7 +81,7 @@ def _steps_json(config: ModelConfig) -> Settings:
     return {"time_step_min": config.section(RecurrentConfig).mamba_dt_min or NO_LEAST_STEP}
 
 
-def notes(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
+def notes_on_steps(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
     """Say that the code published with these models bounds steps by another key."""
     config = config.section(RecurrentConfig)
     limit = hf_config.get("time_step_limit")
