@@ -9,11 +9,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from megatron_core.text_file import read_table
-
 ALL = "all"
 """The topic of the complete help."""
-MOST_USED: dict[str, list[str]] = read_table(__file__)
+MOST_USED = {
+    "": ("config", "model_preset", "depth"),
+    "model": (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "swiglu"),
+        *("normalization", "position_embedding_type", "num_experts", "moe_router_topk", "recompute_granularity"),
+    ),
+    "parallel": (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "sequence_parallel", "zero_stage"),
+    ),
+    "training": ("micro_batch_size", "global_batch_size", "train_iters", "eval_interval", "eval_iters", "bf16"),
+    "optimizer": ("optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
+    "data": ("data_path", "seq_length", "split", "tokenizer_type", "tokenizer_model", "vocab_size", "mock_data"),
+    "checkpoint": ("save", "save_interval", "load", "load_hf"),
+    "monitor": ("log_interval", "metrics_file"),
+    "dry": ("dry_run", "world_size", "rank"),
+}
 """Settings on the first screen of the help, by group."""
 WITHOUT_BOXES = str.maketrans("╭╮╰╯─│", "    - ")
 """Translation for terminals without Unicode."""
