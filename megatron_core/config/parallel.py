@@ -1,5 +1,7 @@
 """How the model and its batch are split over ranks, and kinds of lossy sums of gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm

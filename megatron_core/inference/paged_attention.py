@@ -4,6 +4,8 @@ A layer gives the cache the tensors of the step's tokens; these functions store 
 or a core attention of a feature has methods with the same names instead.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial

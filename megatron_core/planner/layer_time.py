@@ -6,6 +6,8 @@ as there is computation to overlap with. The bytes of an elementwise operation a
 reads its input and writes its output; its backward reads input and gradient and writes one gradient.
 """
 
+from __future__ import annotations
+
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.mixers import mixer_of

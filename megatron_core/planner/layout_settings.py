@@ -1,5 +1,7 @@
 """Settings of a layout that the planner varies."""
 
+from __future__ import annotations
+
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Expansion of words of a shell script: quotes, variables, output of commands, arithmetic."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

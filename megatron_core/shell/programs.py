@@ -1,5 +1,7 @@
 """Output of programs that only compute with their arguments, and of printf."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The models and layouts that ``megatron-verify`` compares with one process."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations

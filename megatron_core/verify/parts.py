@@ -1,5 +1,7 @@
 """The parts of a whole tensor that a rank may hold, given its index on each parallel axis."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple, TypeVar

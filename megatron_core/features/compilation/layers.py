@@ -1,5 +1,7 @@
 """torch.compile layer by layer: equal layers share a graph, and collectives between layers stay eager."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

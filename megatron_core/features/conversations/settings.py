@@ -1,5 +1,7 @@
 """Settings of fine-tuning on conversations."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

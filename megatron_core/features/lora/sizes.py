@@ -1,5 +1,7 @@
 """Sizes of adapters."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from megatron_core.config import ParallelConfig, RunConfig

@@ -1,5 +1,7 @@
 """Rows of the optimizers."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from megatron_core.config.optimizers import AlgorithmConfig, Moment, OptimizerKind

@@ -1,5 +1,7 @@
 """The setting of the mean of the loss, and its rules."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Settings of Megatron-LM's order of samples."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r

@@ -1,5 +1,7 @@
 """Global weights of groups of replicas that train independently and exchange their weights every few steps."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

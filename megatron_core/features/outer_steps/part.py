@@ -1,5 +1,7 @@
 """The groups of replicas as a part of a run: exchanges after steps, state in checkpoints and in copies."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial

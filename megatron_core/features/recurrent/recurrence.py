@@ -1,5 +1,7 @@
 """Parts of recurrences over tokens whose states decay: chunks of tokens, decays, and transitions of states."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -1,5 +1,7 @@
 """The sizes of sparse attention."""
 
+from __future__ import annotations
+
 from megatron_core.config.attention import MultiLatent, Projection
 from megatron_core.config.model import ModelConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig

@@ -1,5 +1,7 @@
 """Tinker's API over HTTP with starlette; an illegal request gets an error message, and affects no other."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
