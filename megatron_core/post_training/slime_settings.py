@@ -10,36 +10,12 @@ from megatron_core.checkpoint.folder import TRACKER
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.post_training.verl_settings import LAYOUT, config_of_model
+from megatron_core.text_file import read_table
 
-SAME_NAMES = (
-    *LAYOUT,
-    *("sequence_parallel", "bf16", "fp16", "seed", "use_distributed_optimizer", "overlap_grad_reduce"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    *("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"),
-    *("save", "no_save_optim", "no_load_optim", "finetune", "attention_dropout", "hidden_dropout"),
-)
+_TABLES = read_table(__file__)
+SAME_NAMES = (*LAYOUT, *_TABLES["same_names"])
 """Arguments that have the names and values of our settings."""
-NOT_READ: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            *("custom_loss_function_path", "custom_advantage_function_path", "custom_tis_function_path"),
-            *("custom_pg_loss_reducer_function_path", "rollout_data_postprocess_path", "custom_model_provider_path"),
-            *("custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path"),
-            *("custom_megatron_before_train_step_hook_path", "custom_update_weight_post_write_path"),
-            *("only_train_params_name_list", "freeze_params_name_list", "ref_update_interval", "mtp_num_layers"),
-        )
-    ),
-    **dict.fromkeys(
-        (
-            *("keep_old_actor", "use_opsm", "use_routing_replay", "use_rollout_routing_replay"),
-            *("get_mismatch_metrics", "reset_optimizer_states", "use_stateless_adam", "enable_mtp_training"),
-        ),
-        False,
-    ),
-    "rollout_top_p": 1.0,
-    "update_weight_mode": "full",
-}
+NOT_READ: Mapping[str, Any] = _TABLES["not_read"]
 """Arguments that this trainer does not support, with the values that do not need it."""
 
 

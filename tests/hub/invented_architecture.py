@@ -4,7 +4,7 @@ It represents a user's own file: it imports the public names of ``megatron_core.
 and nothing in the package refers to it.
 """
 
-from megatron_core.features.presets.published import LLAMA_LAYERS
+from megatron_core.features.presets.published import LAYERS
 from megatron_core.hub.hugging_face import Architecture, KeyRule, register
 from megatron_core.hub.hugging_face.tensors import gate_and_up, stacked_qkv
 from megatron_core.schema import POSITIVE
@@ -24,7 +24,7 @@ INVENTED = register(
             "epsilon": "norm_epsilon",
             "context": "max_position_embeddings",
         },
-        fixed={**LLAMA_LAYERS, "qk_layernorm": True},
+        fixed={**LAYERS["llama"], "qk_layernorm": True},
         required={"bias": False},
         rules=(
             KeyRule(

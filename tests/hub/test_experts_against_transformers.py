@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
+from megatron_core.features.presets.published import LAYERS as LAYERS_OF_FAMILIES
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
@@ -198,7 +198,7 @@ def test_deepseek_v3() -> None:
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
     own = {
-        **DEEPSEEK_V3_LAYERS,
+        **LAYERS_OF_FAMILIES["deepseek_v3"],
         "norm_epsilon": 1e-6,
         "q_lora_rank": 20,
         "kv_lora_rank": 12,

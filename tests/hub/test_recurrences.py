@@ -12,7 +12,7 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.hub.hugging_face import HuggingFaceReader, architecture_for, architecture_of
-from megatron_core.hub.hugging_face.families.nemotron_h import NEMOTRON_H
+from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.parameters import model_parameters
@@ -176,10 +176,10 @@ def test_a_limit_of_steps_that_transformers_does_not_read_is_in_a_note() -> None
     """The code published with Nemotron-H bounds steps by ``time_step_limit``; `transformers` by ``time_step_min``."""
     model = RunConfig.from_flat(architecture_of(NEMOTRON_H_8B).settings(NEMOTRON_H_8B)).model
     assert model.mamba_dt_min == 0.001
-    (note,) = NEMOTRON_H.notes(NEMOTRON_H_8B, model)
+    (note,) = ARCHITECTURES["nemotron_h"].notes(NEMOTRON_H_8B, model)
     assert "time_step_limit=[0.0, inf] has no effect" in note and "give --mamba-dt-min 0," in note
-    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B, replace(model, mamba_dt_min=0.0))]
-    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B | {"time_step_limit": None}, model)]
+    assert not [*ARCHITECTURES["nemotron_h"].notes(NEMOTRON_H_8B, replace(model, mamba_dt_min=0.0))]
+    assert not [*ARCHITECTURES["nemotron_h"].notes(NEMOTRON_H_8B | {"time_step_limit": None}, model)]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
@@ -189,4 +189,4 @@ def test_an_activation_without_mlps_does_not_prevent_export(activation: str) -> 
     model = RunConfig.from_flat(sizes | fixed | {"hybrid_layer_pattern": "MM", activation: True}).model
     assert architecture_for(model, "mamba2").changed_settings(model) == {}
     hybrid = replace(model, hybrid_layer_pattern="M-")
-    assert ("swiglu" in NEMOTRON_H.changed_settings(hybrid)) == (activation == "swiglu")
+    assert ("swiglu" in ARCHITECTURES["nemotron_h"].changed_settings(hybrid)) == (activation == "swiglu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,11 @@ def test_the_default_scale_of_scores_is_a_factor_of_granite(model_type: str) -> 
     assert architecture_for(config, model_type).config_json(config)["attention_multiplier"] == config.head_size**-0.5
     with pytest.raises(CheckpointError, match="softmax_scale="):
         architecture_for(replace(config, softmax_scale=0.5), "llama")
+
+
+def test_numbers_of_the_declarations_are_numbers() -> None:
+    """YAML reads 1e-5 as a string; 1.0e-5 is a number."""
+    for architecture in ARCHITECTURES.values():
+        for name in ("fixed", "defaults", "required", "layer_constants"):
+            for key, value in getattr(architecture, name).items():
+                assert not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value), (key, value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.families.llama import LLAMA
+from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 from megatron_core.ops.rotary import rope
 from megatron_core.training.step import train_step
 from megatron_core.transformer.rotary import (
@@ -73,7 +73,7 @@ def test_scaled_positions_are_those_of_transformers(theirs: dict) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2, "rope_theta": 500_000.0, **lengths}
     sizes |= {"intermediate_size": 512, "rms_norm_eps": 1e-6}
     config = LlamaConfig(**sizes, rope_scaling=dict(theirs))
-    ours = ModelConfig(**LLAMA.settings(sizes | {"rope_scaling": theirs}))
+    ours = ModelConfig(**ARCHITECTURES["llama"].settings(sizes | {"rope_scaling": theirs}))
     positions = torch.tensor([[0, 1, 50, 3000]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), positions)
     frequencies, magnitude = scaled_frequencies(ours, 128, 3001)

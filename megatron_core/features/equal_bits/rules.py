@@ -1,31 +1,17 @@
 """Rules for --layout-invariant: sizes that have canonical parts, and settings whose sums depend on the layout."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_core.config.run import RunConfig
 from megatron_core.config.tree import subtree_sizes
+from megatron_core.text_file import read_table
 
-REFUSED = {
-    "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
-    "fp8_format": "scales are those of a rank's block; remove --fp8-format",
-    "experimental_attention_variant": "its sums have no canonical parts; use plain attention in all layers",
-    "hybrid_layer_pattern": "equal bits are not tested with such layers; remove --hybrid-layer-pattern",
-    "compile": "a graph has its own order of sums; remove --compile",
-    "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
-    "qk_layernorm_weight_per_head": "gradients of its weights are plain sums over tokens; remove it",
-    "xielu": "gradients of its numbers are plain sums over features; remove it",
-    "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",
-    "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",
-}
+_TABLES = read_table(__file__)
+REFUSED: dict[str, str] = _TABLES["refused"]
 """Settings that cannot be used, with the reason and the remedy."""
-REFUSED_WORDS = {
-    ("grad_compression", "none"): "a compressed gradient depends on the ranks; remove --grad-compression",
-    ("softmax_type", "vanilla"): "the gradient of a sink is a sum over all queries; remove --softmax-type",
-    ("moe_token_dispatcher_type", "alltoall"): "it adds the experts of a rank first; use alltoall",
-    ("tp_comm_overlap_chunks", 1): "its products have canonical parts; use 1",
-    ("attention_kind", "grouped_query"): "its projections have no canonical parts; remove --attention-kind",
-}
-"""(setting, the only value that can be used): the reason and the remedy."""
+ONLY: list[tuple[str, Any, str]] = _TABLES["only"]
+"""Setting, the only value that can be used, the reason and the remedy."""
 
 
 def has_equal_bits(config: RunConfig) -> bool:
@@ -41,7 +27,7 @@ def invariance_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, reason in REFUSED.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with layout_invariant=True: {reason}"
-    for (name, only), reason in REFUSED_WORDS.items():
+    for name, only, reason in ONLY:
         if name in flat and flat[name] not in (only, None):
             yield f"{name}={flat[name]} cannot be used with layout_invariant=True: {reason}"
     if config.model.fuses_output_layer_with_loss:

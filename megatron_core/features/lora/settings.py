@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
+from megatron_core.text_file import read_table
 
 LORA = given("lora_rank", "N")
 TUNES = Condition(
@@ -34,48 +35,10 @@ _ATTENTION = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear
 _RECURRENT = ("in_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "out_proj")
 LAYERS = ("linear_qkv", *_ATTENTION, "linear_proj", *_RECURRENT, "linear_fc1", "linear_fc2")
 """The linear layers of attention, recurrent layers and MLP."""
+_WORDS = {**{name: name for name in LAYERS}, "all-linear": " ".join(LAYERS), **read_table(__file__)}
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    **{name: ((name, WHOLE),) for name in LAYERS},
-    "all-linear": tuple((name, WHOLE) for name in LAYERS),
-    # NeMo's names of the parts of fused matrices.
-    "linear_q": (("linear_qkv", "q"),),
-    "linear_k": (("linear_qkv", "k"),),
-    "linear_v": (("linear_qkv", "v"),),
-    "linear_fc1_gate": (("linear_fc1", "gate"),),
-    "linear_fc1_up": (("linear_fc1", "up"),),
-    # Hugging Face: Llama and most others.
-    "q_proj": (("linear_qkv", "q"), ("linear_q_proj", WHOLE), ("in_proj", "q")),
-    "k_proj": (("linear_qkv", "k"), ("in_proj", "k")),
-    "v_proj": (("linear_qkv", "v"), ("in_proj", "v")),
-    "o_proj": (("linear_proj", WHOLE), ("out_proj", WHOLE)),
-    "gate_proj": (("linear_fc1", "gate"),),
-    "up_proj": (("linear_fc1", "up"),),
-    "down_proj": (("linear_fc2", WHOLE),),
-    # Kimi Linear, Qwen3-Next, Qwen3.5.
-    "b_proj": (("in_proj", "b"),),
-    **{f"in_proj_{name}": (("in_proj", name),) for name in _DELTA_NET},
-    # Phi-3, GPT-NeoX, GPT-2, MPT, Phi, Granite, DeepSeek, Mixtral.
-    "qkv_proj": (("linear_qkv", WHOLE),),
-    "gate_up_proj": (("linear_fc1", WHOLE),),
-    "query_key_value": (("linear_qkv", WHOLE),),
-    "dense": (("linear_proj", WHOLE),),
-    "dense_h_to_4h": (("linear_fc1", WHOLE),),
-    "dense_4h_to_h": (("linear_fc2", WHOLE),),
-    "c_attn": (("linear_qkv", WHOLE),),
-    "Wqkv": (("linear_qkv", WHOLE),),
-    "c_proj": (("linear_proj", WHOLE), ("linear_fc2", WHOLE)),
-    "c_fc": (("linear_fc1", WHOLE),),
-    "fc1": (("linear_fc1", WHOLE),),
-    "fc2": (("linear_fc2", WHOLE),),
-    "input_linear": (("linear_fc1", WHOLE),),
-    "output_linear": (("linear_fc2", WHOLE),),
-    "q_a_proj": (("linear_q_down_proj", WHOLE),),
-    "q_b_proj": (("linear_q_up_proj", WHOLE),),
-    "kv_a_proj_with_mqa": (("linear_kv_down_proj", WHOLE),),
-    "kv_b_proj": (("linear_kv_up_proj", WHOLE),),
-    "w1": (("linear_fc1", "gate"),),
-    "w2": (("linear_fc2", WHOLE),),
-    "w3": (("linear_fc1", "up"),),
+    name: tuple((layer, part or WHOLE) for layer, _, part in (word.partition(".") for word in words.split()))
+    for name, words in _WORDS.items()
 }
 """Name in --lora-target-modules -> the layers that it may stand for, and the part of their matrix."""
 

@@ -16,8 +16,8 @@ _TABLES: dict[str, dict[str, Settings]] = {
     }
     for table, entries in read_table(__file__).items()
 }
-LLAMA_LAYERS, DEEPSEEK_V3_LAYERS = (_TABLES["layers"][name] for name in ("llama", "deepseek_v3"))
-"""Settings of the layers of these model families."""
+LAYERS = _TABLES["layers"]
+"""Settings of the layers of model families, by their names."""
 PRESETS = _TABLES["models"]
 """Settings by the name of the model."""
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: import into any layout and export, from one file for each family of architectures."""
+"""Hugging Face checkpoints: import into any layout and export, from a declaration of each architecture."""
 
 from megatron_core.hub.hugging_face.architecture import Architecture, architecture_for, architecture_of, register
 from megatron_core.hub.hugging_face.reader import (

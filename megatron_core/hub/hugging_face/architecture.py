@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, get_args
 
 from megatron_core.config import ModelConfig
@@ -17,7 +16,6 @@ from megatron_core.features.layer_sizes.settings import LAYERS_JSON, Heterogeneo
 from megatron_core.features.mup.settings import MuPConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.value_head.settings import ValueHeadConfig
-from megatron_core.hub.hugging_face import families
 from megatron_core.hub.hugging_face.classifier import TENSORS as CLASSIFIER_TENSORS
 from megatron_core.hub.hugging_face.classifier import classifier_keys, is_value_model
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
@@ -333,18 +331,6 @@ def register(architecture: Architecture, **changes: Any) -> Architecture:
     return architecture
 
 
-def variant(parent: Architecture, **changes: Any) -> Architecture:
-    """Register an architecture like ``parent``; its settings and tensors are added to those of ``parent``.
-
-    These are ``keys``, ``fixed``, ``tensors`` and ``layer_tensors``, where None removes an entry of ``parent``; other
-    fields are replaced, as by ``register``.
-    """
-    for name in ("keys", "fixed", "tensors", "layer_tensors"):
-        entries = {**getattr(parent, name), **changes.get(name, {})}
-        changes[name] = {key: value for key, value in entries.items() if value is not None}
-    return register(parent, **changes)
-
-
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json.
 
@@ -390,6 +376,5 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     raise CheckpointError(f"models of the architecture {tried} cannot have the settings of this model{reason}")
 
 
-# At the end, because the families import this module.
-for _family in iter_modules(families.__path__):
-    import_module(f"{families.__name__}.{_family.name}")
+# At the end, because the declarations become architectures of this module.
+import_module("megatron_core.hub.hugging_face.declarations")

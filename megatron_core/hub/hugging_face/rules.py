@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from megatron_core.config import ModelConfig
 from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
-from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
 from megatron_core.schema import (
     COUNT,
     COUNT_OR_ZERO,
@@ -330,17 +329,6 @@ def gelu(key: str, default: str) -> KeyRule:
 
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys with the number of layers for multi-token prediction."""
-EXPERT_MATRICES: dict[str, str | TensorSource] = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-    "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
-}
-"""Router and experts, under the names of most architectures."""
-SHARED_MATRICES: dict[str, str | TensorSource] = {
-    "mlp.shared_experts.linear_fc1": gate_and_up("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
-}
-EXPERT_BIAS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
 
 
 def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:

@@ -10,49 +10,10 @@ from megatron_core.errors import quoted
 from megatron_core.hub.hugging_face.architecture import ARCHITECTURES, IGNORED_KEYS, Architecture
 from megatron_core.hub.hugging_face.rules import Settings
 from megatron_core.schema import OBJECT, KeyType
+from megatron_core.text_file import read_table
 
-GENERATION = {
-    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"),
-    *("bad_words_ids", "begin_suppress_tokens", "cache_config", "cache_implementation", "compile_config"),
-    *("constraints", "continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample", "dola_layers"),
-    *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff"),
-    *("exponential_decay_length_penalty", "force_words_ids", "guidance_scale", "is_assistant", "length_penalty"),
-    *("low_memory", "max_cache_len", "max_length", "max_matching_ngram_size", "max_new_tokens", "max_time", "min_p"),
-    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("num_beam_groups", "num_beams", "num_return_sequences", "output_logits", "output_scores", "penalty_alpha"),
-    *("prefill_chunk_size", "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits", "temperature"),
-    *("repetition_penalty", "return_dict_in_generate", "sequence_bias", "speculation_type", "stop_strings", "top_h"),
-    *("suppress_tokens", "target_lookbehind", "token_healing", "top_k", "top_p", "typical_p", "use_mtp"),
-    *("watermarking_config", "_from_model_config"),
-}
-"""Settings of generation, which earlier releases of `transformers` stored in config.json."""
-OTHER = {
-    # Of `transformers`: classes, tasks, files, and ways of computing.
-    *(
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "_commit_hash",
-        "custom_pipelines",
-    ),
-    *("cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads", "tie_encoder_decoder", "prefix"),
-    "custom_pipelines",
-    *("task_specific_params", "tf_legacy_loss", "tokenizer_class", "torchscript", "transformers.js_config"),
-    *("use_bfloat16", "classifier_dropout", "classifier_bias", "num_labels", "keys_to_ignore_at_inference"),
-    *("gradient_checkpointing", "use_flash_attn", "use_flash_attention", "flash_attn", "_flash_attn_2_enabled"),
-    *("unsloth_fixed", "unsloth_version", "is_llama_config", "attention_softmax_in_fp32", "logits_to_keep"),
-    *("scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "num_logits_to_keep", "use_mamba_kernels"),
-    # Of training and of the first weights.
-    *("ep_size", "seq_aux", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient", "z_loss_weight"),
-    *("init_method", "init_std", "initializer_factor", "initializer_cutoff_factor", "embedding_initializer_range"),
-    *("rescale_prenorm_residual", "output_router_logits", "embd_pdrop", "resid_pdrop", "residual_dropout"),
-    *("embedding_dropout", "ffn_dropout", "dropout", "hidden_dropout", "attention_dropout", "router_jitter_noise"),
-    # Of tokens and lengths.
-    *("model_max_length", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "initial_context_length"),
-    *("org_vocab_size", "qk_head_dim", "pad_id", "bos_id", "eos_id", "im_start_id", "im_end_id"),
-    *("mask_init_id", "sep_id"),
-}
-"""Further keys on which the logits of a text do not depend, or which repeat others."""
+HARMLESS = {key for keys in read_table(__file__).values() for key in keys}
+"""Keys on which the logits of a text do not depend, or which repeat others."""
 SIZES = {*names_by_resume(ModelConfig, Resume.SHAPE), "num_query_groups"}
 """Settings that shapes of stored tensors determine: a key with another value cannot go unnoticed."""
 PATTERNS = re.compile(r"summary_.*|.*_token_ids?|.*_token_index|.*_init_scale|.*use_xavier_init|mup_base.*|_.*pattern")
@@ -101,7 +62,7 @@ def _is_off(value: Any) -> bool:
 
 def is_harmless(key: str) -> bool:
     """Whether the logits of no model depend on a key."""
-    return key in GENERATION or key in OTHER or PATTERNS.fullmatch(key) is not None
+    return key in HARMLESS or PATTERNS.fullmatch(key) is not None
 
 
 def _is_size(key: str) -> bool:

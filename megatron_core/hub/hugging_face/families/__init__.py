@@ -1,1 +1,1 @@
-"""Architectures of the Hugging Face hub: each file in this folder registers one family."""
+"""Rules and rows of architectures that need more than the tables of ``declarations.yaml``."""

@@ -3,11 +3,7 @@
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors
 from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, Settings, refuse
-from megatron_core.hub.hugging_face.tensors import gate_and_up
 from megatron_core.schema import COUNT, COUNTS, NUMBER, WIDTH, KeyType
 
 HEAD_SIZE = KeyType("an integer >= 1, or auto", lambda value: value == "auto" or COUNT.accepts(value))
@@ -70,54 +66,10 @@ def _rope(hf_config: Settings) -> Settings:
     return settings
 
 
-BAMBA = register(
-    LLAMA,
-    model_type="bamba",
-    class_name="BambaForCausalLM",
-    keys={
-        **{key: name for key, name in LLAMA.keys.items() if key not in ("num_hidden_layers", "head_dim")},
-        **MIXER_KEYS,
-    },
-    fixed={**LLAMA.fixed, "hidden_dropout": 0.0},
-    defaults={
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "attn_layer_indices": [],
-        "mamba_n_heads": 128,
-        "mamba_d_head": "auto",
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 256,
-        "num_logits_to_keep": 1,
-        "time_step_limit": MAMBA2.defaults["time_step_limit"],
-        "z_loss_coefficient": 0.0,
-    },
-    required={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-    },
-    rules=(
-        KeyRule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types),
-        LIMITS_OF_STEPS,
-        KeyRule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS}),
-        KeyRule(
-            lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
-            lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},
-            {"z_loss_coefficient": NUMBER},
-        ),
-    ),
-    tensors={**LLAMA.tensors, "decoder.final_layernorm": "model.final_layernorm"},
-    parts_of_layer=2,
-    layer_tensors={
-        **mixer_tensors("mamba"),
-        **LLAMA.layer_tensors,
-        "pre_mlp_layernorm": "pre_ff_layernorm",
-        "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),
-        "mlp.linear_fc2": "feed_forward.down_proj",
-    },
+POSITIONS = KeyRule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types)
+LAYERS = KeyRule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS})
+Z_LOSS = KeyRule(
+    read=lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
+    write=lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},
+    types={"z_loss_coefficient": NUMBER},
 )

@@ -1,29 +1,16 @@
-"""DeepSeek-V3: latent attention, and experts that are chosen in groups with a bias. DeepSeek-V2: experts whose scores
-are a softmax. DeepSeek-V3.2 and GLM-5: attention to the keys that an indexer selects. GLM-4.7-Flash: another epsilon
-outside of the latents."""
+"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, choices of experts, and indexers."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
-from megatron_core.hub.hugging_face.architecture import register, variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import (
-    EXPERT_BIAS,
-    EXPERT_MATRICES,
     GROUP_TYPES,
-    GROUPS_BY_TWO,
-    MTP_LAYERS,
-    ROPE,
-    SHARED_MATRICES,
     KeyRule,
     Settings,
-    dense_first,
     groups_json,
     limited_to_groups,
     refuse,
     rope_parameters,
     rope_type,
 )
-from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.schema import COUNT, STRING, STRINGS, WIDTH
 
 
@@ -45,56 +32,6 @@ def _heads_json(config: ModelConfig) -> Settings:
 
 
 LATENT_POSITIONS = KeyRule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})
-LATENT_MATRICES: dict[str, str | TensorSource] = {
-    **LLAMA.layer_tensors,
-    "self_attention.linear_q_proj": "self_attn.q_proj",
-    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
-    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
-    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
-    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
-    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
-}
-
-DEEPSEEK_V3 = register(
-    LLAMA,
-    model_type="deepseek_v3",
-    class_name="DeepseekV3ForCausalLM",
-    keys={
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "intermediate_size": "ffn_hidden_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "initializer_range": "init_method_std",
-        "attention_dropout": "attention_dropout",
-        "q_lora_rank": "q_lora_rank",
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_nope_head_dim": "qk_head_dim",
-        "qk_rope_head_dim": "qk_pos_emb_head_dim",
-        "v_head_dim": "v_head_dim",
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "routed_scaling_factor": "moe_router_topk_scaling_factor",
-    },
-    defaults={"num_key_value_heads": 128},
-    # The norms of the latents always have this epsilon, so that the others must have it, too.
-    fixed={**DEEPSEEK_V3_LAYERS, "norm_epsilon": 1e-6},
-    required={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_interleave": True,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    },
-    rules=(ROPE, LATENT_POSITIONS, dense_first(dense=3), GROUPS_BY_TWO),
-    layer_tensors={**LATENT_MATRICES, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
-    mtp_layer_keys=MTP_LAYERS,
-)
 
 
 GREEDY = "greedy"
@@ -113,37 +50,7 @@ def _groups_json(config: ModelConfig) -> Settings:
     return groups_json(config) | {"topk_method": GREEDY if config.group_score_topk is None else LIMITED}
 
 
-DEEPSEEK_V2 = register(
-    DEEPSEEK_V3,
-    model_type="deepseek_v2",
-    class_name="DeepseekV2ForCausalLM",
-    fixed={
-        **DEEPSEEK_V3.fixed,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": True,
-        "moe_router_enable_expert_bias": False,
-    },
-    aliases={"num_experts": "n_routed_experts"},
-    defaults={"topk_method": GREEDY, "routed_scaling_factor": 1.0},
-    required={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "norm_topk_prob": False,
-        "rms_norm_eps": 1e-6,
-        "scoring_func": "softmax",
-        "moe_layer_freq": 1,
-    },
-    rules=(
-        ROPE,
-        LATENT_POSITIONS,
-        dense_first(dense=0, shared=2),
-        KeyRule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING}),
-    ),
-    layer_tensors={**LATENT_MATRICES, **EXPERT_MATRICES, **SHARED_MATRICES},
-    mtp_layer_keys=(),
-)
-
+GROUPS_OF_V2 = KeyRule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING})
 
 INDEXED = "indexed_attention"
 SPARSE = "sparse"
@@ -191,54 +98,4 @@ INDEXERS = KeyRule(
     read=_check_indexers,
     write=lambda config: {"layer_types": [INDEXED] * config.num_layers},
     types=dict.fromkeys(("layer_types", "indexer_types"), STRINGS),
-)
-INDEXER = "self_attention.core_attention.indexer"
-INDEXER_MATRICES: dict[str, str | TensorSource] = {
-    f"{INDEXER}.linear_wq_b": "self_attn.indexer.wq_b",
-    f"{INDEXER}.linear_wk": "self_attn.indexer.wk",
-    f"{INDEXER}.k_norm": "self_attn.indexer.k_norm",
-    f"{INDEXER}.linear_weights_proj": "self_attn.indexer.weights_proj",
-}
-
-DEEPSEEK_V32 = variant(
-    DEEPSEEK_V3,
-    model_type="deepseek_v32",
-    class_name="DeepseekV32ForCausalLM",
-    keys={
-        "index_n_heads": "dsa_indexer_n_heads",
-        "index_head_dim": "dsa_indexer_head_dim",
-        "index_topk": "dsa_indexer_topk",
-    },
-    fixed={"experimental_attention_variant": "dsa"},
-    required={
-        **{key: only for key, only in DEEPSEEK_V3.required.items() if key != "rope_interleave"},
-        "mlp_bias": False,
-    },
-    rules=(ROPE, LATENT_POSITIONS, dense_first(dense=3, shared=1), EXPERT_LAYERS, INDEXERS, GROUPS_BY_TWO),
-    layer_tensors=INDEXER_MATRICES,
-)
-GLM_MOE_DSA = variant(
-    DEEPSEEK_V32,
-    model_type="glm_moe_dsa",
-    class_name="GlmMoeDsaForCausalLM",
-    keys={"rms_norm_eps": "norm_epsilon"},
-    defaults={**DEEPSEEK_V32.defaults, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
-    fixed={
-        "norm_epsilon": None,
-        "latent_norm_epsilon": 1e-6,
-        "dsa_indexer_k_norm_epsilon": 1e-6,
-        "dsa_indexer_rope_interleaved": True,
-    },
-    required={key: only for key, only in DEEPSEEK_V32.required.items() if key != "rms_norm_eps"},
-)
-GLM4_MOE_LITE = variant(
-    DEEPSEEK_V3,
-    model_type="glm4_moe_lite",
-    class_name="Glm4MoeLiteForCausalLM",
-    keys={"rms_norm_eps": "norm_epsilon"},
-    fixed={"norm_epsilon": None, "latent_norm_epsilon": 1e-6},
-    aliases={"num_local_experts": "n_routed_experts"},
-    defaults={"num_key_value_heads": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
-    required={key: only for key, only in DEEPSEEK_V3.required.items() if key != "rms_norm_eps"},
-    rules=(ROPE, LATENT_POSITIONS, dense_first(dense=1, shared=1), EXPERT_LAYERS, GROUPS_BY_TWO),
 )

@@ -1,10 +1,8 @@
 """Falcon: attention and MLP in parallel, with one norm or two, and one or a few key and value heads."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.gpt_neox import GPT_NEOX
-from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, gelu, refuse
-from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
+from megatron_core.hub.hugging_face.tensors import RowRange
 from megatron_core.schema import COUNT, SWITCH
 
 
@@ -41,9 +39,9 @@ def _layers_json(config: ModelConfig) -> Settings:
     }
 
 
-def _norm(alone: str, parallel: str) -> TensorSource:
+def rows_of_norm(config: ModelConfig, count: int) -> list[RowRange]:
     """A norm whose name depends on whether attention and MLP in parallel have two."""
-    return TensorSource((alone, parallel), lambda config, count: [RowRange(_has_two_norms(config), 0, count)])
+    return [RowRange(_has_two_norms(config), 0, count)]
 
 
 def _has_two_norms(config: ModelConfig) -> bool:
@@ -54,36 +52,4 @@ LAYER_TYPES = {
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "bias"), SWITCH),
     **dict.fromkeys(("num_ln_in_parallel_attn", "num_kv_heads"), COUNT),
 }
-FALCON = register(
-    GPT_NEOX,
-    model_type="falcon",
-    class_name="FalconForCausalLM",
-    base="transformer.",
-    keys={
-        **{
-            key: name
-            for key, name in GPT_NEOX.keys.items()
-            if key not in ("intermediate_size", "layer_norm_eps", "use_parallel_residual")
-        },
-        "ffn_hidden_size": "ffn_hidden_size",
-        "layer_norm_epsilon": "norm_epsilon",
-    },
-    aliases={"n_embed": "hidden_size"},
-    defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    required={"alibi": False, "apply_residual_connection_post_layernorm": False},
-    rules=(ROPE, gelu("activation", "gelu"), KeyRule(_layers, _layers_json, LAYER_TYPES)),
-    tensors={
-        "embedding.word_embeddings": "transformer.word_embeddings",
-        "decoder.final_layernorm": "transformer.ln_f",
-        "output_layer": "lm_head",
-    },
-    layer_prefix="transformer.h.{n}.",
-    layer_tensors={
-        **GPT_NEOX.layer_tensors,
-        "input_layernorm": _norm("input_layernorm", "ln_attn"),
-        "self_attention.linear_qkv": "self_attention.query_key_value",  # of each group in turn, too
-        "self_attention.linear_proj": "self_attention.dense",
-        "pre_mlp_layernorm": _norm("post_attention_layernorm", "ln_mlp"),
-    },
-    derived=r"h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq",
-)
+LAYERS = KeyRule(_layers, _layers_json, LAYER_TYPES)

@@ -5,12 +5,8 @@ import math
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.bamba import BAMBA, HEAD_SIZE
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
-from megatron_core.hub.hugging_face.tensors import separate_qkv
+from megatron_core.hub.hugging_face.families.bamba import HEAD_SIZE
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.schema import COUNT, FACTORS, POSITIVE, SWITCH, KeyType
 
 ORDER = (1, 2, 3, 0, 4)
@@ -90,51 +86,21 @@ def _multipliers_json(config: ModelConfig) -> Settings:
     }
 
 
-FALCON_H1 = register(
-    BAMBA,
-    model_type="falcon_h1",
-    class_name="FalconH1ForCausalLM",
-    keys={
-        **BAMBA.keys,
-        "head_dim": "kv_channels",
-        "embedding_multiplier": "embedding_multiplier",
-        "lm_head_multiplier": "logit_multiplier",
+LAYERS = KeyRule(
+    _layers,
+    _layers_json,
+    {
+        **dict.fromkeys(("num_hidden_layers", "mamba_n_heads", "mamba_expand", "mamba_d_ssm"), COUNT),
+        **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate"), SWITCH),
+        "mamba_d_head": HEAD_SIZE,
     },
-    defaults={
-        **{key: value for key, value in BAMBA.defaults.items() if key != "z_loss_coefficient"},
-        **INITIAL,
-        **dict.fromkeys((*SINGLE, "embedding_multiplier", "lm_head_multiplier"), 1.0),
-        **{"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True},
-        **{"ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2},
-        **{"mamba_use_mlp": True, "mlp_expansion_factor": 8, "attn_layer_indices": None},
-    },
-    required={**BAMBA.required, "projectors_bias": False},
-    rules=(
-        ROPE,
-        LIMITS_OF_STEPS,
-        KeyRule(
-            _layers,
-            _layers_json,
-            {
-                **dict.fromkeys(("num_hidden_layers", "mamba_n_heads", "mamba_expand", "mamba_d_ssm"), COUNT),
-                **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate"), SWITCH),
-                "mamba_d_head": HEAD_SIZE,
-            },
-        ),
-        KeyRule(
-            _multipliers,
-            _multipliers_json,
-            {
-                **dict.fromkeys(SINGLE, POSITIVE),
-                "ssm_multipliers": _factors_of(5),
-                "mlp_multipliers": _factors_of(2),
-            },
-        ),
-    ),
-    layer_tensors={
-        **{name: source for name, source in BAMBA.layer_tensors.items() if not name.startswith("self_attention.")},
-        **mixer_tensors("mamba", "self_attention.recurrence"),
-        "self_attention.attention.linear_qkv": separate_qkv("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "self_attention.attention.linear_proj": LLAMA.layer_tensors["self_attention.linear_proj"],
+)
+MULTIPLIERS = KeyRule(
+    _multipliers,
+    _multipliers_json,
+    {
+        **dict.fromkeys(SINGLE, POSITIVE),
+        "ssm_multipliers": _factors_of(5),
+        "mlp_multipliers": _factors_of(2),
     },
 )

@@ -2,8 +2,6 @@
 layers, bounded scores and logits."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register, variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, windows_where
 from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
 
@@ -31,14 +29,14 @@ def _rope_by_layer_type_json(config: ModelConfig) -> Settings:
     return ROPE.write(config) | local
 
 
-GEMMA_WINDOWS = windows_where(_has_window, sliding_window_pattern=COUNT)
+WINDOWS = windows_where(_has_window, sliding_window_pattern=COUNT)
 ROPE_TYPES = {**ROPE.types, "rope_local_base_freq": POSITIVE, "full_attention": OBJECT, "sliding_attention": OBJECT}
+POSITIONS = KeyRule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES)
 SOFTMAX_SCALE = KeyRule(
     read=lambda hf_config: {"softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5},
     write=lambda config: {"query_pre_attn_scalar": round((config.softmax_scale or config.head_size**-0.5) ** -2)},
     types={"query_pre_attn_scalar": POSITIVE},
 )
-DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
 
 def _gelu(hf_config: Settings) -> Settings:
@@ -49,53 +47,4 @@ def _gelu(hf_config: Settings) -> Settings:
     )
 
 
-GEMMA = variant(
-    LLAMA,
-    model_type="gemma",
-    class_name="GemmaForCausalLM",
-    fixed={"swiglu": False, "geglu": True, "openai_gelu": True, "apply_layernorm_1p": True, "scale_embeddings": True},
-    defaults={"tie_word_embeddings": True, "head_dim": 256},
-    required={"attention_bias": False, "use_bidirectional_attention": None},
-    rules=(ROPE, KeyRule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),
-)
-GEMMA2 = register(
-    LLAMA,
-    model_type="gemma2",
-    class_name="Gemma2ForCausalLM",
-    unread=frozenset({"hidden_act"}),  # hidden_activation counts
-    keys={
-        **LLAMA.keys,
-        "final_logit_softcapping": "final_logit_softcapping",
-        "attn_logit_softcapping": "attn_logit_softcapping",
-    },
-    fixed={**GEMMA.fixed, "norm_placement": "sandwich"},
-    defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    required={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "use_bidirectional_attention": False,
-    },
-    rules=(ROPE, GEMMA_WINDOWS, SOFTMAX_SCALE),
-    layer_tensors={
-        **LLAMA.layer_tensors,
-        "post_self_attn_layernorm": "post_attention_layernorm",
-        "pre_mlp_layernorm": "pre_feedforward_layernorm",
-        "post_mlp_layernorm": "post_feedforward_layernorm",
-    },
-)
-GEMMA3 = register(
-    GEMMA2,
-    model_type="gemma3_text",
-    class_name="Gemma3ForCausalLM",
-    keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
-    fixed={**GEMMA2.fixed, "qk_layernorm": True},
-    # Files of Gemma 3 4B to 27B leave out further keys of their text_config.
-    defaults={
-        **DEFAULTS,
-        **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6, "vocab_size": 262208},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
-    },
-    required={**GEMMA2.required, "attn_logit_softcapping": None},
-    rules=(KeyRule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
-    layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
-)
+ACTIVATION = KeyRule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})

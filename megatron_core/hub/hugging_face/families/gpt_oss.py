@@ -3,10 +3,7 @@
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import ROPE, Settings, windows_where
-from megatron_core.hub.hugging_face.tensors import TensorSource, alternating_gate_and_up
 
 YARN = {
     "rope_type": "yarn",
@@ -32,34 +29,5 @@ def _rope_json(config: ModelConfig) -> Settings:
     return keys
 
 
-GPT_OSS = variant(
-    LLAMA,
-    model_type="gpt_oss",
-    class_name="GptOssForCausalLM",
-    unread=frozenset({"experts_per_token"}),
-    keys={
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "router_aux_loss_coef": "moe_aux_loss_coeff",
-        "swiglu_limit": "activation_func_clamp_value",
-    },
-    fixed={
-        "swiglu": False,
-        "quick_geglu": True,
-        "glu_linear_offset": 1.0,
-        "disable_bias_linear": False,
-        "softmax_type": "learnable",
-    },
-    defaults={"head_dim": 64, "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150000.0},
-    required={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
-    rules=(replace(ROPE, read=_rope, write=_rope_json), windows_where(lambda _, layer: layer % 2 == 0)),
-    layer_tensors={
-        "self_attention.softmax_offset": "self_attn.sinks",
-        "mlp.router": "mlp.router",
-        "mlp.experts.linear_fc1.weight": alternating_gate_and_up("mlp.experts.gate_up_proj"),
-        "mlp.experts.linear_fc1.bias": alternating_gate_and_up("mlp.experts.gate_up_proj_bias"),
-        "mlp.experts.linear_fc2.weight": TensorSource(("mlp.experts.down_proj",), transposed=True, stacked=True),
-        "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
-    },
-    quantized=("mxfp4",),
-)
+POSITIONS = replace(ROPE, read=_rope, write=_rope_json)
+WINDOWS = windows_where(lambda _, layer: layer % 2 == 0)

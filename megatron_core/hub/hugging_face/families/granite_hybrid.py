@@ -2,12 +2,8 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.bamba import BAMBA, MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
-from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.families.mamba2 import LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, KeyRule, Settings, refuse
+from megatron_core.hub.hugging_face.families.bamba import MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
 from megatron_core.schema import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 
 KINDS = {"mamba": "M", "attention": "*", "linear_attention": "M", "full_attention": "*"}
@@ -80,52 +76,14 @@ def _positions_json(config: ModelConfig) -> Settings:
     return ROPE.write(config) | {"position_embedding_type": "rope"}
 
 
-GRANITE_HYBRID = register(
-    BAMBA,
-    model_type="granitemoehybrid",
-    class_name="GraniteMoeHybridForCausalLM",
-    keys={
-        **{key: name for key, name in LLAMA.keys.items() if key not in ("num_hidden_layers", "intermediate_size")},
-        "embedding_multiplier": "embedding_multiplier",
-        "residual_multiplier": "residual_multiplier",
-    },
-    aliases={"layers_block_type": "layer_types"},
-    defaults={
-        **GRANITE.defaults,
-        **{key: value for key, value in BAMBA.defaults.items() if key.startswith(("mamba", "time_step"))},
-        "rms_norm_eps": 1e-6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-        "shared_intermediate_size": 1024,
-    },
-    required={
-        "hidden_act": "silu",
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "normalization_function": "rmsnorm",
-    },
-    rules=(
-        ATTENTION_BIASES,
-        FACTORS,
-        LIMITS_OF_STEPS,
-        KeyRule(_layers, _layers_json, {**MIXER_TYPES, "layer_types": STRINGS}),
-        KeyRule(
-            _mlps,
-            _mlps_json,
-            {
-                **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), COUNT_OR_ZERO),
-                **dict.fromkeys(("intermediate_size", "shared_intermediate_size"), WIDTH),
-                "router_aux_loss_coef": NUMBER,
-            },
-        ),
-        KeyRule(_positions, _positions_json, {**ROPE.types, "position_embedding_type": STRING}),
-    ),
-    tensors=LLAMA.tensors,
-    layer_tensors={
-        **GRANITE_MOE_SHARED.layer_tensors,
-        **mixer_tensors("mamba"),
-        "mlp.linear_fc1": "shared_mlp.input_linear",
-        "mlp.linear_fc2": "shared_mlp.output_linear",
+LAYERS = KeyRule(_layers, _layers_json, {**MIXER_TYPES, "layer_types": STRINGS})
+MLPS = KeyRule(
+    _mlps,
+    _mlps_json,
+    {
+        **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), COUNT_OR_ZERO),
+        **dict.fromkeys(("intermediate_size", "shared_intermediate_size"), WIDTH),
+        "router_aux_loss_coef": NUMBER,
     },
 )
+POSITIONS = KeyRule(_positions, _positions_json, {**ROPE.types, "position_embedding_type": STRING})

@@ -1,12 +1,9 @@
 """Granite with windows and sinks, dense and with experts; layers may have another rotary base, or no positions."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import variant
-from megatron_core.hub.hugging_face.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
 from megatron_core.hub.hugging_face.families.mistral import WINDOWS_OF_THREE_IN_FOUR
 from megatron_core.hub.hugging_face.rules import FACTORS as NUMBERS
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, KeyType, Settings, refuse
-from megatron_core.hub.hugging_face.tensors import TensorSource
 
 BASES = KeyType(
     "a list of numbers >= 0", lambda x: isinstance(x, list) and NUMBERS.accepts([base for base in x if base])
@@ -54,31 +51,4 @@ def _positions_json(config: ModelConfig) -> Settings:
 
 POSITIONS = KeyRule(
     _positions, _positions_json, {**ROPE.types, **WINDOWS_OF_THREE_IN_FOUR.types, "layer_rope_theta": BASES}
-)
-SINKS = {"self_attention.softmax_offset": "self_attn.sinks"}
-GRANITE_SWA = variant(
-    GRANITE,
-    model_type="granite_swa",
-    class_name="GraniteSWAForCausalLM",
-    fixed={"softmax_type": "learnable"},
-    defaults={**GRANITE.defaults, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 128},
-    required={**GRANITE.required, "attention_bias": False},
-    rules=(POSITIONS, FACTORS),
-    layer_tensors=SINKS,
-)
-GRANITE_MOE_SWA = variant(
-    GRANITE_MOE_SHARED,
-    model_type="granitemoe_swa",
-    class_name="GraniteMoeSWAForCausalLM",
-    fixed={"softmax_type": "learnable"},
-    defaults={**GRANITE_MOE_SHARED.defaults, "sliding_window": 128},
-    rules=(POSITIONS, *(rule for rule in GRANITE_MOE_SHARED.rules if rule is not ROPE)),
-    layer_tensors={
-        "mlp.experts.linear_fc1": None,
-        "mlp.experts.linear_fc2": None,
-        **SINKS,
-        "mlp.router": "block_sparse_moe.router",
-        "mlp.experts.linear_fc1.weight": TensorSource(("block_sparse_moe.experts.gate_up_proj",), stacked=True),
-        "mlp.experts.linear_fc2.weight": TensorSource(("block_sparse_moe.experts.down_proj",), stacked=True),
-    },
 )

@@ -3,14 +3,12 @@
 from typing import Any
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.presets.published import DEEPSEEK_V3_LAYERS
 from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.deepseek import DEEPSEEK_V3, DENSE, EXPERT_LAYERS, LATENT_MATRICES, SPARSE
+from megatron_core.hub.hugging_face.families.deepseek import DENSE, EXPERT_LAYERS, SPARSE
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, groups_json, limited_to_groups, refuse
-from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource, gate_and_up
+from megatron_core.hub.hugging_face.tensors import RowRange
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 
 
@@ -57,10 +55,6 @@ def _heads(hf_config: Settings) -> Settings:
     return {}
 
 
-def _heads_json(config: ModelConfig) -> Settings:
-    return {"num_key_value_heads": config.num_attention_heads}
-
-
 def _experts(hf_config: Settings) -> Settings:
     """Layers with experts, the width of shared ones, and groups."""
     layers = hf_config["num_hidden_layers"]
@@ -83,7 +77,7 @@ def _experts_json(config: ModelConfig) -> Settings:
     }
 
 
-def _pieces(*numbers: int) -> Any:
+def pieces(*numbers: int) -> Any:
     """Row ranges of stored tensors that hold the given pieces, one each."""
 
     def rows(config: ModelConfig, _: int) -> list[RowRange]:
@@ -105,78 +99,8 @@ EXPERT_TYPES = {
     "first_k_dense_replace": COUNT_OR_ZERO,
     **dict.fromkeys(("num_shared_experts", "num_expert_group", "topk_group"), COUNT),
 }
-RENAMED = {
-    "max_position_embeddings": "model_max_length",
-    "n_routed_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_token",
-}
-"""Keys of DeepSeek-V3 -> those of Kimi Linear."""
-
-KIMI_LINEAR = register(
-    DEEPSEEK_V3,
-    model_type="kimi_linear",
-    class_name="KimiLinearForCausalLM",
-    unread=frozenset({"use_grouped_topk"}),  # num_expert_group counts
-    keys={
-        **{RENAMED.get(key, key): name for key, name in DEEPSEEK_V3.keys.items()},
-        "rms_norm_eps": "norm_epsilon",
-    },
-    aliases={
-        "max_position_embeddings": "model_max_length",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-        "n_group": "num_expert_group",
-        "norm_topk_prob": "moe_renormalize",
-    },
-    defaults={
-        "num_shared_experts": 1,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
-        "rms_norm_eps": 1e-5,
-    },
-    fixed={
-        **DEEPSEEK_V3_LAYERS,
-        "experimental_attention_variant": "kimi_delta_attention",
-        "no_rope_freq": (1,),
-        "latent_norm_epsilon": 1e-6,
-    },
-    required={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "mla_use_nope": True,
-    },
-    rules=(
-        KeyRule(_mixers, _mixers_json, MIXER_TYPES),
-        KeyRule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
-        KeyRule(_experts, _experts_json, EXPERT_TYPES),
-    ),
-    layer_tensors={
-        **LATENT_MATRICES,
-        "self_attention.in_proj": TensorSource(
-            tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "b")), _pieces(0, 1, 2, 4)
-        ),
-        "self_attention.conv1d": TensorSource(
-            tuple(f"self_attn.{name}_conv1d" for name in ("q", "k", "v")), _pieces(0, 1, 2)
-        ),
-        "self_attention.A_log": TensorSource(("self_attn.A_log",), ones=(2, 1)),
-        "self_attention.dt_bias": "self_attn.dt_bias",
-        **{f"self_attention.{name}": f"self_attn.{name}" for name in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj")},
-        "self_attention.out_norm": "self_attn.o_norm.weight",
-        "self_attention.out_proj": "self_attn.o_proj",
-        "mlp.linear_fc1": gate_and_up("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"),
-        "mlp.linear_fc2": "block_sparse_moe.down_proj",
-        "mlp.router": "block_sparse_moe.gate",
-        "mlp.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
-        "mlp.experts.linear_fc1": gate_and_up("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
-        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{e}.w2",
-        "mlp.shared_experts.linear_fc1": gate_and_up(
-            "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"
-        ),
-        "mlp.shared_experts.linear_fc2": "block_sparse_moe.shared_experts.down_proj",
-    },
-    mtp_layer_keys=(),
+MIXERS = KeyRule(_mixers, _mixers_json, MIXER_TYPES)
+HEADS = KeyRule(
+    _heads, lambda config: {"num_key_value_heads": config.num_attention_heads}, {"num_key_value_heads": COUNT}
 )
+EXPERTS = KeyRule(_experts, _experts_json, EXPERT_TYPES)

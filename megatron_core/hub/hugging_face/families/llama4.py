@@ -1,11 +1,8 @@
 """Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
-from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
-from megatron_core.hub.hugging_face.tensors import TensorSource, gate_and_up
+from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 
 CHUNK = 8192
@@ -22,10 +19,6 @@ def _experts(hf_config: Settings) -> Settings:
         "moe_layer_freq": tuple(int(n in sparse) for n in range(layers)),
         "moe_shared_expert_intermediate_size": hf_config["intermediate_size"],
     }
-
-
-def _experts_json(config: ModelConfig) -> Settings:
-    return {"moe_layers": config.expert_layers}
 
 
 def _attention(hf_config: Settings) -> Settings:
@@ -77,45 +70,9 @@ ATTENTION_TYPES = {
     "floor_scale": WIDTH,
     "use_qk_norm": SWITCH,
 }
-LLAMA4 = variant(
-    LLAMA,
-    model_type="llama4_text",
-    class_name="Llama4ForCausalLM",
-    keys={
-        "intermediate_size": "moe_ffn_hidden_size",
-        "intermediate_size_mlp": "ffn_hidden_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "router_aux_loss_coef": "moe_aux_loss_coeff",
-    },
-    fixed={"rotary_interleaved": True, "moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 500000.0,
-        "attention_chunk_size": CHUNK,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 16384,
-    },
-    required={"hidden_act": "silu", "attention_bias": False, "router_jitter_noise": 0.0},
-    rules=(
-        ROPE,
-        KeyRule(_experts, _experts_json, {"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT}),
-        KeyRule(_attention, _attention_json, ATTENTION_TYPES),
-    ),
-    layer_tensors={
-        "mlp.linear_fc1": gate_and_up("feed_forward.gate_proj", "feed_forward.up_proj"),
-        "mlp.linear_fc2": "feed_forward.down_proj",
-        "mlp.router": "feed_forward.router",
-        "mlp.experts.linear_fc1.weight": TensorSource(
-            ("feed_forward.experts.gate_up_proj",), transposed=True, stacked=True
-        ),
-        "mlp.experts.linear_fc2.weight": TensorSource(
-            ("feed_forward.experts.down_proj",), transposed=True, stacked=True
-        ),
-        "mlp.shared_experts.linear_fc1": gate_and_up(
-            "feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"
-        ),
-        "mlp.shared_experts.linear_fc2": "feed_forward.shared_expert.down_proj",
-    },
+EXPERTS = KeyRule(
+    read=_experts,
+    write=lambda config: {"moe_layers": config.expert_layers},
+    types={"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT},
 )
+ATTENTION = KeyRule(_attention, _attention_json, ATTENTION_TYPES)

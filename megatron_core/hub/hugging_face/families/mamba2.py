@@ -5,9 +5,8 @@ import math
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import Architecture, register
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.hub.hugging_face.tensors import RowRange, TensorSource
+from megatron_core.hub.hugging_face.tensors import RowRange
 from megatron_core.schema import COUNT, NUMBER, KeyType
 
 INFINITY = {"__float__": "Infinity"}
@@ -66,55 +65,4 @@ def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
     return [RowRange(0, inner, mixed), RowRange(0, 0, inner), RowRange(0, mixed, mixed + sizes.heads)]
 
 
-def mixer_tensors(module: str, ours: str = "self_attention") -> dict[str, str | TensorSource]:
-    """The tensors of the mixer ``ours`` of a layer that is stored as ``module``."""
-    return {
-        f"{ours}.in_proj": TensorSource((f"{module}.in_proj",), projected_rows),
-        **{f"{ours}.{name}": f"{module}.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "out_proj")},
-        f"{ours}.norm": f"{module}.norm.weight",
-    }
-
-
-MIXER: dict[str, str | TensorSource] = {"input_layernorm": "norm", **mixer_tensors("mixer")}
-INITIAL = {"time_step_min": 0.001, "time_step_max": 0.1, "time_step_floor": 1e-4, "time_step_rank": "auto"}
-"""Keys that determine initial weights alone."""
-PRECISION = {"chunk_size": 256, "residual_in_fp32": True, "rescale_prenorm_residual": False, "num_logits_to_keep": 1}
-"""Keys that determine how a model is computed, or its initial weights."""
-
-MAMBA2 = register(
-    Architecture(
-        model_type="mamba2",
-        class_name="Mamba2ForCausalLM",
-        keys={
-            "hidden_size": "hidden_size",
-            "layer_norm_epsilon": "norm_epsilon",
-            "num_heads": "mamba_num_heads",
-            "head_dim": "mamba_head_dim",
-            "state_size": "mamba_state_dim",
-            "n_groups": "mamba_num_groups",
-            "conv_kernel": "linear_conv_kernel_dim",
-            "initializer_range": "init_method_std",
-        },
-        fixed={
-            "normalization": "RMSNorm",
-            "position_embedding_type": "none",
-            "disable_bias_linear": True,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-        defaults={**INITIAL, **PRECISION, "expand": 2, "time_step_limit": [0.0, math.inf], "layer_norm_epsilon": 1e-5},
-        required={"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
-        rules=(
-            KeyRule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
-            LIMITS_OF_STEPS,
-        ),
-        tensors={
-            "embedding.word_embeddings": "backbone.embeddings",
-            "decoder.final_layernorm": "backbone.norm_f",
-            "output_layer": "lm_head",
-        },
-        layer_prefix="backbone.layers.{n}.",
-        layer_tensors=MIXER,
-        base="backbone.",
-    )
-)
+LAYERS = KeyRule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT})

@@ -5,18 +5,8 @@ from collections.abc import Iterator
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
-from megatron_core.hub.hugging_face.rules import (
-    GROUP_TYPES,
-    MTP_LAYERS,
-    KeyRule,
-    Settings,
-    groups_json,
-    limited_to_groups,
-    refuse,
-)
-from megatron_core.hub.hugging_face.tensors import separate_qkv
+from megatron_core.hub.hugging_face.families.mamba2 import LIMITS, limits
+from megatron_core.hub.hugging_face.rules import GROUP_TYPES, KeyRule, Settings, groups_json, limited_to_groups, refuse
 from megatron_core.schema import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
 
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
@@ -91,7 +81,7 @@ def _steps_json(config: ModelConfig) -> Settings:
     return {"time_step_min": config.section(RecurrentConfig).mamba_dt_min or NO_LEAST_STEP}
 
 
-def _notes(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
+def notes_on_steps(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
     """Say that the code published with these models bounds steps by another key."""
     config = config.section(RecurrentConfig)
     limit = hf_config.get("time_step_limit")
@@ -113,118 +103,23 @@ def _notes(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
         )
 
 
-NEMOTRON_H = register(
-    MAMBA2,
-    model_type="nemotron_h",
-    class_name="NemotronHForCausalLM",
-    keys={
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "num_query_groups",
-        "head_dim": "kv_channels",
-        "intermediate_size": "ffn_hidden_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "attention_dropout": "attention_dropout",
-        "layer_norm_epsilon": "norm_epsilon",
-        "mamba_num_heads": "mamba_num_heads",
-        "mamba_head_dim": "mamba_head_dim",
-        "ssm_state_size": "mamba_state_dim",
-        "n_groups": "mamba_num_groups",
-        "conv_kernel": "linear_conv_kernel_dim",
-        "initializer_range": "init_method_std",
+LAYERS = KeyRule(
+    _layers,
+    _layers_json,
+    {
+        "hybrid_override_pattern": STRING,
+        "layers_block_type": STRINGS,
+        **dict.fromkeys(("num_hidden_layers", "expand", "chunk_size"), COUNT),
     },
-    fixed={
-        "normalization": "RMSNorm",
-        "position_embedding_type": "none",
-        "disable_bias_linear": True,
-        "squared_relu": True,
-        "hidden_dropout": 0.0,
+)
+STEPS = KeyRule(_steps, _steps_json, {"time_step_min": NUMBER, "time_step_limit": LIMITS})
+EXPERTS = KeyRule(
+    _experts,
+    _experts_json,
+    {
+        **GROUP_TYPES,
+        "routed_scaling_factor": POSITIVE,
+        **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
+        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"), WIDTH),
     },
-    # transformers bounds steps from below by time_step_min, and does not read time_step_limit (_notes) and expand.
-    defaults={
-        **INITIAL,
-        **PRECISION,
-        "layer_norm_epsilon": 1e-5,
-        "head_dim": 128,
-        "time_step_limit": None,
-        "expand": 2,
-        "hidden_dropout": 0.0,
-        "use_mamba_kernels": True,
-        "mamba_ssm_cache_dtype": "float32",
-        "moe_shared_expert_overlap": True,
-        "mtp_layers_block_type": None,
-        "mtp_hybrid_override_pattern": None,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "moe_latent_size": None,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    required={
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
-        "use_conv_bias": True,
-        "use_bias": False,
-        "mlp_bias": False,
-        "mamba_proj_bias": False,
-        "attention_bias": False,
-        "sliding_window": None,
-        "norm_topk_prob": True,
-        "n_shared_experts": 1,
-    },
-    aliases={
-        "mamba_n_groups": "n_groups",
-        "mamba_d_conv": "conv_kernel",
-        "mamba_expand": "expand",
-        "mamba_dt_min": "time_step_min",
-        "mamba_chunk_size": "chunk_size",
-    },
-    rules=(
-        KeyRule(
-            _layers,
-            _layers_json,
-            {
-                "hybrid_override_pattern": STRING,
-                "layers_block_type": STRINGS,
-                "num_hidden_layers": COUNT,
-                "expand": COUNT,
-                "chunk_size": COUNT,
-            },
-        ),
-        KeyRule(_steps, _steps_json, {"time_step_min": NUMBER, "time_step_limit": LIMITS}),
-        KeyRule(
-            _experts,
-            _experts_json,
-            {
-                **GROUP_TYPES,
-                "routed_scaling_factor": POSITIVE,
-                **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
-                **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), WIDTH),
-                "moe_latent_size": WIDTH,
-            },
-        ),
-    ),
-    layer_tensors={
-        **MIXER,
-        "pre_mlp_layernorm": "norm",
-        "self_attention.linear_qkv": separate_qkv("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-        "self_attention.linear_proj": "mixer.o_proj",
-        "mlp.linear_fc1": "mixer.up_proj",
-        "mlp.linear_fc2": "mixer.down_proj",
-        "mlp.router": "mixer.gate",
-        "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
-        "mlp.fc1_latent_proj": "mixer.fc1_latent_proj",
-        "mlp.fc2_latent_proj": "mixer.fc2_latent_proj",
-        "mlp.experts.linear_fc1": "mixer.experts.{e}.up_proj",
-        "mlp.experts.linear_fc2": "mixer.experts.{e}.down_proj",
-        "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
-        "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
-    },
-    derived=MAMBA2.derived,
-    mtp_names=r"mtp\..*",
-    mtp_layer_keys=MTP_LAYERS,
-    notes=_notes,
 )

@@ -11,8 +11,6 @@ from megatron_core.features.layer_sizes.settings import (
     read_blocks,
     write_blocks,
 )
-from megatron_core.hub.hugging_face.architecture import variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.schema import KeyType
 
@@ -50,12 +48,4 @@ def _blocks_json(config: ModelConfig) -> Settings:
     return {KEY: entries, "num_key_value_heads": None, "intermediate_size": None}
 
 
-NEMOTRON_NAS = variant(
-    LLAMA,
-    model_type="nemotron-nas",
-    class_name="DeciLMForCausalLM",
-    keys={"num_key_value_heads": None, "intermediate_size": None},
-    rules=(*LLAMA.rules, KeyRule(_blocks, _blocks_json, {KEY: OBJECTS})),
-    unread=frozenset({"num_key_value_heads", "intermediate_size"}),
-    layer_tensors={"self_attention": "self_attn.linear_attn", "mlp": "mlp.linear_mlp"},
-)
+BLOCKS = KeyRule(_blocks, _blocks_json, {KEY: OBJECTS})

@@ -2,27 +2,8 @@
 windows in some layers. OLMoE: with these norms of queries and keys, and with experts."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register, variant
 from megatron_core.hub.hugging_face.families.gemma import ROPE_TYPES, rope_by_layer_type
-from megatron_core.hub.hugging_face.families.llama import LLAMA, QK_NORMS
-from megatron_core.hub.hugging_face.families.qwen import ROUTER_SOFTMAX
-from megatron_core.hub.hugging_face.rules import EXPERT_MATRICES, ROPE, KeyRule, Settings, windows_where
-
-OLMO2 = variant(
-    LLAMA,
-    model_type="olmo2",
-    class_name="Olmo2ForCausalLM",
-    keys={"head_dim": None},
-    fixed={"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
-    required={"hidden_act": "silu", "attention_bias": False},
-    rules=(ROPE,),
-    layer_tensors={
-        **QK_NORMS,
-        "post_self_attn_layernorm": "post_attention_layernorm",
-        "post_mlp_layernorm": "post_feedforward_layernorm",
-    },
-)
-
+from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, windows_where
 
 THETA = 500000.0
 """Base of rotary positions of OLMo 3; of layers with a window if config.json does not name theirs."""
@@ -52,26 +33,5 @@ def _positions_json(config: ModelConfig) -> Settings:
     }
 
 
-OLMO3 = register(
-    OLMO2,
-    model_type="olmo3",
-    class_name="Olmo3ForCausalLM",
-    defaults={"sliding_window": 4096},
-    rules=(KeyRule(_positions, _positions_json, ROPE_TYPES), windows_where(lambda _, layer: layer % 4 != 3)),
-)
-OLMOE = variant(
-    LLAMA,
-    model_type="olmoe",
-    class_name="OlmoeForCausalLM",
-    keys={
-        "head_dim": None,
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-        "router_aux_loss_coef": "moe_aux_loss_coeff",
-    },
-    fixed={"qk_layernorm": True, "qk_layernorm_over_heads": True},
-    aliases={"num_local_experts": "num_experts"},
-    required={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
-    rules=(ROPE, ROUTER_SOFTMAX),
-    layer_tensors={**QK_NORMS, **EXPERT_MATRICES},
-)
+POSITIONS = KeyRule(_positions, _positions_json, ROPE_TYPES)
+WINDOWS = windows_where(lambda _, layer: layer % 4 != 3)

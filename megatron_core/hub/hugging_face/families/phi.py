@@ -5,64 +5,17 @@ optional biases, and experts that are chosen one after the other (sparsemixer)."
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import Architecture, register, variant
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.families.mistral import MIXTRAL
 from megatron_core.hub.hugging_face.rules import (
-    ATTENTION_BIASES,
     LONGROPE_MSCALES,
     PARTIAL_ROPE,
     ROPE,
-    WINDOW_OF_ALL_LAYERS,
     KeyRule,
     Settings,
-    gelu,
     refuse,
     rope_parameters,
     rope_type,
 )
-from megatron_core.hub.hugging_face.tensors import separate_qkv, stacked_qkv
 from megatron_core.schema import NUMBER
-
-PHI = register(
-    Architecture(
-        model_type="phi",
-        class_name="PhiForCausalLM",
-        keys={
-            "num_hidden_layers": "num_layers",
-            "hidden_size": "hidden_size",
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "intermediate_size": "ffn_hidden_size",
-            "layer_norm_eps": "norm_epsilon",
-            "max_position_embeddings": "max_position_embeddings",
-            "initializer_range": "init_method_std",
-            "qk_layernorm": "qk_layernorm",
-            "embd_pdrop": "hidden_dropout",
-            "resid_pdrop": "hidden_dropout",  # takes precedence
-            "attention_dropout": "attention_dropout",
-        },
-        fixed={
-            "position_embedding_type": "rope",
-            "parallel_residual": True,
-            "parallel_residual_shared_norm": True,
-            "add_output_layer_bias": True,
-        },
-        defaults={"layer_norm_eps": 1e-5, "qk_layernorm": False, "partial_rotary_factor": 0.5},
-        rules=(PARTIAL_ROPE, gelu("hidden_act", "gelu_new")),
-        tensors={**LLAMA.tensors, "decoder.final_layernorm": "model.final_layernorm"},
-        layer_prefix=LLAMA.layer_prefix,
-        layer_tensors={
-            "input_layernorm": "input_layernorm",
-            "self_attention.linear_qkv": separate_qkv("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "self_attention.linear_proj": "self_attn.dense",
-            "self_attention.q_layernorm": "self_attn.q_layernorm",
-            "self_attention.k_layernorm": "self_attn.k_layernorm",
-            "mlp.linear_fc1": "mlp.fc1",
-            "mlp.linear_fc2": "mlp.fc2",
-        },
-    )
-)
 
 
 def _phi3_positions(hf_config: Settings) -> Settings:
@@ -75,19 +28,6 @@ def _phi3_positions(hf_config: Settings) -> Settings:
 
 
 LONGROPE = {"rope_type": "longrope"}
-PHI3 = variant(
-    LLAMA,
-    model_type="phi3",
-    class_name="Phi3ForCausalLM",
-    keys={"head_dim": None, "resid_pdrop": "hidden_dropout"},
-    defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-    required={"hidden_act": "silu"},
-    rules=(replace(PARTIAL_ROPE, read=_phi3_positions), WINDOW_OF_ALL_LAYERS),
-    layer_tensors={
-        "self_attention.linear_qkv": stacked_qkv("self_attn.qkv_proj"),
-        "mlp.linear_fc1": "mlp.gate_up_proj",
-    },
-)
 
 
 def _phimoe_positions(hf_config: Settings) -> Settings:
@@ -129,26 +69,6 @@ def _routing_json(config: ModelConfig) -> Settings:
     }
 
 
-PHIMOE = variant(
-    MIXTRAL,
-    model_type="phimoe",
-    class_name="PhimoeForCausalLM",
-    keys={"lm_head_bias": "add_output_layer_bias"},
-    fixed={"normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
-    defaults={
-        "max_position_embeddings": 4096 * 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 1e6,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-        "input_jitter_noise": 0.0,
-        "lm_head_bias": False,
-    },
-    required={"hidden_act": "silu", "hidden_dropout": 0.0},
-    rules=(
-        KeyRule(_phimoe_positions, _phimoe_positions_json, ROPE.types),
-        WINDOW_OF_ALL_LAYERS,
-        ATTENTION_BIASES,
-        KeyRule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),
-    ),
-)
+POSITIONS_OF_PHI3 = replace(PARTIAL_ROPE, read=_phi3_positions)
+POSITIONS_OF_PHIMOE = KeyRule(_phimoe_positions, _phimoe_positions_json, ROPE.types)
+ROUTING = KeyRule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER})

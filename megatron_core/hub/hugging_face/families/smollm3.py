@@ -1,9 +1,8 @@
 """SmolLM3: Llama without positions in every fourth layer."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.hub.hugging_face.architecture import register
-from megatron_core.hub.hugging_face.families.llama import LLAMA
-from megatron_core.hub.hugging_face.rules import ATTENTION_BIASES, ROPE, WINDOWS, KeyRule, Settings, refuse
+from megatron_core.hub.hugging_face.families.qwen import windows_json
+from megatron_core.hub.hugging_face.rules import WINDOWS, KeyRule, Settings, refuse
 from megatron_core.schema import COUNT, COUNTS, SWITCH
 
 
@@ -41,19 +40,4 @@ def _windows(hf_config: Settings) -> Settings:
     return WINDOWS.read({"layer_types": kinds, **hf_config})
 
 
-def _windows_json(config: ModelConfig) -> Settings:
-    return WINDOWS.write(config) | {"use_sliding_window": config.window_size is not None}
-
-
-SMOLLM3 = register(
-    LLAMA,
-    model_type="smollm3",
-    class_name="SmolLM3ForCausalLM",
-    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6},
-    rules=(
-        ROPE,
-        ATTENTION_BIASES,
-        POSITIONS,
-        KeyRule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH}),
-    ),
-)
+WINDOWS_WITHOUT_POSITIONS = KeyRule(_windows, windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH})
