@@ -68,6 +68,7 @@ LEVELS = {
 FEATURE_LEVEL = 7
 FEATURES_THAT_IMPORT_FEATURES = {
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
+    "outer_steps": {"averages"},  # evaluations with other weights
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""
