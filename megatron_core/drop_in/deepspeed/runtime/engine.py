@@ -82,7 +82,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         ).engine
         core.casts_inputs = self.fp16_auto_cast()
         core.sums_over_ranks = self._config.translation.sums_gradients
-        core.delay_growth_of_loss_scale(1)  # so that it grows in the same steps as DeepSpeed's
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
@@ -247,6 +246,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
         added = self.core._backwards - self.gradient_accumulation_steps()
+        share = (self.core.micro_step + 1) / self.gradient_accumulation_steps()  # programs may leave out calls
         try:
             self.core.forced_boundary = self.is_gradient_accumulation_boundary()
             with self._timed("step"):
@@ -259,7 +259,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._step_applied = report is not None and not report.skipped
         self.tput_timer.stop(global_step=report is not None, report_speed=False)
         if report is not None:
-            self._report_step(report)
+            self._report_step(report, share)
         every = self.steps_per_print()
         if report is not None and every and self.global_steps % every == 0:
             rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
