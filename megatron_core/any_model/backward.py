@@ -12,6 +12,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.arithmetic import fp8_of
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
@@ -30,7 +31,11 @@ class EngineBackward:
     data_parallel: DataParallel
     context: ContextParallel | None
     """The split of sequences over ranks; None without context parallelism."""
-    micro_step: int
+    micro_step = 0
+    """Number of micro-batches since the last optimizer step."""
+    forced_boundary: bool | None = None
+    """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
+    _sharded: Optimizer
     _direct: DirectBackward
     _losses: Tensor
     """Sum of the losses of this step's micro-batches, and of their terms."""
@@ -53,21 +58,33 @@ class EngineBackward:
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its optimizer step."""
-        raise NotImplementedError
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        return self.micro_step + 1 == self.gradient_accumulation_steps
 
     @property
     def loss_scale(self) -> float:
         """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
-        raise NotImplementedError
+        return self._sharded.loss_scale.scale
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a rank in one optimizer step."""
-        raise NotImplementedError
+        return self.global_batch_size // (self.config.training.micro_batch_size * self.groups.size("dp"))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step."""
+        return self.config.training.final_batch_size(self.groups.size("dp"))
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
         check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
+        if begun := self.micro_step or self._backwards:
+            raise ConfigError(
+                f"set_batch_size after {begun} of {self.gradient_accumulation_steps} micro-batches, whose gradients "
+                "are divided by that number already; call it after the step"
+            )
         samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
         training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
         self.config = replace(self.config, training=training)

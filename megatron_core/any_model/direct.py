@@ -2,53 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_core.any_model.data import loss_of
 from megatron_core.data_parallel.fill import tensors_in
 from megatron_core.errors import ConfigError
 
 
+@dataclass(eq=False)
 class DirectBackward:
-    """Calls ``begin()`` before a backward that reaches the outputs of a forward, and ``end(loss)`` after it.
+    """Calls ``begin()`` before a backward that adds gradients to the parameters, and ``end(loss)`` after it.
 
-    ``loss`` is the detached loss among the outputs, None if there is none. Not detected: backwards inside of
-    ``engine.backward``, and backwards that compute only selected gradients (``torch.autograd.grad``).
+    ``loss`` is the detached loss among the outputs of a forward, None if there is none. Not detected: backwards before
+    ``watch``, inside of ``engine.backward``, and of selected gradients (``torch.autograd.grad``).
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[Tensor | None], None]
-    ) -> None:
-        self._parameters = list(parameters)
-        self._begin = begin
-        self._end = end
-        self.is_running = False
-        """Whether a backward runs, of the engine or of the program."""
+    parameters: Sequence[nn.Parameter]
+    begin: Callable[[], None]
+    end: Callable[[Tensor | None], None]
+    hooks: list[RemovableHandle]
+    """Receives the hooks on the parameters, which refer to the engine."""
+    watched: set[nn.Parameter] = field(default_factory=set)
+    is_running = False
+    """Whether a backward runs, of the engine or of the program."""
+    _loss: Tensor | None = None
 
     def watch(self, output: Any) -> None:
-        """Register hooks on the tensors in ``output``."""
+        """Register hooks on the tensors in ``output``, and once on each parameter."""
+        for parameter in self.parameters:
+            # A loss may read a parameter itself, such as a temperature, whose gradient may precede those of outputs.
+            if parameter.requires_grad and parameter not in self.watched:
+                self.watched.add(parameter)
+                self.hooks.append(parameter.register_hook(partial(self._enter, None)))
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         loss = _detached_loss(output) if tensors else None
         for tensor in tensors:
             tensor.register_hook(partial(self._enter, loss))
 
     def _enter(self, loss: Tensor | None, grad: Tensor) -> None:
-        if self.is_running or not any(map(_accumulates, self._parameters)):
-            return
-        self._begin()
-        self.is_running = True
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(partial(self._leave, loss))
+        if not self.is_running:
+            if not any(map(_accumulates, self.parameters)):
+                return
+            self.begin()
+            self.is_running = True
+            self._loss = None
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        self._loss = loss if self._loss is None else self._loss
 
-    def _leave(self, loss: Tensor | None) -> None:
+    def _leave(self) -> None:
         self.is_running = False
-        self._end(loss)
+        self.end(self._loss)
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
@@ -71,13 +82,13 @@ def _detached_loss(output: Any) -> Tensor | None:
     return loss if loss.numel() == 1 else None
 
 
+@dataclass(eq=False)
 class ZeroGrad:
     """Replaces ``zero_grad`` of one module; copies of the module, which no engine trains, have the method itself."""
 
-    def __init__(self, module: nn.Module, discard: Callable[[], object], give_back: Callable[[], None]) -> None:
-        self._module = module
-        self._discard = discard
-        self.give_back = give_back
+    _module: nn.Module
+    _discard: Callable[[], object]
+    give_back: Callable[[], None]
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Call the module's own method, and discard the gradients of the engine."""

@@ -95,7 +95,7 @@ class DataParallel(EarlySums):
         self._micro_batches: dict[int, int] = {}
         """Micro-batch of the last backward of each stage, which has summed gradients at stages 2 and 3."""
         self._agreement = self._agree(stages) if settings.ranks_may_differ else None
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         self.is_given_back = False
         self._sync: dict[int, UnitSync] = {}
         self._attach(stages)
@@ -129,7 +129,7 @@ class DataParallel(EarlySums):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 # After accumulation: the gradient of a parameter that is used several times is complete only then.
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
         # Graphs have no parameter objects, only their numbers.
@@ -137,7 +137,7 @@ class DataParallel(EarlySums):
             number_weights(p for p in module.parameters() if p.requires_grad)
         for stage in stages if self.settings.overlap_param_gather and self.settings.zero_stage < 3 else ():
             outer_buckets = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
-            self._hooks += wait_before_forward(
+            self.hooks += wait_before_forward(
                 stages[stage],
                 self._units[stage],
                 self._bucket_of,
@@ -152,7 +152,7 @@ class DataParallel(EarlySums):
 
     def release(self) -> None:
         """Remove the hooks: the garbage collector does not see that those of parameters refer to this object."""
-        for hook in [*self._hooks, *(hook for sync in self._sync.values() for hook in sync.hooks)]:
+        for hook in [*self.hooks, *(hook for sync in self._sync.values() for hook in sync.hooks)]:
             hook.remove()
 
     @torch.no_grad()
