@@ -70,6 +70,7 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
+    "outer_steps": {"averages"},  # evaluations with other weights
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""

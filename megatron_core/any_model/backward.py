@@ -37,8 +37,10 @@ class EngineBackward:
     data_parallel: DataParallel
     context: ContextParallel | None
     """The split of sequences over ranks; None without context parallelism."""
-    micro_step: int
+    micro_step = 0
+    """Number of micro-batches since the last optimizer step."""
     ends_step: Callable[[], bool]
+    """Return whether the current micro-batch is the last of its optimizer step."""
     _direct: DirectBackward
     _sharded: Optimizer
     _losses: Tensor
@@ -82,6 +84,11 @@ class EngineBackward:
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
         check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
+        if begun := self.micro_step or self._backwards:
+            raise ConfigError(
+                f"set_batch_size after {begun} of {self.gradient_accumulation_steps} micro-batches, whose gradients "
+                "are divided by that number already; call it after the step"
+            )
         samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
         training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
         self.config = replace(self.config, training=training)
@@ -195,7 +202,8 @@ class EngineBackward:
 
     def watch_module(self) -> None:
         """Accept ``loss.backward()`` of losses of ``module``; fp16 gradients that lack the loss scale are scaled."""
-        self.data_parallel.hooks += self._direct.watch_parameters(partial(self._begin_direct, may_lack_scale=True))
+        self._direct.begin_unseen = partial(self._begin_direct, may_lack_scale=True)
+        self._direct.watch_parameters()
 
     def _begin_direct(self, *, may_lack_scale: bool = False) -> None:
         running = _RUNNING()

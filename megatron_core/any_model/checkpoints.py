@@ -14,6 +14,7 @@ from megatron_core.any_model.scheduler import is_json
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.features.fp8.amax_history import AmaxHistories, pieces_to_load_of
@@ -43,26 +44,18 @@ class EngineState(TrainState):
     """Further names of tied parameters, with the names under which they are stored."""
 
 
+@dataclass(eq=False)
 class EngineCheckpoints:
     """Saves and loads the weights, buffers and optimizer state of an engine, and its counters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: RunConfig,
-        data: DataParallel,
-        optimizer: Optimizer,
-        fp8: AmaxHistories | None,
-        owns_buffer: Callable[[str], bool],
-    ) -> None:
-        """``owns_buffer(name)``: whether this rank saves a buffer."""
-        self._module = module
-        self._config = config
-        self._data = data
-        self._optimizer = optimizer
-        self._fp8 = fp8
-        self._owns_buffer = owns_buffer
-        self._savers: dict[str, CheckpointSaver] = {}
+    _module: nn.Module
+    _config: RunConfig
+    _data: DataParallel
+    _optimizer: Optimizer
+    _fp8: AmaxHistories | None
+    _owns_buffer: Callable[[str], bool]
+    """Whether this rank saves a buffer of a name."""
+    _savers: dict[str, CheckpointSaver] = field(default_factory=dict)
 
     def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
         """Write a checkpoint into ``folder``; all ranks call this together."""
@@ -86,6 +79,7 @@ class EngineCheckpoints:
         first = {parameter: name for name, parameter in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
         state.shared = {alias: first[parameter] for alias, parameter in every if first[parameter] != alias}
+        self._optimizer.before_update()  # only the last of several folders is waited for later
         self._savers[name].save(state)
 
     def finish(self) -> None:
@@ -103,6 +97,7 @@ class EngineCheckpoints:
             raise CheckpointError(f"iteration={iteration!r} must be an integer >= 0, or None for the newest")
         if not strict and load_optimizer and isinstance(self._optimizer, TorchOptimizer):
             raise CheckpointError("strict=False with an optimizer of torch: give load_optimizer=False")
+        self.finish()
         if find_checkpoint(name) is None and is_deepspeed_folder(name):
             if not strict:
                 raise CheckpointError(f"strict=False: {name} was written by DeepSpeed; it has all weights of its model")
@@ -118,7 +113,6 @@ class EngineCheckpoints:
             exit_on_missing_checkpoint=True,
         )
         config = replace(self._config, checkpoint=settings)
-        self.finish()
         opened, _ = open_checkpoint(config, self._data.device)
         assert isinstance(opened, CheckpointReader), "a Hugging Face folder is not a checkpoint of an engine"
         reader = opened if strict else PartialReader(opened)
@@ -126,8 +120,9 @@ class EngineCheckpoints:
         self._data.finish_param_sync()
         with reader:
             reader.fill(self._buffers())
-            if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
-                self._optimizer.load(opened, stored.get("param_groups", []))
+            if load_optimizer and isinstance(self._optimizer, TorchOptimizer):
+                has_state = bool(stored["optimizer_steps"] or {*opened.kinds} - {"main", AVERAGE.name})
+                self._optimizer.load(opened, stored.get("param_groups", []), has_state=has_state)
             loaded = load_state(config, reader, self._data, self._optimizer, pieces_to_load_of(self._fp8))
         if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class _Positions(Sampler[list[int]]):
             yield order[start : start + size].tolist()
 
 
+@dataclass(kw_only=True, eq=False)
 class EngineLoader:
     """Iterates over one epoch of micro-batches of this data-parallel rank; it resumes at the engine's position.
 
@@ -39,42 +41,33 @@ class EngineLoader:
     batch at the end of an epoch is left out.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        rank: int,
-        ranks: int,
-        seed: int,
-        consumed: Callable[[], int],
-        shuffle: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-    ) -> None:
-        check_dataset(dataset)
-        count = len(dataset)  # type: ignore[arg-type]
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.ranks = ranks
-        self.seed = seed
-        self.consumed = consumed
-        self.shuffle = shuffle
-        self.count = count
-        self.epoch_samples = count // global_batch_size * global_batch_size
+    dataset: Dataset[Any]
+    micro_batch_size: int
+    global_batch_size: int
+    rank: int
+    ranks: int
+    seed: int
+    consumed: Callable[[], int]
+    shuffle: bool = True
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_dataset(self.dataset)
+        self.count = len(self.dataset)  # type: ignore[arg-type]
+        self.epoch_samples = self.count // self.global_batch_size * self.global_batch_size
         if self.epoch_samples == 0:
             raise ConfigError(
-                f"training_data has {count} samples, fewer than global_batch_size={global_batch_size}; give a smaller "
-                "batch"
+                f"training_data has {self.count} samples, fewer than global_batch_size={self.global_batch_size}; give "
+                "a smaller batch"
             )
         self._loader = DataLoader(
-            dataset,
+            self.dataset,
             batch_sampler=_Positions(self),
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
         )
 
     def order(self, epoch: int) -> torch.Tensor:

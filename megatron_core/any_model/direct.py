@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -17,54 +18,65 @@ from megatron_core.data_parallel.fill import tensors_in
 from megatron_core.errors import ConfigError
 
 
+@dataclass(eq=False)
 class DirectBackward:
-    """Calls ``begin()`` before a backward that reaches the outputs of a forward, and ``end(loss)`` after it.
+    """Calls ``begin()`` before a backward that adds gradients to the parameters, and ``end(loss)`` after it.
 
-    ``loss`` is the detached loss among the outputs, None if there is none. Not detected: backwards inside of
-    ``engine.backward``, and backwards that compute only selected gradients (``torch.autograd.grad``).
+    ``loss`` is the detached loss among the outputs of a forward, None if there is none. Not detected: backwards before
+    the parameters are watched, inside of ``engine.backward``, and of selected gradients (``torch.autograd.grad``).
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[Tensor | None], None]
-    ) -> None:
-        self._parameters = list(parameters)
-        self._begin = begin
-        self._end = end
-        self._begin_unseen = begin
-        self.is_running = False
-        """Whether a backward runs, of the engine or of the program."""
+    parameters: Sequence[nn.Parameter]
+    begin: Callable[[], None]
+    end: Callable[[Tensor | None], None]
+    hooks: list[RemovableHandle]
+    """Receives the hooks on the parameters."""
+    begin_unseen: Callable[[], None] | None = None
+    """Called in place of ``begin`` if a backward reaches a parameter before the outputs of a forward."""
+    watched: set[nn.Parameter] = field(default_factory=set)
+    is_running = False
+    """Whether a backward runs, of the engine or of the program."""
+    _loss: Tensor | None = None
 
     def watch(self, output: Any) -> None:
-        """Register hooks on the tensors in ``output``."""
+        """Register hooks on the tensors in ``output``, and once on each parameter."""
+        # A loss may read a parameter itself, such as a temperature, whose gradient may precede those of outputs.
+        self.watch_parameters()
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         loss = _detached_loss(output) if tensors else None
         for tensor in tensors:
             tensor.register_hook(partial(self._enter, loss))
 
-    def watch_parameters(self, begin: Callable[[], None]) -> list[RemovableHandle]:
-        """Return hooks on the parameters: ``begin()`` is called if a backward reaches no output of a forward."""
-        self._begin_unseen = begin
+    def watch_parameters(self) -> None:
+        """Register a hook on each parameter that is trained and has none."""
         reference = weakref.ref(self)  # the garbage collector does not see the references of these hooks
-        return [p.register_hook(partial(_enter_at, reference, number)) for number, p in enumerate(self._parameters)]
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter not in self.watched:
+                self.watched.add(parameter)
+                self.hooks.append(parameter.register_hook(partial(_enter_at_parameter, reference)))
 
     def _enter(self, loss: Tensor | None, grad: Tensor) -> None:
-        if not self.is_running and any(map(_accumulates, self._parameters)):
-            self._start(loss, self._begin)
+        self._start(loss, self.begin)
 
     def _start(self, loss: Tensor | None, begin: Callable[[], None]) -> None:
-        begin()
-        self.is_running = True
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave, loss))
+        if not self.is_running:
+            if not any(map(_accumulates, self.parameters)):
+                return
+            begin()
+            self.is_running = True
+            self._loss = None
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        self._loss = loss if self._loss is None else self._loss
 
-    def _leave(self, loss: Tensor | None) -> None:
+    def _leave(self) -> None:
         self.is_running = False
-        self._end(loss)
+        self.end(self._loss)
 
 
-def _enter_at(reference: weakref.ref[DirectBackward], number: int, grad: Tensor) -> None:
+def _enter_at_parameter(reference: weakref.ref[DirectBackward], grad: Tensor) -> None:
     direct = reference()
-    if direct is not None and not direct.is_running and _accumulates(direct._parameters[number]):
-        direct._start(None, direct._begin_unseen)
+    if direct is not None:
+        direct._start(None, direct.begin_unseen or direct.begin)
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
@@ -87,13 +99,13 @@ def _detached_loss(output: Any) -> Tensor | None:
     return loss if loss.numel() == 1 else None
 
 
+@dataclass(eq=False)
 class ZeroGrad:
     """Replaces ``zero_grad`` of one module; copies of the module, which no engine trains, have the method itself."""
 
-    def __init__(self, module: nn.Module, discard: Callable[[], object], give_back: Callable[[], None]) -> None:
-        self._module = module
-        self._discard = discard
-        self.give_back = give_back
+    _module: nn.Module
+    _discard: Callable[[], object]
+    give_back: Callable[[], None]
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Call the module's own method, and discard the gradients of the engine."""

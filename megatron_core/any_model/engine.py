@@ -36,7 +36,6 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.features.offload.state import PARTS
-from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
@@ -98,10 +97,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         # Counters, and the schedule of the learning rate.
         self.state = EngineState(layout=self.layout)
         self.monitor = StepMonitor(config, self.groups, world, self.layout)
-        self.micro_step = 0
-        """Number of micro-batches since the last optimizer step."""
         self.ends_step: Callable[[], bool] = lambda: self.micro_step + 1 == self.gradient_accumulation_steps
-        """Return whether the current micro-batch is the last of its optimizer step."""
         self.casts_inputs = self.splits_in_evaluation = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
@@ -110,13 +106,12 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self._base_rates = self._rates = self._read_rates()
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._trained = dict.fromkeys(parameter for parameter in module.parameters() if parameter.requires_grad)
-        self._direct = DirectBackward(self._trained, self._begin_direct, self._end_direct)
+        data = self.data_parallel
+        self._direct = DirectBackward([*self._trained], self._begin_direct, self._end_direct, data.hooks)
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
-        attach_to(module, self.zero_grad, self.data_parallel.give_back)
-        self._checkpoints = EngineCheckpoints(
-            module, config, self.data_parallel, self._sharded, self.fp8, self.owns_buffer
-        )
+        attach_to(module, self.zero_grad, data.give_back)
+        self._checkpoints = EngineCheckpoints(module, config, data, self._sharded, self.fp8, self.owns_buffer)
 
     def _prepare(self, choices: Choices) -> Prepared:
         return prepare_model(self.module, self.config, self.world, choices)
@@ -134,17 +129,13 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in axes)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
-    def delay_growth_of_loss_scale(self, steps: int) -> None:
-        """Do not count the first ``steps`` good steps for a dynamic loss scale, now and after each overflow."""
-        if isinstance(self._sharded.loss_scale, DynamicLossScale):
-            self._sharded.loss_scale.delay_growth(steps)
 
     def make_loader(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, shuffle: bool = True
     ) -> EngineLoader:
         """Return a loader of this rank's micro-batches of a map-style data set."""
         return EngineLoader(
-            dataset,
+            dataset=dataset,
             micro_batch_size=self.config.training.micro_batch_size,
             global_batch_size=self.global_batch_size,
             rank=self.groups.index("dp"),
@@ -217,6 +208,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         check_trained(self.module, self._trained)
+        self.whole.check_unchanged()
         data = self.data_parallel
         sharded = self._sharded
         METER.switch("gradients")
@@ -235,6 +227,10 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         # Update with the learning rates of this step.
         rate = self._set_rates()
         skipped = update_weights(sharded, [data], norm, rate)
+        if not skipped:
+            # As after a step of torch, backward of an earlier forward is an error: its weights are gone.
+            torch.autograd.graph.increment_version([*self._trained])
+            self.whole.accept_weights()
         self.discard_gradients()
         METER.switch("other")
         return self._advance(loss, norm, rate, skipped=skipped)
@@ -368,6 +364,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         """
         self._require_state(PARTS)
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer, strict=strict)
+        self.whole.accept_weights()
         self.discard_gradients()
         self.micro_step = self._backwards = 0
         if load_optimizer:

@@ -210,11 +210,15 @@ def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> N
 
     def moved(tensor: Tensor, to: torch.dtype | None) -> Tensor:
         wanted = to if tensor.is_floating_point() else None
-        return tensor.to(device=None if tensor.is_meta else device, dtype=wanted)
+        tensor = tensor.to(device=None if tensor.is_meta else device, dtype=wanted)
+        # Checkpoints read and fill flat views.
+        is_scattered = tensor.layout == torch.strided and not tensor.is_contiguous()
+        return tensor.contiguous() if is_scattered else tensor
 
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.data = moved(parameter.data, dtype)
+            parameter.grad = None  # of a backward before, to which autograd would add
         for inner in module.modules():
             for name, buffer in inner.named_buffers(recurse=False):
                 inner._buffers[name] = moved(buffer, dtype if dtype == torch.float64 else None)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,21 +61,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             refuse_group()
         super().add_param_group(param_group)
 
-    def register_step_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuse the hook, which the engine would not call."""
-        refuse_hook()
-
-    def register_step_post_hook(self, hook: Any) -> NoReturn:
-        """Refuse the hook, which the engine would not call."""
-        refuse_hook()
-
-    def state_dict(self) -> NoReturn:
-        """Refer to the checkpoint."""
-        refuse_state()
-
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refer to the checkpoint."""
-        refuse_state()
+    # The engine calls no hooks of this class, and its state is in shards.
+    register_step_pre_hook: Any = refuse_hook
+    register_step_post_hook: Any = refuse_hook
+    state_dict: Any = refuse_state
+    load_state_dict: Any = refuse_state
 
 
 def groups_of(
@@ -102,6 +92,14 @@ def groups_of(
             raise ConfigError(
                 f"{name} is {parameter.dtype}: complex parameters cannot be trained; store the result of "
                 "torch.view_as_real, and call torch.view_as_complex in forward"
+            )
+    by_memory: dict[int, str] = {}
+    for parameter, name in trained.items():
+        is_plain = type(parameter.data) is torch.Tensor and not parameter.is_meta and parameter.numel()
+        if is_plain and (first := by_memory.setdefault(parameter.data_ptr(), name)) != name:
+            raise ConfigError(
+                f"{first} and {name} are two parameters in the same memory, which an engine would separate; register "
+                "one parameter in both modules"
             )
     if choice is None:
         by_decay = {decays: [p for p in trained if (p.dim() > 1) == decays] for decays in (True, False)}
@@ -169,6 +167,7 @@ def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
     momenta in all groups. Returns None for other options and classes, with hooks of ``step``, and after steps, whose
     state continues: these optimizers keep their own ``step``.
     """
+    config = with_rate_of(optimizer, config)
     groups = optimizer.param_groups
     hooks = [vars(optimizer).get(name) for name in STEP_HOOKS]
     if any(hooks) or any(group.get(name) for group in groups for name in OPTIONS) or any(optimizer.state.values()):
@@ -196,7 +195,13 @@ def settings_of_class(optimizer: torch.optim.Optimizer, config: OptimizerConfig)
             f"optimizer={type(optimizer).__name__} needs a closure, but an engine computes gradients once a step; use "
             "an optimizer whose step() has no arguments"
         )
-    return replace(config, optimizer=register_class(optimizer))
+    return replace(with_rate_of(optimizer, config), optimizer=register_class(optimizer))
+
+
+def with_rate_of(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerConfig:
+    """Return ``config`` with the highest rate of ``optimizer``, to which ``min_lr`` belongs, unless ``lr`` is set."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr")]
+    return replace(config, lr=max(rates)) if rates and config.lr == OptimizerConfig().lr else config
 
 
 def needs_whole_parameters(optimizer: torch.optim.Optimizer | None, parallel: ParallelConfig, ranks: int) -> bool:

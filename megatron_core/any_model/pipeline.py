@@ -210,6 +210,7 @@ class PipelineEngine(Engine):
         ranks call it together. Errors: ``StopIteration`` if the data of all ranks end, ``DataError`` if those of some.
         """
         check_trained(self.module, self._trained)
+        self.whole.check_unchanged()
         self.monitor.begin(self.state.iteration)
         count = self.gradient_accumulation_steps
         micros, pipeline = self._load(batches, count)

@@ -21,9 +21,11 @@ _OPEN: Any = WeakIdKeyDictionary()
 """For each optimizer in a step its groups' parameters, and (DTensor, rows, state) of each exchanged parameter."""
 
 
-def _begin_step(optimizer: Any, args: object, kwargs: object) -> None:
+def _begin_step(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Exchange the DTensors with gradients, and their state, by their rows."""
-    if type(optimizer) not in ELEMENTWISE or optimizer in _OPEN:
+    # A closure computes the gradients of the DTensors, after this hook.
+    has_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+    if type(optimizer) not in ELEMENTWISE or optimizer in _OPEN or has_closure:
         return
     exchanged: list[tuple[Any, nn.Parameter, dict[str, Any]]] = []
     listed = [group["params"] for group in optimizer.param_groups]

@@ -209,16 +209,9 @@ class RowBucket:
         return self
 
     def restore(self) -> None:
-        """Allow reads; ``finish_gather`` has registered the weights."""
+        """Nothing: ``finish_gather`` registers the weights and their release removes them; programs use DTensors."""
 
-    def close(self) -> None:
-        """Refuse reads; the release of the weights does so."""
-
-    def prefetch_weights(self) -> None:
-        """Read a shard ahead; shards are in memory."""
-
-    def keep_for_users(self) -> None:
-        """Keep memory that a program uses; programs use DTensors."""
+    close = prefetch_weights = keep_for_users = restore
 
     @property
     def is_whole(self) -> bool:

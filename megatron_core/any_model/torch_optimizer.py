@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_core.any_model.scheduler import is_json
 from megatron_core.checkpoint import Box, TensorBox, pieces_of
 from megatron_core.config.optimizers import OptimizerKind, optimizer_kinds
 from megatron_core.data_parallel import Bucket
@@ -212,11 +213,14 @@ class TorchOptimizer(Optimizer):
             yield from self._boxes(bucket, name, flat, bucket.saved_span)
         yield from (box for _, _, box in self._other_boxes())
 
-    def load(self, reader: FillsBoxes, groups: Sequence[dict[str, Any]]) -> None:
-        """Fill the caller's state from a checkpoint; ``groups``: the result of ``group_settings`` there."""
-        self.allocate_state()
+    def load(self, reader: FillsBoxes, groups: Sequence[dict[str, Any]], *, has_state: bool = True) -> None:
+        """Fill the caller's state from a checkpoint, or discard it without ``has_state``; see ``group_settings``."""
+        if has_state:
+            self.allocate_state()
+        else:
+            self.caller.state.clear()
         for group, stored in zip(self.param_groups, groups, strict=False):
-            group.update({name: value for name, value in stored.items() if name in group})
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in group})
         for bucket, name, flat in self._flat_states():
             reader.fill(self._boxes(bucket, name, flat, bucket.shard))
             for piece in self.pieces:
@@ -232,8 +236,7 @@ class TorchOptimizer(Optimizer):
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Return the settings of the groups that are JSON values; some optimizers count steps there."""
-        plain = (bool, int, float, str, type(None))
-        return [{n: v for n, v in group.items() if isinstance(v, plain)} for group in self.param_groups]
+        return [{n: v for n, v in group.items() if n != "params" and is_json(v)} for group in self.param_groups]
 
     def _flat_states(self) -> Iterator[tuple[Bucket, str, Tensor]]:
         """Yield copies of state with an element for each weight, in the layout of the shard."""

@@ -28,6 +28,7 @@ class WholeTensors:
         self._shards = {shard.bucket: shard for shard in optimizer.shards}
         self.is_open = False
         """Whether a context of ``gathered`` is open."""
+        self.accept_weights()
 
     @contextmanager
     def gathered(
@@ -45,6 +46,8 @@ class WholeTensors:
         if not 0 <= source < size:
             raise ConfigError(f"source={source} must be a data-parallel rank from 0 to {size - 1}")
         self._optimizer.synchronize()
+        if modify:
+            self._optimizer.before_update()  # a checkpoint may still be copied in the background
         before = self.is_open
         self.is_open = True
         try:
@@ -55,6 +58,27 @@ class WholeTensors:
                         self._keep(parameter, source)
         finally:
             self.is_open = before
+
+    def accept_weights(self) -> None:
+        """Take the present weights as those of the engine."""
+        parameters = [parameter for bucket in self._data.all_buckets for parameter in bucket.parameters]
+        self._versions = {parameter: parameter._version for parameter in parameters}
+
+    def check_unchanged(self) -> None:
+        """ConfigError if the program has replaced the memory of weights, or changed copies, which a step overwrites."""
+        for bucket in self._data.all_buckets:
+            shard = self._shards.get(bucket)
+            is_copy = bucket.splits_weights or (shard is not None and shard.is_narrow)
+            memory = bucket.weights.untyped_storage()._cdata
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                is_moved = not bucket.splits_weights and parameter.untyped_storage()._cdata != memory
+                is_changed = parameter._version != self._versions[parameter]
+                if is_moved or (is_changed and is_copy):
+                    raise ConfigError(
+                        f"{name} was {'moved to other memory' if is_moved else 'changed in place'} since "
+                        "megatron_core.initialize, but its weights are kept elsewhere and would undo the change; write "
+                        "into it with copy_ inside of engine.gathered(parameter, modify=True)"
+                    )
 
     @torch.no_grad()
     def _keep(self, parameter: nn.Parameter, source: int) -> None:
@@ -70,6 +94,7 @@ class WholeTensors:
         bucket = self._data.bucket_of(parameter)
         if bucket is None:
             return
+        self._versions[parameter] = parameter._version
         self._write(bucket, parameter, parameter.data, bucket.weight_shard)
         shard = self._shards.get(bucket)
         if shard is not None and shard.is_narrow:
@@ -92,6 +117,7 @@ class WholeTensors:
         bucket = self._trained(parameter)
         shard = self._shards[bucket]
         self._optimizer.synchronize()
+        self._optimizer.before_update()
         self._data.finish_param_sync()
         if shard.is_narrow:
             self._write(bucket, parameter, value, shard.main)
@@ -144,6 +170,7 @@ class WholeTensors:
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Replace the optimizer state ``name`` by ``value``."""
         bucket = self._trained(parameter)
+        self._optimizer.before_update()
         self._write(bucket, parameter, value, self._state(bucket, name))
 
     def _state(self, bucket: Bucket, name: str) -> Tensor:

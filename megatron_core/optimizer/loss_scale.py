@@ -79,7 +79,7 @@ class DynamicLossScale:
                 self.scale = max(self.scale * self.backoff_factor, self.minimum)
             return
         self._good_steps += 1
-        if self._good_steps == self.window:
+        if self._good_steps >= self.window:
             self._good_steps = 0
             self._chances = self.hysteresis
             self.scale *= self.growth_factor

@@ -20,7 +20,7 @@ from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
 from megatron_core.features.offload.state import OffloadedState
-from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.features.preferences.frozen import FrozenModel, last_outputs, load_frozen
 from megatron_core.features.value_head.settings import has_value_head
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World, start_world
@@ -35,11 +35,11 @@ from megatron_core.post_training.teacher import Divergences, teacher_of
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
-from megatron_core.training.driver import PipelineRank, gather_weights, run_plan
+from megatron_core.training.driver import PipelineRank, gather_weights
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run, message_format, set_up
 from megatron_core.training.state import open_checkpoint
-from megatron_core.training.step import StepInput, StepResult, message_lengths, model_step, train_on_batches
+from megatron_core.training.step import StepInput, StepResult, train_on_batches
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
@@ -165,29 +165,8 @@ class Trainer:
             self._check_present()
         scores = self._scores(reads, temperature, with_entropy=with_entropy)
         data = StepData(self.run, self._rows(trajectories), ())
-        run = self.run
-        last = len(run.layers) - 1
-        logit_losses = scores.logit_losses(len(data.batches))
-        compute = model_step(
-            run, stages, data.batches, None, logit_losses=logit_losses, router_replays=data.router_replays
-        )
-        outputs: dict[int, Tensor] = {}
-
-        def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-            output = compute(stage, micro, hidden)
-            if stage < last:
-                return output
-            outputs[micro] = -output
-            return output.new_zeros(())
-
-        modes = {number: stage.training for number, stage in stages.items()}
-        for stage in stages.values():
-            stage.eval()
-        with torch.no_grad():
-            plan = run.plans.evaluation(len(data.batches))
-            run_plan(pipeline or run, plan, forward, lengths=message_lengths(data.batches))
-        for number, stage in stages.items():
-            stage.train(modes[number])
+        options = {"logit_losses": scores.logit_losses(len(data.batches)), "router_replays": data.router_replays}
+        outputs = last_outputs(self.run, stages, data.batches, lambda _, output: -output, pipeline, **options)
         numbers = data.collect(outputs)
         return numbers, data.collect(scores.entropies) if scores.with_entropy else None
 

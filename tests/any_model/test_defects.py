@@ -21,9 +21,9 @@ DEFECTS = {
     ),
     "losses are not divided by the ranks": (ENGINE + "_micro_batches", 'self.groups.size("dp")', "1", {}),
     "each micro-batch ends a step": (
-        ENGINE + "is_boundary",
-        "self.gradient_accumulation_steps",
-        "1 + self.micro_step",
+        ENGINE + "__init__",
+        "self.micro_step + 1 == self.gradient_accumulation_steps",
+        "True",
         {},
     ),
     "gradients of the last step remain": (ENGINE + "discard_gradients", "self.data_parallel.zero_grad()", "pass", {}),

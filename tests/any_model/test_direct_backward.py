@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,3 +106,60 @@ def test_bad_use() -> None:
     engine.backward(engine.scale(engine(torch.ones(1, 3))["loss"]))
     with pytest.raises(ConfigError, match="without the loss scale"):  # the scale was for the backward before
         engine(torch.ones(1, 3))["loss"].backward()
+
+
+class _Tempered(nn.Module):
+    """Its loss reads the temperature, and an intermediate result, outside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.first(x).tanh()
+        return self.last(self.hidden)
+
+    def losses(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Backward reaches the temperature, which is read last, before ``y``; the second loss does not depend on it."""
+        return (y * self.temperature.exp()).square().mean(), self.hidden.square().mean()
+
+
+def _batches() -> Tensor:
+    """``[steps, micro-batches, 1, 3]``."""
+    return torch.randn(2, 4, 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _tempered(settings: dict[str, Any], *, direct: bool) -> list[Any]:
+    model = _Tempered().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"micro_batch_size": 1, "global_batch_size": 4, "clip_grad": 0.0, **settings}
+    engine = megatron_core.initialize(model, config, optimizer).engine
+    for batches in _batches():
+        for x in batches[engine.groups.rank :: engine.groups.size("dp")]:
+            loss, of_hidden = model.losses(engine(x))
+            if direct:
+                loss.backward(retain_graph=True)
+                of_hidden.backward()
+            else:
+                engine.backward(loss, retain_graph=True)
+                engine.backward(of_hidden)
+            engine.step()
+    return [tensor.numpy() for tensor in engine.full_state_dict().values()]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"zero_stage": 1, "overlap_grad_reduce": True}, {"zero_stage": 2}])
+def test_losses_that_read_parameters_and_intermediate_results(settings: dict[str, Any], direct: bool) -> None:  # C3
+    model = _Tempered().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batches in _batches():
+        optimizer.zero_grad()
+        for x in batches:
+            (sum(model.losses(model(x))) / len(batches)).backward()
+        optimizer.step()
+    expected = [parameter.detach().numpy() for parameter in model.state_dict().values()]
+    for found in run_ranks(2, partial(_tempered, direct=direct), settings):
+        for weights, reference in zip(found, expected, strict=True):
+            np.testing.assert_allclose(weights, reference, rtol=1e-12, atol=1e-14)

@@ -220,6 +220,22 @@ def _recomputed_outside(shard: Any) -> Result:
     return _train(shard(model))
 
 
+def _with_closure(shard: Any) -> Result:
+    """The optimizer computes the gradients itself, as in programs of Lightning."""
+    model: Any = _shard(shard, _made())
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(6).view(1, 6) + dist.get_rank()
+
+    def compute() -> Tensor:
+        update.zero_grad()
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        loss.backward()
+        return loss
+
+    result = {f"loss {step}": update.step(compute).item() for step in range(3)}
+    return result | {name: _rows(tensor) for name, tensor in model.state_dict().items()}
+
+
 CASES: dict[str, Callable[[Any], Result]] = {
     "plain": lambda shard: _train(_shard(shard, _made())),
     "SGD, one unit": lambda shard: _train(shard(_made()), optimizer=partial(torch.optim.SGD, momentum=0.9)),
@@ -236,6 +252,7 @@ CASES: dict[str, Callable[[Any], Result]] = {
     "meta": _from_meta,
     "own weights": _own_weights,
     "foreach": lambda shard: _train(_shard(shard, _made()), optimizer=partial(torch.optim.Adam, foreach=True)),
+    "closure": _with_closure,
     "whole matrices": lambda shard: _train(_shard(shard, _made()), optimizer=NormedSGD),
 }
 

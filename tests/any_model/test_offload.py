@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Timer, current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -200,3 +200,46 @@ def _train_with_state_outside(settings: dict[str, Any], own: bool, folder: Path 
             engine.reload()
         engine.step()
     return losses, engine.full_state_dict(), freed
+
+
+def _trained_again(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder / "other")
+    engine.backward(engine(torch.ones(1, 8)).square().mean())
+    engine.step()
+
+
+def _with_other_weights(engine: Any, folder: Path) -> None:
+    with engine.gathered(engine.module.weight, modify=True):
+        nn.init.zeros_(engine.module.weight)
+
+
+CHANGES: dict[str, Any] = {
+    "a save into another folder, and a step": _trained_again,
+    "gathered": _with_other_weights,
+    "set_weights": lambda engine, _: engine.whole.set_weights(engine.module.weight, torch.zeros(8, 8)),
+    "set_state": lambda engine, _: engine.whole.set_state(engine.module.weight, "exp_avg", torch.ones(8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_wait_for_the_copy_of_a_checkpoint(name: str, tmp_path: Path, monkeypatch: Any) -> None:  # C44
+    begin, copy = Event(), snapshot._copy
+    delays = [begin]
+
+    def late(*pieces: object) -> None:
+        if current_thread() is not main_thread() and delays:
+            delays.pop().wait(60)
+        copy(*pieces)
+
+    engine = megatron_core.initialize(nn.Linear(8, 8), {"global_batch_size": 1, "async_save": True}).engine
+    engine.backward(engine(torch.ones(1, 8)).square().mean())
+    engine.step()
+    weight = engine.module.weight
+    saved = engine.whole.weights(weight), engine.whole.state(weight, "exp_avg")
+    monkeypatch.setattr(snapshot, "_copy", late)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    Timer(0.2, begin.set).start()
+    CHANGES[name](engine, tmp_path)
+    engine.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(engine.whole.weights(weight), saved[0])
+    assert torch.equal(engine.whole.state(weight, "exp_avg"), saved[1])

@@ -355,3 +355,145 @@ def test_copies_of_the_model_have_weights_of_their_own(settings: dict[str, Any])
     _run(engine, batches, 1)
     assert engine.module(batches[0]).item() != before
     assert average(batches[0]).item() == before
+
+
+def test_gradients_from_before_are_not_added() -> None:
+    steps = []
+    for has_gradients in (False, True):
+        model = _mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if has_gradients:  # a program has tried its model
+            model(_points(1)[0]).sum().backward()
+        engine = megatron_core.initialize(model, PLAIN, optimizer).engine
+        optimizer.zero_grad()
+        steps.append((_run(engine, [point[None] for point in _points(BATCH)], 1), engine.last_report.grad_norm))
+    assert steps[0] == steps[1]
+
+
+def test_the_batch_of_a_step_cannot_change_within_it() -> None:
+    engine = megatron_core.initialize(_mlp(), PLAIN).engine
+    message = rf"set_batch_size after 1 of {BATCH} micro-batches.*call it after the step"
+    engine.backward(engine(_points(1)[0][None]).square().mean())
+    with pytest.raises(ConfigError, match=message):
+        engine.set_batch_size(1, 1)
+    engine.step()
+    with pytest.raises(ConfigError, match=message):
+        engine.set_batch_size(1, 1)
+
+
+HALF = {"bf16": True, "global_batch_size": 1}
+SINGLE = {**PLAIN, "fp64": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        (SINGLE, lambda model: model.double().float(), r"\d\.\w+ was moved to other memory"),
+        (PLAIN, lambda model: setattr(model[2].bias, "data", model[2].bias.data + 1), r"2\.bias was moved to other"),
+        (HALF, lambda model: model.load_state_dict(model.state_dict()), r"\d\.\w+ was changed in place"),
+        (HALF, lambda model: nn.init.zeros_(model[2].weight), r"2\.weight was changed in place.*engine\.gathered"),
+    ],
+    ids=["dtype", "data", "state_dict", "init"],
+)
+def test_changes_of_weights_that_a_step_would_undo(settings: dict[str, Any], change: Any, message: str) -> None:
+    model = _mlp()
+    engine = megatron_core.initialize(model, settings).engine
+    batches = [point[None].to(model[0].weight.dtype) for point in _points(BATCH)]
+    _run(engine, batches, 1)
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        _run(engine, batches, 1)
+
+
+def test_changes_of_weights_that_stay(tmp_path: Path) -> None:
+    model, twin = _mlp(), _mlp().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
+    engine = megatron_core.initialize(model, {**PLAIN, "clip_grad": 0.0}, optimizer).engine
+    batches = [point[None] for point in _points(BATCH)]
+    for _ in range(2):
+        _run(engine, batches, 1)
+        of_twin.zero_grad()
+        twin(torch.cat(batches)).square().mean().backward()
+        of_twin.step()
+        for parameter in (*model.parameters(), *twin.parameters()):
+            parameter.data.clamp_(-0.3, 0.3)
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
+    # Main weights follow in a context, and are loaded.
+    engine = megatron_core.initialize(_mlp(), HALF).engine
+    with engine.gathered(engine.module.parameters(), modify=True):
+        engine.module.load_state_dict({name: torch.zeros_like(w) for name, w in engine.module.state_dict().items()})
+    _run(engine, batches, 1)
+    engine.save_checkpoint(tmp_path)
+    nn.init.ones_(engine.module[0].weight)
+    engine.load_checkpoint(tmp_path)
+    _run(engine, batches, 1)
+    assert engine.whole.weights(engine.module[0].weight).abs().max() < 0.1
+
+
+class _Codebook(nn.Module):
+    """A frozen matrix that the forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.layer = nn.Parameter(torch.zeros(4, 4), requires_grad=False), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.codes.add_(1.0)
+        return self.layer(x) + self.codes.sum()
+
+
+def test_frozen_weights_that_a_forward_changes() -> None:
+    for stage, text in run_ranks(2, _with_codebook, 1) + run_ranks(2, _with_codebook, 3):
+        assert text == ("2.0" if stage == 1 else "codes was changed in place")
+
+
+def _with_codebook(stage: int) -> tuple[int, str]:
+    model = _Codebook()
+    engine = megatron_core.initialize(model, {"zero_stage": stage, "global_batch_size": 2}).engine
+    try:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4)).mean())
+            engine.step()
+    except ConfigError as error:
+        return stage, str(error).split(" since")[0]
+    return stage, str(model.codes.mean().item())
+
+
+def test_parameters_with_one_memory() -> None:  # C11
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are two parameters in the same memory"):
+        megatron_core.initialize(model, {})
+
+
+def test_frozen_weights_and_buffers_of_any_layout(tmp_path: Path) -> None:
+    for found, expected in run_ranks(2, _of_any_layout, str(tmp_path)):
+        np.testing.assert_array_equal(found, expected)
+
+
+def _of_any_layout(folder: str) -> tuple[np.ndarray, np.ndarray]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    model[0].weight = nn.Parameter(torch.arange(12.0).view(4, 3).t(), requires_grad=False)
+    model.register_buffer("scales", torch.tensor([[2.0]]).expand(3, 5))
+    engine = megatron_core.initialize(model, {"global_batch_size": 2}).engine
+    engine.save_checkpoint(folder)
+    saved = torch.cat([model[0].weight.flatten(), model.scales.flatten()]).numpy()
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model.scales.zero_()
+    engine.load_checkpoint(folder)
+    return torch.cat([model[0].weight.flatten(), model.scales.flatten()]).numpy(), saved
+
+
+def test_backward_of_a_forward_before_the_last_step() -> None:
+    model = _mlp()
+    engine = megatron_core.initialize(model, {**PLAIN, "global_batch_size": 1}).engine
+    point = _points(1)[0][None]
+    early = engine(point).square().mean()
+    engine.backward(engine(point).square().mean())
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as with optimizers of torch
+        engine.backward(early)

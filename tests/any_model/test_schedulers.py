@@ -232,8 +232,13 @@ class _Factor:
         return float(self.base[0]) ** self.calls
 
 
+def _amsgrad(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
 RATE = torch.tensor(1e-2, dtype=torch.float64)
 WITHOUT_JSON: dict[str, tuple[Made, Made]] = {
+    "betas of an own optimizer": (_amsgrad, SCHEDULES["one cycle of betas"][1]),
     "a callable object": (_adamw, lambda o: lr_scheduler.LambdaLR(o, _Factor())),
     "a callable object inside": (
         _adamw,
@@ -320,3 +325,29 @@ def test_bad_use() -> None:
             each.state_dict()
         with pytest.raises(CheckpointError, match=r"engine\.load_checkpoint"):
             each.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "make", [_sgd, _amsgrad, lambda m: optim.Adagrad(m.parameters(), initial_accumulator_value=0.1)]
+)
+def test_a_checkpoint_of_no_step_has_no_state(make: Made, tmp_path: Path) -> None:
+    model = _model()
+    engine = megatron_core.initialize(model, CONFIG, make(model)).engine
+    engine.save_checkpoint(tmp_path)
+    for step in range(2):
+        _step(engine, step)
+    engine.load_checkpoint(tmp_path)
+    for step in range(STEPS):
+        _step(engine, step)
+    np.testing.assert_allclose(_weights(model), _alone(make), rtol=1e-9)
+
+
+def test_the_lowest_rate_belongs_to_the_rate_of_the_given_optimizer() -> None:
+    config = {**CONFIG, "train_iters": 2, "lr_decay_style": "cosine", "min_lr": 1e-6}
+    for settings, expected in ((config, 1e-6), (config | {"lr": 1e-2}, 1e-5 * (1e-6 / 1e-2))):
+        model = _model()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
+        engine, own, _, _ = megatron_core.initialize(model, settings, optim.AdamW(groups, lr=1e-5))
+        for step in range(2):
+            _step(engine, step)
+        assert [group["lr"] for group in own.param_groups] == pytest.approx([expected, 0.0], rel=1e-9, abs=0.0)

@@ -37,7 +37,7 @@ IN_OUTER = (
     Defect(
         "weights after an exchange are not gathered",
         "features.outer_steps.optimizer:OuterOptimizer._write",
-        without_call("_gather"),
+        without_call("gather_weights"),
         "2 groups of dp2 zero1",
         culprit="updated weight ",
     ),

@@ -61,6 +61,13 @@ def test_a_saved_scale_goes_on_as_if_never_stopped(before, after):
     assert one.state_dict() == other.state_dict()
 
 
+def test_a_shorter_window_than_the_saved_good_steps_ends_at_once() -> None:
+    scale = DynamicLossScale(initial=64.0, minimum=1.0, window=3)
+    scale.load_state_dict({"scale": 64.0, "growth_tracker": 7, "hysteresis_tracker": 2})
+    scale.update(False)
+    assert scale.scale == 128.0
+
+
 def test_a_constant_scale_never_changes():
     scale = ConstantLossScale(128)
     scale.update(True)

@@ -118,8 +118,8 @@ DEFECTS = {
         ("dpo, adapters", "pp2"),
         (
             "features.preferences.objective:reference_log_probs",
-            "with without_adapters(stages)",
-            "with without_adapters([])",
+            "without_adapters(list(stages.values()))",
+            "without_adapters([])",
         ),
     ),
     "margins are those of a rank's tokens": (

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import Tensor
 
 from megatron_core.config.optimizers import AVERAGE
+from megatron_core.data_parallel import DataParallel
+from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
@@ -21,23 +25,28 @@ class AveragedWeights(RunPart):
 
     def evaluated_weights(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
         """See ``RunPart.evaluated_weights``."""
-        return {" average": lambda: averaged_weights(self.run)}
+        data = self.run.data_parallel
+        optimizer = self.run.optimizer
+        return {" average": lambda: replaced_weights(data, optimizer, lambda shard: shard.state[AVERAGE.name])}
 
 
 @contextmanager
 @torch.no_grad()
-def averaged_weights(run: Run) -> Iterator[None]:
-    """Replace the weights by their averages inside the context, and restore them to the bit afterwards.
+def replaced_weights(data: DataParallel, optimizer: Optimizer, weights_of: Callable[[Shard], Tensor]) -> Iterator[None]:
+    """Replace the weights of each shard by ``weights_of(shard)`` inside the context, and restore them to the bit.
 
-    Collective calls of all ranks, which gather the averages as an update gathers weights.
+    Collective calls of all ranks, which gather the weights as an update does.
     """
-    saved = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in run.optimizer.shards]
-    for shard in run.optimizer.shards:
-        shard.bucket.weight_shard.copy_(shard.state[AVERAGE.name])
-    gather_weights([run.data_parallel])
+    optimizer.before_update()  # a checkpoint may still be copied in the background
+    data.finish_param_sync()
+    saved = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in optimizer.shards]
+    for shard in optimizer.shards:
+        shard.bucket.weight_shard.copy_(weights_of(shard))
+    gather_weights([data])
     try:
         yield
     finally:
+        data.finish_param_sync()
         for weights, values in saved:
             weights.copy_(values)
-        gather_weights([run.data_parallel])
+        gather_weights([data])

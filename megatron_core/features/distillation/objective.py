@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron_core.features.distillation.loss import vocab_parallel_distillation_loss
 from megatron_core.features.distillation.settings import DistillationConfig
 from megatron_core.features.distillation.teacher import Teacher, build_teacher
+from megatron_core.features.preferences.frozen import last_outputs
 from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.parallel.micro_batch import MicroBatch
-from megatron_core.training.driver import PipelineRank, run_plan
+from megatron_core.training.driver import PipelineRank
 from megatron_core.training.objective import LossReport, Objective, StepLoss
 from megatron_core.training.setup import Run, message_format
-from megatron_core.training.step import message_lengths, model_step
 
 
 class Distillation(Objective):
@@ -50,24 +50,12 @@ class Distillation(Objective):
         return {"kd loss": divergence / max(tokens, 1.0)}
 
 
-@torch.no_grad()
 def teacher_hidden_states(run: Run, teacher: Teacher, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Inputs of the teacher's output layer by micro-batch; empty on ranks without the last stage."""
-    by_micro_batch: dict[int, Tensor] = {}
-    final = len(run.layers) - 1
-    compute = model_step(run, teacher.model.stages, batches, None, before_output_layer=True)
-
-    def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-        output = compute(stage, micro, hidden)
-        if stage == final:
-            by_micro_batch[micro] = output
-            return output.new_zeros(())
-        return output
-
     message = message_format(teacher.config, run.split, run.world.device)
     pipeline = PipelineRank(p2p=run.p2p, message=message, overlap_p2p=run.overlap_p2p)
-    run_plan(pipeline, run.plans.evaluation(len(batches)), keep, lengths=message_lengths(batches))
-    return by_micro_batch
+    stages = teacher.model.stages
+    return last_outputs(run, stages, batches, lambda _, output: output, pipeline, before_output_layer=True)
 
 
 @torch.no_grad()

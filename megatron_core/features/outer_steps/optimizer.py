@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.features.averages.weights import replaced_weights
 from megatron_core.features.outer_steps.messages import GroupMessage
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.clip import model_part_of
@@ -21,6 +22,7 @@ from megatron_core.optimizer.whole_tensors import reduce_over_tensors
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
+from megatron_core.training.driver import gather_weights
 
 
 class FragmentPiece(NamedTuple):
@@ -95,19 +97,16 @@ class OuterOptimizer:
         optimizer: Optimizer,
         groups: ParallelGroups,
         num_layers: int,
-        gather: Callable[[], None],
         *,
         keeps_sent: bool = False,
         number: int | None = None,
     ) -> None:
-        """``gather`` starts to gather weights within a group after their shards have changed; ``keeps_sent``: keep sent
-        outer gradients, so that they can be sent again after a failure; ``number``: of this group in the job, if other
-        groups have been lost."""
+        """``keeps_sent``: keep sent outer gradients, to send them again after a failure; ``number``: of this group in
+        the job, if other groups have been lost."""
         self.config = config
         self.groups = groups
         self._data = data
         self._optimizer = optimizer
-        self._gather = gather
         self.number = groups.outer.rank() if number is None else number
         self._num_layers = num_layers
         self._keeps_sent = keeps_sent
@@ -200,7 +199,7 @@ class OuterOptimizer:
                     span = slice(offset, offset + stop - start)
                     shard.main[span] = torch.lerp(global_weights[span], shard.main[span], self.config.outer_alpha)
                     write_copy(shard.part(span))
-        self._gather()
+        gather_weights([self._data])
 
     def _global_weights(self, shard: Shard) -> Tensor:
         """The global weights of a shard, gathered from the other replicas if they hold a part of them."""
@@ -213,27 +212,12 @@ class OuterOptimizer:
             all_gather_flat_(gathered, gathered[own_span(shard.bucket)].clone(), shard.bucket.dp_group)
         return gathered
 
-    @contextmanager
-    @torch.no_grad()
-    def global_weights(self) -> Iterator[None]:
-        """Compute with the global weights inside the context; afterwards the group's own weights are restored to the
-        bit.
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the global weights; afterwards the group's own weights are restored.
 
         Collective calls of all ranks of a group.
         """
-        self._optimizer.before_update()
-        self._data.finish_param_sync()
-        saved = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in self._optimizer.shards]
-        for shard in self._optimizer.shards:
-            shard.bucket.weight_shard.copy_(self._global_weights(shard))
-        self._gather()
-        try:
-            yield
-        finally:
-            self._data.finish_param_sync()
-            for weights, values in saved:
-                weights.copy_(values)
-            self._gather()
+        return replaced_weights(self._data, self._optimizer, self._global_weights)
 
     def _fragment(self, number: int) -> Fragment:
         pieces = []

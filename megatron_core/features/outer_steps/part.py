@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_core.config import RunConfig
 from megatron_core.features.outer_steps import state
 from megatron_core.features.outer_steps.optimizer import OuterOptimizer
 from megatron_core.features.outer_steps.settings import OuterConfig
-from megatron_core.training.driver import gather_weights
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
@@ -42,7 +40,6 @@ class OuterSteps(RunPart):
             run.optimizer,
             run.groups,
             config.model.num_layers,
-            partial(gather_weights, [run.data_parallel]),
             keeps_sent=config.optional("recover") not in (None, "none"),
             number=run.world.group_number(config.num_groups),
         )

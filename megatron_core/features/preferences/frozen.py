@@ -8,18 +8,24 @@ trained model: the first loss of preferences is log 2 to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
+from megatron_core.parallel.micro_batch import MicroBatch
+from megatron_core.training.driver import PipelineRank, run_plan
 from megatron_core.training.setup import Run
 from megatron_core.training.state import held_weights
+from megatron_core.training.step import message_lengths, model_step
 from megatron_core.transformer.layer_spec import LayerSpecs
 
 
@@ -68,3 +74,36 @@ def load_frozen(run: Run, config: RunConfig, layer_specs: LayerSpecs, weights: S
     with weights:
         weights.fill(held_weights(data))
     return FrozenModel(stages, data)
+
+
+@torch.no_grad()
+def last_outputs(
+    run: Run,
+    stages: Mapping[int, GPTModel],
+    batches: Sequence[MicroBatch],
+    convert: Callable[[int, Tensor], Tensor],
+    pipeline: PipelineRank | None = None,
+    **options: Any,
+) -> dict[int, Tensor]:
+    """Compute ``stages`` without gradients and dropout; return ``convert(number, output)`` of each micro-batch.
+
+    Empty without the last stage. ``pipeline``: with messages of another model; ``options``: see ``model_step``.
+    """
+    by_micro_batch: dict[int, Tensor] = {}
+    final = len(run.layers) - 1
+    modes = [stage.training for stage in stages.values()]
+    compute = model_step(run, stages, batches, None, **options)
+
+    def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = compute(stage, micro, hidden)
+        if stage < final:
+            return output
+        by_micro_batch[micro] = convert(micro, output)
+        return output.new_zeros(())
+
+    for stage in stages.values():
+        stage.eval()
+    run_plan(pipeline or run, run.plans.evaluation(len(batches)), keep, lengths=message_lengths(batches))
+    for stage, mode in zip(stages.values(), modes, strict=True):
+        stage.train(mode)
+    return by_micro_batch

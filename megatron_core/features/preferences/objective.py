@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_core.features.lora.adapters import without_adapters
-from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
+from megatron_core.features.preferences.frozen import FrozenModel, last_outputs, load_frozen
 from megatron_core.features.preferences.settings import PreferenceConfig
 from megatron_core.models import GPTModel
 from megatron_core.parallel.collectives import paired
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import MicroBatch
-from megatron_core.training.driver import run_plan
 from megatron_core.training.initial_weights import open_base
 from megatron_core.training.objective import LossReport, Objective, StepLoss, log_probs
 from megatron_core.training.setup import Run
-from megatron_core.training.step import message_lengths, model_step
 
 Margins = Callable[[Tensor], None]
 """Receives the margins of a micro-batch's pairs."""
@@ -84,29 +82,11 @@ def _load_reference(run: Run) -> FrozenModel:
     return load_frozen(run, run.config, run.layer_specs, base)
 
 
-@torch.no_grad()
 def reference_log_probs(run: Run, stages: Mapping[int, GPTModel], batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """``log_probs`` of each micro-batch by the reference, whose ``stages`` may have adapters; empty on ranks without
     the last stage."""
-    by_micro_batch: dict[int, Tensor] = {}
-    final = len(run.layers) - 1
-    modes = [stage.training for stage in stages.values()]
-    compute = model_step(run, stages, batches, None)
-
-    def keep(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
-        output = compute(stage, micro, hidden)
-        if stage == final:
-            by_micro_batch[micro] = log_probs(output, batches[micro])
-            return by_micro_batch[micro].sum()
-        return output
-
-    for stage in stages.values():
-        stage.eval()
     with without_adapters(list(stages.values())):
-        run_plan(run, run.plans.evaluation(len(batches)), keep, lengths=message_lengths(batches))
-    for stage, mode in zip(stages.values(), modes, strict=True):
-        stage.train(mode)
-    return by_micro_batch
+        return last_outputs(run, stages, batches, lambda micro, output: log_probs(output, batches[micro]))
 
 
 def preference_loss(

@@ -58,6 +58,27 @@ def test_files_have_the_values_of_each_step(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("Train/Samples/lr")] == pytest.approx([0.01] * STEPS)
 
 
+def test_losses_of_steps_whose_boundaries_the_program_sets(tmp_path: Path) -> None:
+    """As accelerate does, which calls ``step`` only at boundaries."""
+    config = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = deepspeed.initialize(model=_model(), config=config)[0]
+    means = []
+    for step in range(STEPS):
+        losses = []
+        for is_boundary in (False, True):
+            engine.set_gradient_accumulation_boundary(is_boundary)
+            loss = engine(_batch(2 * step + is_boundary)).square().mean()
+            engine.backward(loss)
+            losses.append(loss.item())
+        engine.step()
+        means.append(sum(losses) / 2)
+    with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
+        rows = [*csv.reader(file)][1:]
+    assert [float(loss) for _, loss in rows] == pytest.approx(means)
+
+
 def test_wall_clock_breakdown_logs_each_step(caplog: pytest.LogCaptureFixture) -> None:
     deepspeed.logger.propagate = True
     with caplog.at_level(logging.INFO, logger=deepspeed.logger.name):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from megatron_core.checkpoint import snapshot
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.averages import weights
 from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.training.loop import evaluate_split
@@ -113,8 +116,8 @@ def test_average_follows_the_formula(layout: str, tmp_path: Path) -> None:
 DEFECTS = {
     "averages of other ranks are not gathered": (
         "dp2 zero1",
-        "features.averages.weights:averaged_weights",
-        "    gather_weights([run.data_parallel])\n    try:",
+        "features.averages.weights:replaced_weights",
+        "    gather_weights([data])\n    try:",
         "    try:",
     ),
     "averages start at 0": ("tp2 sp", "optimizer.sharded:Optimizer.start_averages", "copy_(shard.main)", "zero_()"),
@@ -174,3 +177,38 @@ def _losses_without(config: RunConfig) -> dict[str, float]:
 def test_contradictions(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"cannot be used with ema_decay=0\.9"):
         check(tiny_config(ema_decay=0.9, **settings), 2)
+
+
+def test_evaluation_waits_for_the_copy_of_a_checkpoint(tmp_path: Path) -> None:  # C44
+    saved = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "async_save": True}
+    ((found, loaded),) = run_ranks(1, _evaluated_while_saving, _config(tmp_path, **saved, train_iters=2))
+    assert found["validation"] != pytest.approx(found["validation average"], rel=1e-4)
+    assert loaded == found
+
+
+def _evaluated_while_saving(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """The losses of a run while its checkpoint is copied, at the latest with the averages, and those after loading."""
+    begin, end, copy, gather = Event(), Event(), snapshot._copy, weights.gather_weights
+
+    def late(*pieces: object) -> None:
+        if current_thread() is main_thread():
+            return copy(*pieces)
+        begin.wait(60)
+        copy(*pieces)
+        end.set()
+
+    def copy_now(*_: object) -> None:
+        begin.set()
+        end.wait(60)
+
+    run = set_up(config, this_world())
+    for _ in range(2):
+        train_step(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "_copy", late)
+        patch.setattr(weights, "gather_weights", lambda data: (gather(data), copy_now()))
+        run.saver.save(run.state)
+        run.optimizer.before_update = copy_now
+        found = _evaluated(run)
+        run.saver.close()
+    return found, _evaluated(set_up(config, this_world()))

@@ -65,6 +65,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         # Not torch's constructor: groups, state and defaults are those of the engine's optimizer.
         self._engine, self._inner, self._take_step = engine, engine.optimizer, step
         self._client = client
+        if isinstance(engine.loss_scaler, DynamicLossScale):  # it grows in the same steps as DeepSpeed's
+            engine.loss_scaler.delay_growth(1)
 
     param_groups = property(lambda self: self._inner.param_groups)
     state = property(lambda self: StepStates(self._engine))

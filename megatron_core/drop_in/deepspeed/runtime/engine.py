@@ -84,7 +84,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         ).engine
         core.casts_inputs = self.fp16_auto_cast()
         core.sums_over_ranks = self._config.translation.sums_gradients
-        core.delay_growth_of_loss_scale(1)  # so that it grows in the same steps as DeepSpeed's
         if not self.pipeline_parallelism:
             core.watch_module()
             core.ends_step = lambda: self.is_gradient_accumulation_boundary() and not self._in_no_sync
@@ -246,6 +245,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
         added = self.core._backwards - self.gradient_accumulation_steps()
+        share = (self.core.micro_step + 1) / self.gradient_accumulation_steps()  # programs may leave out calls
         try:
             with self._timed("step"):
                 report = self.core.step()
@@ -259,7 +259,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         if report is not None:
             if self.progressive_layer_drop is not None:
                 self.progressive_layer_drop.update_state(self.global_steps - 1)
-            self._report_step(report)
+            self._report_step(report, share)
         every = self.steps_per_print()
         if report is not None and every and self.global_steps % every == 0:
             rates = f"lr={self.get_lr()}, mom={self.get_mom()}"

@@ -64,11 +64,11 @@ class EngineReports:
             profiler.print_model_profile(section.profile_step, depth, top, section.detailed, section.output_file)
         profiler.end_profile()
 
-    def _report_step(self, report: StepReport) -> None:
-        """Write the events of a step, and log its times."""
+    def _report_step(self, report: StepReport, share: float = 1.0) -> None:
+        """Write the events of a step, and log its times; ``share`` of the micro-batches had a ``step()``."""
         samples = self.core.state.consumed_samples
         if self.monitor.enabled:
-            events = [("train_loss", report.loss), ("lr", report.learning_rate)]
+            events = [("train_loss", share * report.loss), ("lr", report.learning_rate)]
             if self.core.config.training.fp16:
                 events.append(("loss_scale", self.core.loss_scale))
             if self.wall_clock_breakdown():
