@@ -14,10 +14,10 @@ from megatron_core.features.megatron_flags import tables as megatron_flags
 
 HEAD = """# Flags of Megatron-LM
 
-All flags of Megatron-LM's `pretrain_gpt.py` since v1.0 are known here, and those of forks (Megatron-DeepSpeed,
-Pai-Megatron-Patch, MindSpeed-LLM, MegaBlocks) that most of their scripts have. This page is printed
-by `python tools/list_flags.py`; other differences are in [from_megatron.md](from_megatron.md). Check a launch script
-as a whole, on any machine, by
+All flags of Megatron-LM's `pretrain_gpt.py` since v1.0 are known here, with those of its branch `dev` (August
+2026), and those of forks (Megatron-DeepSpeed, Pai-Megatron-Patch, MindSpeed-LLM, MegaBlocks) that most of their
+scripts have. This page is printed by `python tools/list_flags.py`; other differences are in
+[from_megatron.md](from_megatron.md). Check a launch script as a whole, on any machine, by
 
     python pretrain_gpt.py ALL ITS FLAGS --dry-run --world-size N
 """

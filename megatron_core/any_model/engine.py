@@ -129,7 +129,6 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         sizes = "".join(f"{axis}{groups.size(axis)} " for axis in axes)
         return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
-
     def make_loader(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, shuffle: bool = True
     ) -> EngineLoader:

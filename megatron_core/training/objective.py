@@ -69,7 +69,7 @@ class Objective:
         return StepLoss(sum_losses)
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """Values to report with a step, by name, from the sums of ``LossReport.add_terms`` over the global batch."""
+        """Values to report by name, from the global sums of ``LossReport.add_terms``; ``lm loss`` replaces the loss."""
         return {}
 
 

@@ -141,7 +141,8 @@ def train_on_batches(run: Run, data: StepInput, *, stop: bool = False, hooks: St
         breakdown |= run_part.metrics()
     for number, (loss, norm) in enumerate(outcome.groups):
         breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
-    return StepResult(**vars(outcome), learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
+    values = vars(outcome) | {"loss": breakdown.pop("lm loss", outcome.loss)}
+    return StepResult(**values, learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
 def _auxiliary_losses(run: Run, size: StepSize, batches: Sequence[MicroBatch]) -> AuxiliaryLosses:

@@ -488,6 +488,16 @@ def test_aliases_mean_the_same():
     assert pieces == "SentencePieceTokenizer"
 
 
+def test_names_of_megatrons_branch_dev_mean_the_same():
+    streams = parse("--enable-hyper-connections --num-residual-streams 2 --mhc-init-gating-factor 0.5")
+    assert streams == parse("--enable-mhc-connections --mhc-num-residual-streams 2 --mhc-init-gating-factor 0.5")
+    nets = parse("--experimental-attention-variant gated_delta_net --linear-attention-freq 2")
+    for name in ("--experimental-attention-variant gdn", "--linear-attention-type gated_delta_net"):
+        assert parse(f"{name} --linear-attention-freq 2") == nets
+    assert parse("--fallback-to-eager-attn").model.attention_backend == "unfused"
+    assert parse("--fallback-to-eager-attn --attention-backend flash").model.attention_backend == "auto"
+
+
 def test_yarn_is_selected_as_in_megatron():
     model = parse("--position-embedding-type yarn --yarn-original-max-position-embeddings 64").model
     assert (model.position_embedding_type, model.rope_scaling_type, model.rope_scaling_factor) == ("rope", "yarn", 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -24,10 +25,12 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_mup_config_overrides,
 )
-from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.param_layout import BufferKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import sharded
+from megatron.training.training import wrap_model_chunks_with_ddp
 from megatron_core import parallel_state
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.data_parallel.bucket_layout import InOrder, Packer, WholeInShards
@@ -83,9 +86,9 @@ def model() -> nn.Module:
 def sharded_by_matrices() -> tuple[Any, ...]:
     parallel_state.initialize_model_parallel()
     inner = model()
-    tag_params_for_buffer_routing([inner])
-    layout = LayerWiseDistributedOptimizer.compute_full_param_layout(list(inner.parameters()), None, 2, SHARDED)
-    ddp = DistributedDataParallel(None, SHARDED, inner, full_param_layout=layout)
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    config = SimpleNamespace(calculate_per_token_loss=False)
+    (ddp,) = wrap_model_chunks_with_ddp([inner], config, settings, use_layer_wise_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(OptimizerConfig("muon", lr=0.1, clip_grad=0.0), [ddp])
     ((matrices,),) = (b.buckets for b in ddp.buffers if b.buckets[0].bucket.kind.is_hidden_matrix)
     apart = next(b for b in ddp.buffers if matrices in b.buckets)
@@ -94,7 +97,7 @@ def sharded_by_matrices() -> tuple[Any, ...]:
     ddp.finish_grad_sync()
     optimizer.step()
     return (
-        type(optimizer).__name__,
+        isinstance(optimizer, LayerWiseDistributedOptimizer) and settings.use_distributed_optimizer,
         [(r["param"].start, r["param"].size) for r in owned.values()],
         matrices.bucket.cuts_parameters,
         [p.detach() for p in inner.parameters()],
@@ -114,10 +117,33 @@ def by_muon_alone() -> list[torch.Tensor]:
     return [p.detach() for p in ddp.module.parameters()]
 
 
+def shared_by_an_optimizer() -> tuple[Any, ...]:
+    """The wrapper shards nothing, until the optimizer asks for it."""
+    parallel_state.initialize_model_parallel()
+    settings = DistributedDataParallelConfig()
+    ddp = DistributedDataParallel(None, settings, model())
+    config = OptimizerConfig("muon", lr=0.1, clip_grad=0.0)
+    optimizer = get_megatron_muon_optimizer(config, [ddp], layer_wise_distributed_optimizer=True)
+    ddp(torch.ones(2, 6)).square().sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    elements = sum(shard.main.numel() for shard in optimizer.optimizer.shards if shard.bucket.kind.is_hidden_matrix)
+    is_layer_wise = isinstance(optimizer, LayerWiseDistributedOptimizer) and not settings.use_distributed_optimizer
+    return is_layer_wise, elements, [p.detach() for p in ddp.module.parameters()]
+
+
+def test_ranks_share_the_state_of_an_optimizer_of_matrices() -> None:
+    expected = run_ranks(1, by_muon_alone)[0]
+    for is_layer_wise, elements, weights in run_ranks(2, shared_by_an_optimizer):
+        assert is_layer_wise and elements < 4 * 36
+        for ours, alone in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, alone)
+
+
 def test_muon_on_whole_matrices() -> None:
     expected = run_ranks(1, by_muon_alone)[0]
-    for kind, owned, cut, weights in run_ranks(2, sharded_by_matrices):
-        assert (kind, owned, cut) == ("LayerWiseDistributedOptimizer", [(0, 36), (0, 36)], False)
+    for is_layer_wise, owned, cut, weights in run_ranks(2, sharded_by_matrices):
+        assert (is_layer_wise, owned, cut) == (True, [(0, 36), (0, 36)], False)
         for ours, alone in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours, alone)
 
@@ -450,6 +476,31 @@ def chained(separate: bool) -> tuple[float, list[torch.Tensor], list[str]]:
     kinds = [type(one).__name__ for one in each]
     assert len(optimizer.get_parameters()) == 4
     return norms[-1], [p.detach() for inner in models for p in inner.parameters()], kinds
+
+
+def step_by_the_schedule() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights after a step whose learning rate is only in the schedule, and those of SGD's equation."""
+    parallel_state.initialize_model_parallel()
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(), model())
+    before = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+    optimizer = get_megatron_optimizer(OptimizerConfig("sgd", sgd_momentum=0.0, clip_grad=0.0, weight_decay=0.0), [ddp])
+    ddp(torch.ones(2, 6)).square().sum().backward()
+    ddp.finish_grad_sync()
+    with pytest.raises(ConfigError, match="lr=None; give the learning rate, or set it by OptimizerParamScheduler"):
+        optimizer.step()
+    rates = {"init_lr": 0.0, "max_lr": 0.25, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 8}
+    OptimizerParamScheduler(optimizer, **rates, lr_decay_style="constant", **NO_DECAY)
+    optimizer.step()
+    pairs = zip(before, ddp.module.parameters(), strict=True)
+    return [(new.detach(), old - 0.25 * new.main_grad) for old, new in pairs]  # type: ignore[attr-defined]
+
+
+NO_DECAY: Any = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+
+
+def test_the_schedule_may_give_the_learning_rate() -> None:
+    for ours, expected in run_ranks(1, step_by_the_schedule)[0]:
+        torch.testing.assert_close(ours, expected)
 
 
 def test_optimizers_of_several_models_clip_together() -> None:

@@ -152,6 +152,19 @@ def test_rotary_positions_of_heads(interleaved: bool) -> None:
     torch.testing.assert_close(found, torch.cat([expected, x[..., 4:]], -1), rtol=0, atol=1e-12)
 
 
+def test_queries_and_keys_have_the_same_angles() -> None:
+    model = gpt().eval()
+    size = model.config.hidden_size // model.config.num_attention_heads
+    hidden = torch.randn(LENGTH, 2, model.config.hidden_size, dtype=torch.float64)
+    angles, others = (RotaryEmbedding(size, 1.0, rotary_base=base)(LENGTH) for base in (10_000, 100))
+    expected = model.decoder(hidden, None, rotary_pos_emb=angles)
+    for pair in ((angles, angles), [angles, angles.clone()]):
+        assert torch.equal(model.decoder(hidden, None, rotary_pos_emb=pair), expected)
+    for pair in ((angles, others), (None, angles)):
+        with pytest.raises(ConfigError, match="rotary_pos_emb has two different tensors"):
+            model.decoder(hidden, None, rotary_pos_emb=pair)
+
+
 def test_the_embedding_alone() -> None:
     model_parallel_cuda_manual_seed(7)
     embedding = LanguageModelEmbedding(config(), 48, LENGTH)

@@ -18,7 +18,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import config as sections
-from megatron.training.config import ProfilingConfig, RNGConfig, TrainingConfig
+from megatron.training.config import PretrainConfigContainer, ProfilingConfig, RNGConfig, TrainingConfig
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 
@@ -87,6 +87,24 @@ def test_renamed_fields_reach_the_engine() -> None:
     model = config.model_config()
     assert isinstance(model, ModelConfig)
     assert (model.norm_epsilon, model.apply_layernorm_1p, model.num_experts) == (1e-3, True, 4)
+
+
+def test_sections_have_megatrons_fields() -> None:
+    """Fields of settings reach the run, fields without effect are accepted, and unsupported ones are refused."""
+    container = PretrainConfigContainer(
+        train=TrainingConfig(check_weight_hash_across_dp_replicas_interval=7, manual_gc=True, manual_gc_interval=10),
+        logger=sections.LoggerConfig(log_timers_to_tensorboard=True, logging_level=20, log_energy=True),
+        checkpoint=sections.CheckpointConfig(save="x", ckpt_format="torch_dist", ckpt_assume_constant_structure=True),
+        dist=sections.DistributedInitConfig(use_gloo_process_groups=False, flight_recorder_dump_path="y"),
+        rng=RNGConfig(te_rng_tracker=True),
+    )
+    config = container.run_config()
+    assert (config.value("replica_check_interval"), config.checkpoint.ckpt_format) == (7, "torch_dist")
+    DistributedDataParallelConfig(keep_fp8_transpose_cache=True, fsdp_manual_registration=True)
+    OptimizerConfig(lr=1.0, muon_use_syrk=True, overlap_cpu_optimizer_d2h_h2d=True).translated()
+    container.checkpoint.save_wgrads_interval = 3
+    with pytest.raises(ConfigError, match="CheckpointConfig: save_wgrads_interval is not supported"):
+        container.run_config()
 
 
 def test_unsupported_fields_are_refused() -> None:

@@ -418,7 +418,7 @@ def test_tokenizers_have_megatrons_names(tmp_path: Path) -> None:
             tokenizer_type="NullTokenizer", vocab_size=9, make_vocab_size_divisible_by=8, tensor_model_parallel_size=1
         )
     )
-    assert (plain.library, plain.tokenize("1 3")) == ("NullTokenizer", [1, 3])
+    assert (plain.library, plain.tokenize("1 3")) == ("null-text", [1, 3])
     with pytest.raises(ConfigError, match="has no chat template; pass chat_template="):
         plain.apply_chat_template(messages)
     with pytest.raises(AttributeError):

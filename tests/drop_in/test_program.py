@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import dist_checkpointing, mpu
@@ -38,9 +39,9 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
-from megatron.training import get_args, pretrain, training
+from megatron.training import get_args, initialize_megatron, pretrain, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
-from megatron.training.training import evaluate, train_step
+from megatron.training.training import evaluate, get_model, train_step
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from megatron_core.errors import ConfigError, DataError
@@ -161,6 +162,63 @@ def test_a_program_trains_as_one_process_and_goes_on_from_its_checkpoint(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     more, *_ = run_ranks(1, job, str(tmp_path / "more"), f"--load {tmp_path}")[0]
     np.testing.assert_allclose(more, expected[2:], rtol=0, atol=1e-9)
+
+
+def cut_matrices(more: str) -> list[bool]:
+    """Whether a shard cuts a parameter of each bucket of hidden matrices."""
+    sys.argv = f"{COMMON} --optimizer muon --use-distributed-optimizer {more}".split()
+    mpu.destroy_model_parallel()
+    with redirect_stdout(StringIO()):
+        initialize_megatron()
+        (model,) = get_model(model_provider)
+    return [bucket.cuts_parameters for bucket in model.buckets if bucket.kind.is_hidden_matrix]
+
+
+def test_a_launch_with_muon_shards_whole_matrices() -> None:
+    for cuts in run_ranks(2, cut_matrices, ""):
+        assert cuts == [False]
+    # Otherwise they share a bucket with other weights until the optimizer separates them.
+    assert run_ranks(2, cut_matrices, "--no-use-layer-wise-param-layout") == [[], []]
+
+
+def evaluated_as_conversations(save: str) -> tuple[list[float], list[float]]:
+    """Losses of evaluations with ``args.sft``, and the means over ranks and micro-batches of means over tokens."""
+    reported, expected, means = [], [], []
+
+    def step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+        output, loss = forward_step(data_iterator, model)
+
+        def kept(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, count, report = loss(output)
+            means.append((total / count.clamp(min=1)).item())
+            return total, count, report
+
+        return output, kept
+
+    def evaluation(*given: Any, **named: Any) -> Any:
+        means.clear()
+        get_args().sft = True
+        result = evaluate(step, *given[1:], **named)
+        get_args().sft = False
+        total = torch.tensor([sum(means), len(means)], dtype=torch.float64)
+        dist.all_reduce(total)
+        reported.append(result[0]["lm loss"].item())
+        expected.append((total[0] / total[1]).item())
+        return result
+
+    training.evaluate = evaluation
+    sys.argv = f"{COMMON} --save {save}".split()
+    mpu.destroy_model_parallel()
+    with redirect_stdout(StringIO()):
+        pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
+    return reported, expected
+
+
+def test_evaluations_of_conversations_are_means_of_means(tmp_path: Path) -> None:
+    """As in Megatron-LM's ``evaluate``."""
+    for reported, expected in run_ranks(2, evaluated_as_conversations, str(tmp_path)):
+        assert len(reported) > 0
+        np.testing.assert_allclose(reported, expected, rtol=1e-12)
 
 
 def test_a_resumed_program_takes_one_of_two_schedules(alone: Any, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
 from megatron.core.inference.inference_request import Status
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import device_memory_summary
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
@@ -54,6 +55,7 @@ from megatron.core.utils import (
     log_on_each_pipeline_stage,
     unwrap_model,
 )
+from megatron.training.config import PretrainConfigContainer, TokenizerConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.parallel.groups import LocalGroup
@@ -297,6 +299,16 @@ def test_tokenizers_of_megatrons_arguments(tmp_path: Path) -> None:
     assert args.padded_vocab_size == 256
     with pytest.raises(ValueError, match="tokenizer_type Unknown is not supported"):
         build_tokenizer(Namespace(tokenizer_type="Unknown"))
+    config = TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=9, pad_vocab_size=False, chat_template="{{ 1 }}"
+    )
+    plain = build_tokenizer(config)
+    assert (plain.library, plain.chat_template, plain.vocab_size) == ("null-text", "{{ 1 }}", 9)
+    assert plain.apply_chat_template([{"role": "user", "content": "2"}]) == [1]
+    config.special_tokens, config.use_gigatoken = ["<a>"], True
+    for refused in (lambda: build_tokenizer(config), lambda: PretrainConfigContainer(tokenizer=config).run_config()):
+        with pytest.raises(ConfigError, match="TokenizerConfig: special_tokens, use_gigatoken is not supported"):
+            refused()
     MegatronTokenizer.write_metadata(str(tmp_path), "byte-level")
     assert MegatronTokenizer.from_pretrained(str(tmp_path)).vocab_size == 257
     with pytest.raises(ValueError, match="already exists"):
@@ -450,3 +462,17 @@ def test_scores_of_the_balancing_loss(function: str) -> None:
     for token, row in enumerate(chosen):
         best = [] if padding[token] else sorted(logits[token].argsort()[-2:].tolist())
         assert row.nonzero().flatten().tolist() == best
+
+
+def test_memory_of_a_device_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of two devices, of which the second is this process's."""
+    assert device_memory_summary() == "alloc=0MiB private=0MiB resv-alloc=0MiB resv=0MiB dev_mem=0MiB"
+    pools = [(0, (0, 0), 1), (1, (0, 0), 2), (1, (0, 3), 4), (0, (0, 3), 8)]
+    segments = [{"device": d, "segment_pool_id": pool, "active_size": n * 2**20} for d, pool, n in pools]
+    answers = {
+        **{"is_available": True, "current_device": 1, "memory_allocated": 6 * 2**20, "memory_reserved": 16 * 2**20},
+        **{"memory_snapshot": segments, "mem_get_info": (40 * 2**20, 64 * 2**20)},
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert device_memory_summary() == "alloc=6MiB private=4MiB resv-alloc=10MiB resv=16MiB dev_mem=24MiB"

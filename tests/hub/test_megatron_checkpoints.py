@@ -245,6 +245,9 @@ def test_meanings_that_differ() -> None:
     both = base | {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_scaling_factor": 1.0}
     assert settings_of_arguments(both)["rope_scaling_factor"] == 32.0, "the other argument is of YaRN"
     assert settings_of_arguments(both | {"position_embedding_type": "yarn"})["rope_scaling_factor"] == 1.0
+    nets = base | {"linear_attention_freq": [0, 1], "experimental_attention_variant": "gated_delta_net"}
+    assert settings_of_arguments(nets | {"experimental_attention_variant": "gdn"}) == settings_of_arguments(nets)
+    assert settings_of_arguments(nets)["linear_attention_freq"] == (0, 1)
     assert settings_of_arguments(base | {"moe_layer_freq": 1, "num_experts": None}).get("moe_layer_freq") is None
     assert settings_of_arguments(base | {"moe_layer_freq": [0, 1], "num_experts": 2})["moe_layer_freq"] == (0, 1)
 

@@ -178,18 +178,18 @@ def objective(
     logits = logits_of(s, w, hidden)
     number = mask.sum().clamp(min=1)
     losses = cross_entropy(logits, labels) * mask
-    if s.calculate_per_token_loss:
-        loss = losses.sum() / number
-    else:
+    loss = losses.sum() / number
+    minimised = loss
+    if not s.calculate_per_token_loss:
         micros = zip(losses.split(micro), mask.split(micro), strict=True)
         means = [part.sum() / counted.sum().clamp(min=1) for part, counted in micros]
-        loss = torch.stack(means).mean()
+        minimised = torch.stack(means).mean()
     if s.output_z_loss_coeff:  # PaLM (Chowdhery et al. 2022), section 5
         z = (logits.logsumexp(-1) ** 2 * mask).sum() / number
         collected.add("output_z_loss", z, s.output_z_loss_coeff)
     if s.mtp_num_layers:
         later_tokens(s, w, hidden, labels, seq, collected, drop)
-    return loss, loss + sum(collected.objective), collected
+    return loss, minimised + sum(collected.objective), collected
 
 
 def later_tokens(

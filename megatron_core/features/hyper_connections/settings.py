@@ -33,7 +33,7 @@ class HyperConnectionsConfig(ModelConfig):
     """Replace the residual stream by several ones: attention and MLP read a weighted sum of the streams, write to each
     of them with a weight, and a doubly stochastic matrix mixes the streams; all weights depend on the token (Xie et al.
     2025, arXiv 2512.24880)."""
-    mhc_num_residual_streams: int = setting(4, r.SIZE)
+    mhc_num_residual_streams: int = setting(4, r.SIZE, aliases="num_residual_streams")
     """Number of residual streams."""
     mhc_sinkhorn_iterations: int = setting(20, r.SIZE, resume=Resume.FUNCTION)
     """Iterations of Sinkhorn and Knopp, each of which normalizes the rows and then the columns of the mixing matrix."""

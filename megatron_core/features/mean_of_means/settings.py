@@ -17,7 +17,8 @@ class MeanOfMeansConfig:
     calculate_per_token_loss: bool = setting(True, when=ALWAYS)
     """The loss is the mean over the tokens of the global batch. Off, as in Megatron-LM by default: the mean over
     micro-batches (with context parallelism also over their parts on ranks) of means over their tokens; it depends on
-    the layout and differs only if some tokens are masked."""
+    the layout and differs only if some tokens are masked. Then logs show
+    Megatron-LM's numbers: means over tokens, and for evaluations with --sft means of means."""
 
 
 def uses_mean_of_means(config: RunConfig) -> bool:

@@ -21,7 +21,7 @@ from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, re
 
 OFF: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
-    "experimental_attention_variant": (None, "gated_delta_net", "dsa"),
+    "experimental_attention_variant": (None, "gated_delta_net", "gdn", "dsa"),
     "dsa_indexer_topk_freq": (1, None),
     "dsa_indexer_skip_topk_offset": (0, None),
     "dsa_indexer_scoring_relu": (True, None),
@@ -71,6 +71,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("mtp_num_layers") and arguments.get("num_experts"):
         renamed["mtp_zero_last_input"] = True
     variant = renamed.get("experimental_attention_variant")
+    if variant == "gdn":  # its name since August 2026
+        variant = renamed["experimental_attention_variant"] = "gated_delta_net"
     unread = []
     if variant != "gated_delta_net" and "G" not in (renamed.get("hybrid_layer_pattern") or ""):
         unread.append("linear_")

@@ -75,4 +75,5 @@ def refused_changes(settings: Any) -> list[str]:
 def refuse_changes(settings: Any) -> None:
     """Raise ConfigError if unsupported fields differ from their defaults."""
     if wrong := refused_changes(settings):
-        raise ConfigError(f"{type(settings).__name__}: {', '.join(wrong)} is not supported; remove it")
+        name = type(settings).__name__.removeprefix("_").removesuffix("Fields")  # a base itself
+        raise ConfigError(f"{name}: {', '.join(wrong)} is not supported; remove it")

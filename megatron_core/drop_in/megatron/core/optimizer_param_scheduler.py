@@ -116,7 +116,7 @@ class OptimizerParamScheduler:
         if self.lr_decay_style not in styles:
             raise ConfigError(f"lr_decay_style={self.lr_decay_style!r} is none of {', '.join(styles)}")
         config = OptimizerConfig(
-            lr=group.get("max_lr", self.max_lr),
+            lr=self.max_lr if group.get("max_lr") is None else group["max_lr"],
             min_lr=group.get("min_lr", self.min_lr),
             lr_decay_style=self.lr_decay_style,  # type: ignore[arg-type]
             lr_decay_iters=self.lr_decay_steps,

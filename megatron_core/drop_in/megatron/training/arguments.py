@@ -180,6 +180,8 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.ffn_hidden_size, args.kv_channels = model.ffn_size, model.head_size
     args.max_position_embeddings = config.max_positions
     args.params_dtype = getattr(torch, config.training.compute_dtype)
+    updates_matrices = config.optimizer.kind_of(hidden=True).scalar_optimizer is not None
+    args.use_layer_wise_distributed_optimizer = updates_matrices and config.parallel.dp_zero_stage == 1
     chunks = config.parallel.num_chunks(model.num_layers)
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     args.eval_micro_batch_size = args.micro_batch_size

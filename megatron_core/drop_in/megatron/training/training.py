@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import (
@@ -30,6 +29,7 @@ from megatron.training.from_arguments import (
 )
 from megatron.training.global_vars import get_args
 from megatron.training.host_batches import host_batches
+from megatron.training.models.dist_utils import wrap_model_chunks_with_ddp
 from megatron.training.utils.common_utils import print_rank_last
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
@@ -67,10 +67,12 @@ def get_model(
         settings = get_model_config(model)
         if args.fp16 or args.bf16:
             model = Float16Module(settings, model)
-        models.append(
-            DistributedDataParallel(settings, get_megatron_ddp_config(args), model) if wrap_with_ddp else model
-        )
-    return models
+        models.append(model)
+    if not wrap_with_ddp:
+        return models
+    flags = ("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout")
+    layer_wise: Any = {name: getattr(args, name) for name in flags if hasattr(args, name)}
+    return wrap_model_chunks_with_ddp(models, None, get_megatron_ddp_config(args), **layer_wise)
 
 
 def _called(function: Provider, *values: Any, **given: Any) -> Any:
@@ -167,11 +169,16 @@ def train_step(
     return _means(reports), int(not taken), False, False, 0, norm, zeros, 0
 
 
-def _means(reports: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Average the values of micro-batches by name: pairs (sum, count) over all data-parallel ranks, others locally."""
+def _means(reports: Sequence[Mapping[str, Any]], *, by_micro_batch: bool = False) -> dict[str, Tensor]:
+    """Average the values of micro-batches by name: pairs (sum, count) over all data-parallel ranks, others locally.
+
+    ``by_micro_batch``: all micro-batches have the same weight, whatever their counts.
+    """
     found = {}
     for name in reports[0] if reports else ():
         values = [torch.as_tensor(report[name]).detach().reshape(-1).double() for report in reports]
+        if by_micro_batch and len(values[0]) == 2:
+            values = [torch.stack([total / count.clamp(min=1), count.new_ones(())]) for total, count in values]
         total = torch.stack(values).sum(0)
         if len(total) == 2:
             all_reduce_(total, parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -215,7 +222,8 @@ def evaluate(
     # Evaluate, and collect other data from the model or from one more batch.
     for chunk in model:
         chunk.eval()
-    losses = _means([report for _ in range(eval_iters) for report in run()])
+    reports = [report for _ in range(eval_iters) for report in run()]
+    losses = _means(reports, by_micro_batch=getattr(args, "sft", False))  # as Megatron-LM does
     if non_loss_data_func is not None:
         collected = non_loss_data_func(model)
     elif process_non_loss_data_func is not None:
@@ -318,16 +326,16 @@ def training_log(
 ) -> bool:
     """Print Megatron-LM's line of an iteration on the last rank, every ``log_interval``; return ``report_memory_flag``.
 
-    ``total_loss_dict`` has the sums of the losses since the last line, whose means are printed. Programs of the drop-in
-    have no writer of TensorBoard.
+    ``total_loss_dict`` has the sums of the losses of taken steps since the last line, whose means are printed. Programs
+    of the drop-in have no writer of TensorBoard.
     """
     args = get_args()
-    for name, value in loss_dict.items():
+    for name, value in loss_dict.items() if not skipped_iter else ():
         total_loss_dict[name] = total_loss_dict.get(name, 0.0) + value
-    total_loss_dict["steps"] = total_loss_dict.get("steps", 0) + 1
+    total_loss_dict["steps"] = total_loss_dict.get("steps", 0) + (not skipped_iter)
     if iteration % args.log_interval and iteration not in (1, args.train_iters):
         return report_memory_flag
-    steps = total_loss_dict.pop("steps")
+    steps = max(1, total_loss_dict.pop("steps"))
     parts = {
         "consumed samples": f"{args.consumed_train_samples:12d}",
         "learning rate": None if learning_rate is None else f"{learning_rate:.6E}",

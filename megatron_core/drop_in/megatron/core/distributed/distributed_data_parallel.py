@@ -93,10 +93,18 @@ class DistributedDataParallel(MegatronModule):
         self.bucket_groups = partition_buckets(self.buffers, not overlap, **how)
         self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, not overlap, **how)
 
-    def separate_matrices(self) -> None:
-        """Lay out the buffers again with hidden matrices apart, for an optimizer that updates whole matrices."""
-        if not self._matrices_apart:
+    def separate_matrices(self, *, sharded: bool = False) -> None:
+        """Lay out the buffers again with hidden matrices apart, for an optimizer that updates whole matrices.
+
+        ``sharded``: ranks share its state, and no shard has a part of a hidden matrix.
+        """
+        changes = sharded and not self._whole_matrices and self.ddp_config.zero_stage < 2
+        if changes or not self._matrices_apart:
             self._matrices_apart = True
+            if changes:
+                self._whole_matrices = True
+                sharding: Any = {"use_distributed_optimizer": True}
+                self.ddp_config = replace(self.ddp_config, **sharding)
             self.data_parallel.release()
             self._lay_out()
 

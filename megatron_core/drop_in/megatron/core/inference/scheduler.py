@@ -116,6 +116,18 @@ def get_attention_mask(seq_length: int) -> Tensor:
     return torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool).triu(1)
 
 
+def device_memory_summary() -> str:
+    """Return the memory of this process's GPU in one line: allocated, in private pools, reserved, and used by all."""
+    sizes = dict.fromkeys(("alloc", "private", "resv-alloc", "resv", "dev_mem"), 0)
+    if torch.cuda.is_available():
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device()]
+        private = sum(each["active_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+        free, total = torch.cuda.mem_get_info()
+        sizes = dict(zip(sizes, (allocated, private, reserved - allocated, reserved, total - free), strict=True))
+    return " ".join(f"{name}={size / 2**20:.0f}MiB" for name, size in sizes.items())
+
+
 class Scheduler:
     """Requests in the order of their arrival, at most ``max_batch_size`` of them active."""
 

@@ -1,6 +1,7 @@
 """The optimizers of models with a sharding wrapper, the layout of their buffers, and their selection."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,8 +126,9 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Return the optimizer of models in ``DistributedDataParallel``; ``use_gloo_process_groups`` has no effect.
 
-    ``config_overrides`` has settings of selected parameters, by default ``get_standard_config_overrides(config)``.
-    Raises ConfigError for a model without the wrapper, or for contradictory overrides.
+    ``config_overrides`` has settings of selected parameters, by default ``get_standard_config_overrides(config)``. With
+    ``use_layer_wise_distributed_optimizer`` ranks share the state of an optimizer of matrices, such as Muon. Raises
+    ConfigError for a model without the wrapper, or for contradictory overrides.
     """
     check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
     if dump_param_to_param_group_map:
@@ -134,11 +136,11 @@ def get_megatron_optimizer(
     row = config.translated().kind_of(hidden=True)
     if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
         raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
-    shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
-    narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
     for_matrices = row.scalar_optimizer is not None
     for chunk in model_chunks if for_matrices else ():
-        chunk.separate_matrices()
+        chunk.separate_matrices(sharded=config.use_layer_wise_distributed_optimizer)
+    shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
+    narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
     sharded = LayerWiseDistributedOptimizer if for_matrices else DistributedOptimizer
     kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
     return kind(config, model_chunks, config_overrides)
@@ -147,8 +149,8 @@ def get_megatron_optimizer(
 def get_megatron_muon_optimizer(
     config: OptimizerConfig, *args: Any, layer_wise_distributed_optimizer: bool = False, **settings: Any
 ) -> MegatronOptimizer:
-    """Return ``get_megatron_optimizer(config, ...)``; ``layer_wise_distributed_optimizer`` has no effect.
-
-    Whether matrices are sharded whole follows from the wrapper's ``use_distributed_optimizer``.
-    """
+    """Return ``get_megatron_optimizer(config, ...)``; ``layer_wise_distributed_optimizer`` is the config's setting."""
+    if layer_wise_distributed_optimizer:
+        named: Any = {"use_layer_wise_distributed_optimizer": True}
+        config = replace(config, **named)
     return get_megatron_optimizer(config, *args, **settings)

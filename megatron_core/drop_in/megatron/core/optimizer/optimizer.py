@@ -85,7 +85,7 @@ class MegatronOptimizer:
         return [self._group(members[key], *json.loads(key)) for key in keys]
 
     def _group(self, params: list[nn.Parameter], own: list[tuple[str, Any]], is_expert: bool) -> dict[str, Any]:
-        lr, decay = self._own.lr, self._own.weight_decay
+        lr, decay = self.config.lr, self._own.weight_decay
         group: dict[str, Any] = {
             "params": params,
             "max_lr": lr,
@@ -117,7 +117,9 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step_with_norm(self, norm: float) -> bool:
-        """Clip by ``norm`` and update; return whether the step was taken."""
+        """Clip by ``norm`` and update; return whether the step was taken. ConfigError without a learning rate."""
+        if any(group["lr"] is None for group in self.param_groups):
+            raise ConfigError("OptimizerConfig: lr=None; give the learning rate, or set it by OptimizerParamScheduler")
         return not update_weights(
             self.optimizer, [chunk.data_parallel for chunk in self.model_chunks], norm, self._own.lr
         )

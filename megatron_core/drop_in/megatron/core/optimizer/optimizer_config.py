@@ -78,10 +78,9 @@ class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
         """Return the engine's configuration; ConfigError for unsupported settings."""
         refuse_changes(self)
         known = vars(config.OptimizerConfig())
-        if self.lr is None:
-            raise ConfigError("OptimizerConfig: lr=None; give the learning rate")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name in known}
-        values |= {"min_lr": self.min_lr or 0.0, "loss_scale_window": int(self.loss_scale_window)}
+        values |= {name: getattr(self, name) or 0.0 for name in ("lr", "min_lr")}
+        values |= {"loss_scale_window": int(self.loss_scale_window)}
         values["optimizer_offload_fraction"] = self.optimizer_offload_fraction or 1.0
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if values.get(name) not in _DTYPES:

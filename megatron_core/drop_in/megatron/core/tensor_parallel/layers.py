@@ -6,12 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current
+from megatron_core.tensor_parallel import layers
 from megatron_core.tensor_parallel.layers import *  # noqa: F403
 from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+
+
+def linear_with_grad_accumulation_and_async_allreduce(  # type: ignore[no-redef]
+    input: Tensor, weight: Any, *args: Any, output_dtype: torch.dtype | None = None, **named: Any
+) -> Tensor:
+    """The engine's function of this name; ConfigError if ``output_dtype`` is not the input's."""
+    if output_dtype not in (None, input.dtype):
+        raise ConfigError(f"output_dtype={output_dtype} is not supported; pass input and weight in this dtype")
+    return layers.linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **named)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

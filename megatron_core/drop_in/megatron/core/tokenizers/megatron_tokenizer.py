@@ -17,6 +17,8 @@ _TYPES = {
     "sentencepiece": "SentencePieceTokenizer",
     "tiktoken": "TikTokenizer",
 }
+LIBRARIES = {kind: library for library, kind in reversed(_TYPES.items())}
+"""The library of each tokenizer type; that of others is ``megatron``."""
 _FLAGS = ("vocab_file", "merge_file", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 METADATA = "tokenizer_metadata.json"
 TYPES = {"library": STRING, "chat_template": STRING}

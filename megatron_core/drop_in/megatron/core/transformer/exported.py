@@ -143,8 +143,8 @@ class ExportedModule(LossCollector, MegatronModule):
         """Return the engine's context of ``hidden`` ``[s, b, h]``, with the next numbers of sequences."""
         length, batch = hidden.shape[:2]
         samples = self._samples.take(batch, hidden.device) if self.training else None
-        if isinstance(rotary_pos_emb, tuple):  # for queries and for keys, whose positions are equal here
-            rotary_pos_emb = rotary_pos_emb[0]
+        if isinstance(rotary_pos_emb, tuple | list):
+            rotary_pos_emb = _common_angles(*rotary_pos_emb)
         documents = None
         if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
             split = self.context.split
@@ -167,6 +167,16 @@ class ExportedModule(LossCollector, MegatronModule):
         per_token = self.config.calculate_per_token_loss if per_token is None else per_token
         collector = self.collect_losses(layers.config, names, sequences=batch, tokens=tokens, per_token=per_token)
         return replace(passed, auxiliary_losses=collector)
+
+
+def _common_angles(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """Return the angles of queries and keys. ConfigError for others, such as a pair of local and global angles."""
+    if queries is not keys and (queries is None or keys is None or not torch.equal(queries, keys)):
+        raise ConfigError(
+            "rotary_pos_emb has two different tensors; pass the same angles for queries and keys (pretrain_gpt.py has "
+            "--rotary-base-of-windows for layers with a window)"
+        )
+    return queries
 
 
 def adopt(

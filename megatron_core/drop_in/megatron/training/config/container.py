@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import yaml
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.mirror import refuse_changes
 from megatron.core.msc_utils import maybe_msc
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.config.allowlist import Serializable
@@ -148,7 +149,8 @@ class PretrainConfigContainer(ConfigContainerBase):
         known, values = field_types(), asdict(self.optimizer.translated())
         names = [each.name for each in fields(self) if each.name not in ("optimizer", "model")]
         for section in (getattr(self, name) for name in names):
-            values |= {each.name: getattr(section, each.name) for each in fields(section)}
+            refuse_changes(section)
+            values |= {each.metadata.get("setting", each.name): getattr(section, each.name) for each in fields(section)}
         values |= {f"no_{name}_optim": not values[f"{name}_optim"] for name in ("save", "load")}
         values["check_for_nan_in_loss_and_grad"] = values["check_for_nan_in_loss"]
         values["profile"] = values["use_nsys_profiler"] or values["use_pytorch_profiler"]

@@ -1,7 +1,7 @@
 """Chunks of a model, wrapped in 16-bit and data-parallel modules."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (  # type: ignore[
 )
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import get_shared_capture_stream  # type: ignore[import-not-found]
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    LayerWiseDistributedOptimizer,
+    tag_params_for_buffer_routing,
+)
 from megatron.core.pipeline_parallel import utils as pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -44,11 +48,13 @@ def unimodal_build_distributed_models(
     mixed_precision_wrapper: Wrapper | None = Float16Module,
     pre_wrap_hook: Callable[[list[Any]], list[Any] | None] | None = None,
     model_type: ModelType = ModelType.encoder_or_decoder,
+    **layer_wise: Any,
 ) -> list[Any]:
     """Build this rank's chunks with ``build_model_func(pg_collection, pre_process=, post_process=, vp_stage=)``.
 
     ``pre_wrap_hook`` may replace the list of chunks; ``prepare_existing_model_chunks_for_distributed_training`` wraps
-    them. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config`` and TypeError if the hook is not a function.
+    them, with ``layer_wise``. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config``, and TypeError if the hook
+    is not a function.
     """
     _check_ddp(wrap_with_ddp, ddp_config)
     chunks = transformer_config.virtual_pipeline_model_parallel_size
@@ -61,17 +67,10 @@ def unimodal_build_distributed_models(
         if changed is None:
             logger.warning("pre_wrap_hook returned None: the chunks remain; let it return their list")
         models = models if changed is None else changed
+    wrapping = (overlap_param_gather_with_optimizer_step, use_megatron_fsdp, use_torch_fsdp2, wrap_with_ddp)
+    modes = (data_parallel_random_init, mixed_precision_wrapper)
     return prepare_existing_model_chunks_for_distributed_training(
-        models,
-        transformer_config,
-        pg_collection,
-        ddp_config=ddp_config,
-        overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
-        use_megatron_fsdp=use_megatron_fsdp,
-        use_torch_fsdp2=use_torch_fsdp2,
-        wrap_with_ddp=wrap_with_ddp,
-        data_parallel_random_init=data_parallel_random_init,
-        mixed_precision_wrapper=mixed_precision_wrapper,
+        models, transformer_config, pg_collection, ddp_config, *wrapping, *modes, **layer_wise
     )
 
 
@@ -86,6 +85,8 @@ def prepare_existing_model_chunks_for_distributed_training(
     wrap_with_ddp: bool = True,
     data_parallel_random_init: bool = False,
     mixed_precision_wrapper: Wrapper | None = Float16Module,
+    use_layer_wise_distributed_optimizer: bool = False,
+    use_layer_wise_param_layout: bool = True,
 ) -> list[Any]:
     """Move chunks to the GPU and wrap them in ``mixed_precision_wrapper`` and data parallelism.
 
@@ -114,6 +115,8 @@ def prepare_existing_model_chunks_for_distributed_training(
             use_megatron_fsdp=use_megatron_fsdp,
             use_torch_fsdp2=use_torch_fsdp2,
             pg_collection=pg_collection,
+            use_layer_wise_distributed_optimizer=use_layer_wise_distributed_optimizer,
+            use_layer_wise_param_layout=use_layer_wise_param_layout,
         )
     return model_list
 
@@ -156,6 +159,7 @@ def _ddp_wrap(
     use_torch_fsdp2: bool = False,
     *,
     pg_collection: Any,
+    **layer_wise: Any,
 ) -> list[Any]:
     """Wrap each chunk; only the first has several buckets.
 
@@ -171,22 +175,24 @@ def _ddp_wrap(
         kind = TorchFullyShardedDataParallel
     else:
         _set_bucket_size(model, ddp_config, pg_collection)
-    groups = {} if use_torch_fsdp2 else {"pg_collection": pg_collection}
+    whole = [index > 0 or overlap_param_gather_with_optimizer_step for index in range(len(model))]
+    is_later_stage = not use_torch_fsdp2 and pg_collection.pp.rank() > 0
 
     def wrap() -> list[Any]:
-        found = []
-        for index, chunk in enumerate(model):
-            whole = index > 0 or overlap_param_gather_with_optimizer_step
-            layout = _layout(kind, chunk, whole, ddp_config, pg_collection)
-            config = get_model_config(chunk)
-            found.append(
-                kind(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=whole, **groups, **layout)
-            )
-        return found
+        return wrap_model_chunks_with_ddp(
+            model,
+            None,
+            ddp_config,
+            DP=kind,
+            pg_collection=None if use_torch_fsdp2 else pg_collection,
+            bucket_sizes=[None if is_one or is_later_stage else ddp_config.bucket_size for is_one in whole],
+            disable_bucketing_per_chunk=whole,
+            **layer_wise,
+        )
 
     if torch.cuda.is_available():
-        whole = get_model_config(model[0]).cuda_graph_impl == "full_iteration"
-        stream: Any = get_shared_capture_stream() if whole else torch.cuda.Stream()
+        is_captured = get_model_config(model[0]).cuda_graph_impl == "full_iteration"
+        stream: Any = get_shared_capture_stream() if is_captured else torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             wrapped = wrap()
@@ -209,21 +215,55 @@ def _set_bucket_size(model: list[Any], ddp_config: Any, pg_collection: Any) -> N
         ddp_config.bucket_size = None
 
 
-def _layout(kind: Any, chunk: Any, whole: bool, ddp_config: Any, pg_collection: Any) -> dict[str, Any]:
-    """Return the argument with the layout of buffers, if the wrapper takes it: one bucket in later stages."""
-    if not ddp_config.use_distributed_optimizer or kind is not DistributedDataParallel:
-        return {}
+def wrap_model_chunks_with_ddp(
+    model_chunks: Sequence[Any],
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    use_layer_wise_distributed_optimizer: bool = False,
+    use_layer_wise_param_layout: bool = True,
+    DP: Any = None,
+    pg_collection: Any = None,
+    bucket_sizes: Sequence[int | None] | None = None,
+    disable_bucketing_per_chunk: Sequence[bool] | None = None,
+) -> list[Any]:
+    """Wrap each chunk in ``DP``, by default ``DistributedDataParallel``; ``config=None`` is that of each chunk.
+
+    With ``use_layer_wise_distributed_optimizer``, for an optimizer such as Muon, ``ddp_config`` also shards its state,
+    and no shard has a part of a hidden matrix, unless ``use_layer_wise_param_layout`` is False. Without it buckets have
+    the layout of ``DistributedOptimizer`` if ``ddp_config`` shards the state.
+    """
+    kind = DP or DistributedDataParallel
+    optimizer: Any = DistributedOptimizer
+    if use_layer_wise_distributed_optimizer and use_layer_wise_param_layout and kind is DistributedDataParallel:
+        ddp_config.use_distributed_optimizer = True
+        optimizer = LayerWiseDistributedOptimizer
+        tag_params_for_buffer_routing(model_chunks)
+    lays_out = kind is DistributedDataParallel and ddp_config.use_distributed_optimizer
+    groups = {} if pg_collection is None else {"pg_collection": pg_collection}
+    sizes = bucket_sizes or [ddp_config.bucket_size] * len(model_chunks)
+    flags = disable_bucketing_per_chunk or [False] * len(model_chunks)
+    wrapped = []
+    for chunk, size, is_one in zip(model_chunks, sizes, flags, strict=True):
+        layout = {"full_param_layout": _layout(optimizer, chunk, size, ddp_config, pg_collection)} if lays_out else {}
+        arguments = {"config": config or get_model_config(chunk), "ddp_config": ddp_config, "module": chunk}
+        wrapped.append(kind(disable_bucketing=is_one, **arguments, **groups, **layout))
+    return wrapped
+
+
+def _layout(optimizer: Any, chunk: Any, bucket_size: int | None, ddp_config: Any, pg_collection: Any) -> Any:
+    """Return the layout of a chunk's buffers."""
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     shards, expert_shards = (
-        getattr(pg_collection, f"intra_{name}", None) or getattr(pg_collection, name) for name in ("dp_cp", "expt_dp")
+        getattr(groups, f"intra_{name}", None) or getattr(groups, name) for name in ("dp_cp", "expt_dp")
     )
-    layout = DistributedOptimizer.compute_full_param_layout(
+    return optimizer.compute_full_param_layout(
         [parameter for parameter in chunk.parameters() if parameter.requires_grad],
-        None if whole or pg_collection.pp.rank() > 0 else ddp_config.bucket_size,
+        bucket_size,
         shards.size(),
         ddp_config,
         expert_data_parallel_world_size=expert_shards.size(),
     )
-    return {"full_param_layout": layout}
 
 
 def build_virtual_pipeline_stages(

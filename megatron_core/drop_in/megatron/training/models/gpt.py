@@ -265,22 +265,14 @@ class GPTModelBuilder(ModelBuilder[GPTModel, GPTModelConfig]):
         data_parallel_random_init: bool = True,
         mixed_precision_wrapper: Callable[[Any, Any], Any] | None = Float16Module,
         model_type: ModelType = ModelType.encoder_or_decoder,
+        **layer_wise: Any,
     ) -> list[Any]:
         """Build this rank's chunks and wrap them, with the hooks of the configuration before and after."""
         own: Any = self._model_config
+        wrapping = (overlap_param_gather_with_optimizer_step, use_megatron_fsdp, use_torch_fsdp2, wrap_with_ddp)
+        modes = (data_parallel_random_init, mixed_precision_wrapper, compose_hooks(own.pre_wrap_hooks), model_type)
         models = unimodal_build_distributed_models(
-            self.build_model,
-            own.transformer,
-            pg_collection,
-            ddp_config,
-            overlap_param_gather_with_optimizer_step,
-            use_megatron_fsdp,
-            use_torch_fsdp2,
-            wrap_with_ddp,
-            data_parallel_random_init,
-            mixed_precision_wrapper,
-            compose_hooks(own.pre_wrap_hooks),
-            model_type,
+            self.build_model, own.transformer, pg_collection, ddp_config, *wrapping, *modes, **layer_wise
         )
         changed: list[Any] | None = compose_hooks(own.post_wrap_hooks)(models)
         if changed is None:

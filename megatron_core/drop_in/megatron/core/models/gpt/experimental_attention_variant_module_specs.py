@@ -7,7 +7,7 @@ from megatron_core.errors import ConfigError
 
 def is_linear_attention_variant(experimental_attention_variant: str | None) -> bool:
     """Whether a name is Megatron Core's linear attention."""
-    return experimental_attention_variant == "gated_delta_net"
+    return experimental_attention_variant in ("gdn", "gdn2", "gated_delta_net")
 
 
 def get_moe_layer_pattern(config: Any) -> list[int]:

@@ -12,7 +12,7 @@ class MegatronTokenizerText:
     """A tokenizer of the engine; its own attributes are found, too.
 
     ``bos_id``, ``eos_id`` and ``pad_id`` are other names of ``bos``, ``eos`` and ``pad``. ``library`` is the name in
-    the metadata; ``chat_template`` is a Jinja template, by default that of the tokenizer's folder.
+    the metadata; ``chat_template`` is a Jinja template or its file, by default the template of the tokenizer's folder.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MegatronTokenizerText:
         Raises ConfigError without a template.
         """
         given = chat_template or self.chat_template
-        template = ChatTemplate(given, {}) if given else chat_template_of(self.engine)
+        template = ChatTemplate(given, {}) if given and "{" in given else chat_template_of(self.engine, given)
         if template is None:
             raise ConfigError(f"the tokenizer {self.path} has no chat template; pass chat_template=")
         text = template.render(conversation, tools=tools, add_generation_prompt=add_generation_prompt)

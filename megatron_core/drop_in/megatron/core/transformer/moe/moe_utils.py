@@ -257,25 +257,10 @@ def fused_indices_to_multihot(
     return chosen[:, :-1], probs.scatter(1, columns, probs_indices)[:, :-1]
 
 
-class RouterGatingLinearFunction(torch.autograd.Function):
-    """``router_gating_linear``, whose gradients have the dtypes of input and weight; ``apply(input, weight, bias,
-    router_dtype)``."""
+class RouterGatingLinearFunction:
+    """``router_gating_linear`` under Megatron's name, ``apply(input, weight, bias, router_dtype)``."""
 
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
-        """Return the logits."""
-        ctx.save_for_backward(inp, weight)
-        ctx.router_dtype, ctx.bias_dtype = router_dtype, None if bias is None else bias.dtype
-        return router_gating_linear(inp, weight, bias, router_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Return the gradients of input, weight and bias."""
-        inp, weight = ctx.saved_tensors
-        grad, rows = grad_output.to(ctx.router_dtype), inp.reshape(-1, inp.shape[-1]).to(ctx.router_dtype)
-        flat = grad.reshape(-1, grad.shape[-1])
-        shift = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
-        return (grad @ weight.to(ctx.router_dtype)).to(inp.dtype), (flat.T @ rows).to(weight.dtype), shift, None
+    apply = staticmethod(router_gating_linear)
 
 
 class RandomSTE(torch.autograd.Function):
