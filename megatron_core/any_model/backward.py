@@ -84,10 +84,10 @@ class EngineBackward:
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
         check_positive(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
-        if begun := self.micro_step or self._backwards:
+        if micro_batches := self.micro_step or self._backwards:
             raise ConfigError(
-                f"set_batch_size after {begun} of {self.gradient_accumulation_steps} micro-batches, whose gradients "
-                "are divided by that number already; call it after the step"
+                f"set_batch_size after {micro_batches} of {self.gradient_accumulation_steps} micro-batches, whose "
+                "gradients are divided by that number already; call it after the step"
             )
         samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
         training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)

@@ -257,12 +257,12 @@ def _complete_help(line_class: type[_CommandLine], topic: str, prog: str, defaul
 
 def _first_screen(line_class: type[_CommandLine], prog: str) -> str:
     """The first screen of the help; without tyro, which reads the sources of all settings and formats each."""
-    sections = {name: kind for name, kind in get_type_hints(line_class).items() if is_dataclass(kind)}
+    sections = {name: hint for name, hint in get_type_hints(line_class).items() if is_dataclass(hint)}
     sizes = {name: len(fields(section)) for name, section in sections.items()}
-    others = [row.name for row in fields(line_class) if row.name not in sections and row.name != "features"]
+    single_flags = [row.name for row in fields(line_class) if row.name not in sections and row.name != "features"]
     usage = f"usage: {Path(prog).name} [-h] [OPTIONS]"
     head = [usage, *filter(None, _description(prog).splitlines())]
-    return first_screen(head, {"": len(others)} | sizes, field_texts(line_class))
+    return first_screen(head, {"": len(single_flags)} | sizes, field_texts(line_class))
 
 
 @contextmanager

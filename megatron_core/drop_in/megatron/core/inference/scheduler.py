@@ -121,8 +121,10 @@ def device_memory_summary() -> str:
     sizes = dict.fromkeys(("alloc", "private", "resv-alloc", "resv", "dev_mem"), 0)
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device()]
-        private = sum(each["active_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+        segments = [
+            segment for segment in torch.cuda.memory_snapshot() if segment["device"] == torch.cuda.current_device()
+        ]
+        private = sum(segment["active_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
         free, total = torch.cuda.mem_get_info()
         sizes = dict(zip(sizes, (allocated, private, reserved - allocated, reserved, total - free), strict=True))
     return " ".join(f"{name}={size / 2**20:.0f}MiB" for name, size in sizes.items())
