@@ -90,7 +90,8 @@ MEASURES = [
     # example before, 440; commands that answer --help without torch 90; statistics of a corpus, labels of metrics,
     # and saves during faults of object storage, 700, of which the core has 12; links between hosts 110; heads'
     # entries, sums over layers and elastic batches of any model 270; text in object storage, and row groups of
-    # Parquet, 160; the last input of multi-token prediction as in Megatron-LM 40.
+    # Parquet, 160; the last input of multi-token prediction as in Megatron-LM 40. Tables in YAML and text are not
+    # counted: architectures of Hugging Face in declarations.yaml have 1,620 lines, names of moved modules 200.
     Measure("lines without the drop-in", lambda: lines(drop_in=False), 118_130, 78_000),
     # Sections of DeepSpeed's JSON, its launcher and generation: 980.
     Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_150, 18_000),
