@@ -248,7 +248,8 @@ def test_the_names_of_the_pages_are_understood() -> None:
     algorithms = readme.split("compressed gradients, DiLoCo; ")[1].split(";")[0].split(", ")
     assert {"AdamW", "SGD", "Muon", "MuonClip", "SOAP"} <= set(algorithms)
     names = page.split("`--optimizer ")[1].split("`")[0].split("|")
-    assert names == list(optimizer_kinds())
+    # Other tests register classes of torch.
+    assert names == [name for name in optimizer_kinds() if not name.startswith("torch ")]
     for name in (*algorithms, *names):
         config = parse_run_config(["--optimizer", name])
         found = " ".join(optimizer_problems(config.optimizer))
