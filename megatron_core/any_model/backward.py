@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.any_model.agreement import AgreeingDataParallel
 from megatron_core.any_model.arguments import check_positive, is_number
 from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
-from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.arithmetic import fp8_of
 from megatron_core.optimizer.sharded import LossScale, Optimizer
@@ -34,7 +34,7 @@ class EngineBackward:
     module: nn.Module
     config: RunConfig
     groups: ParallelGroups
-    data_parallel: DataParallel
+    data_parallel: AgreeingDataParallel
     context: ContextParallel | None
     """The split of sequences over ranks; None without context parallelism."""
     micro_step = 0

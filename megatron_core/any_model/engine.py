@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.any_model.agreement import AgreeingDataParallel
 from megatron_core.any_model.arguments import next_batch
 from megatron_core.any_model.backward import EngineBackward
 from megatron_core.any_model.checkpoints import EngineCheckpoints, EngineState, check_client_state
@@ -32,7 +33,6 @@ from megatron_core.any_model.tensor import whole_tensor
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
 from megatron_core.config import RunConfig
-from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.features.offload.state import PARTS
@@ -78,14 +78,14 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self.fp8 = prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
-        self.data_parallel: DataParallel = data_parallel_of(
+        self.data_parallel = data_parallel_of(
+            AgreeingDataParallel,
             config,
             prepared.stages,
             self.groups,
             world.device,
             prepared.initialisation,
             units=prepared.units,
-            ranks_may_differ=True,
             keeps_parameters_whole=needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp")),
         )
         self.optimizer = EngineOptimizer(prepared.param_groups, self.step, self.zero_grad)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from megatron_core.any_model.agreement import AgreeingDataParallel
 from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.any_model.whole import WholeTensors
-from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.features.offload.state import PARTS, OffloadedState
 from megatron_core.optimizer.sharded import Optimizer
@@ -18,7 +18,7 @@ from megatron_core.optimizer.sharded import Optimizer
 class EngineOffload:
     """A part of ``Engine``."""
 
-    data_parallel: DataParallel
+    data_parallel: AgreeingDataParallel
     micro_step: int
     whole: WholeTensors
     _sharded: Optimizer

@@ -21,6 +21,7 @@ from megatron_core.any_model.dtype import refuse_other_dtypes
 from megatron_core.any_model.engine import Engine, LossFunction
 from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
 from megatron_core.any_model.layers import PipelineModule
+from megatron_core.any_model.messages import StructuredMessages, flatten
 from megatron_core.any_model.module import LocalInitialisation, cast_module, check_same_module, find_units
 from megatron_core.any_model.monitoring import StepReport
 from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
@@ -38,7 +39,7 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
 from megatron_core.parallel.world import World
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
+from megatron_core.pipeline_parallel.messages import Message, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step

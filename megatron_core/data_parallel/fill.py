@@ -116,15 +116,6 @@ def units_of(
     return result
 
 
-def name_units(module: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_rest: bool) -> Iterable[tuple[int, str]]:
-    """Yield the number of each unit of a stage, as in ``units_of``, and the names of its modules."""
-    if has_rest:
-        yield 0, "the parameters outside of all units"
-    name_of = {inner: name for name, inner in module.named_modules()}
-    for number, modules in enumerate(units, start=int(has_rest)):
-        yield number, ", ".join(name_of.get(inner) or "the model" for inner in modules)
-
-
 def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Return the parameters by global name if the model has global names, else by local name."""
     named = getattr(module, "named_global_parameters", module.named_parameters)
@@ -132,7 +123,7 @@ def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 class Announced(Protocol):
-    """The handle of an announcement, such as ``agreement.Announcement``."""
+    """The handle of an announcement, such as ``any_model.agreement.Announcement``."""
 
     def wait(self) -> None:
         """Wait until all ranks have announced the same."""

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_core.data_parallel.agreement import Agreement, Announcement
 from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.buffer import Bucket, Compressor
 from megatron_core.data_parallel.early_sums import EarlySums, complete_shard
-from megatron_core.data_parallel.fill import global_parameters, make_buckets, modules_of_units, name_units, units_of
+from megatron_core.data_parallel.fill import Announced, global_parameters, make_buckets, modules_of_units, units_of
 from megatron_core.data_parallel.memory import BucketMemory
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.split_parameter import release
 from megatron_core.data_parallel.unit_sync import UnitSync
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
-from megatron_core.parallel.groups import LocalGroup, ParallelGroups
+from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.schedules.actions import Action
@@ -94,23 +93,9 @@ class DataParallel(EarlySums):
         self._waiting = {}
         self._micro_batches: dict[int, int] = {}
         """Micro-batch of the last backward of each stage, which has summed gradients at stages 2 and 3."""
-        self._agreement = self._agree(stages) if settings.ranks_may_differ else None
         self.hooks: list[RemovableHandle] = []
-        self.is_given_back = False
         self._sync: dict[int, UnitSync] = {}
         self._attach(stages)
-
-    def _agree(self, stages: Mapping[int, nn.Module]) -> Agreement | None:
-        sums = self.groups.shard_group("dp-cp")
-        sums_early = self.settings.zero_stage >= 2 or self.settings.overlap_grad_reduce
-        if isinstance(sums, LocalGroup) or sums.size() == 1 or not sums_early:
-            return None  # all sums run at the end of a step, in one order
-        several = len(self.groups.ranks("pp")) > 1
-        named: dict[tuple[int, int], str] = {}
-        for stage, module in stages.items():
-            for number, name in name_units(module, self._units[stage], has_rest=self._has_rest):
-                named[stage, number] = f"{name} of stage {stage}" if several else name
-        return Agreement(self.groups.make_control_group(), sums, named, self.settings.zero_stage)
 
     def _attach(self, stages: Mapping[int, nn.Module]) -> None:
         """Register the hooks for gathering, accumulation and reduction."""
@@ -155,26 +140,10 @@ class DataParallel(EarlySums):
         for hook in [*self.hooks, *(hook for sync in self._sync.values() for hook in sync.hooks)]:
             hook.remove()
 
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Leave the module as a module of torch, with whole weights and without hooks; on all ranks together."""
-        split = [bucket for bucket in self.all_buckets if bucket.splits_weights]
-        parameters = [parameter for bucket in split for parameter in bucket.parameters]
-        weights = [parameter.detach().clone() for parameter in self.reading(parameters)]
-        self.finish_param_sync()
-        self.release()
-        for bucket in split:
-            bucket.freed.restore()
-        for parameter, whole in zip(parameters, weights, strict=True):
-            parameter.data = whole
-        self.is_given_back = True
-
     def zero_grad(self) -> None:
         """Set the gradients of all buckets to zero, for a new step."""
         self._waiting.clear()
         self._micro_batches.clear()
-        if self._agreement is not None:
-            self._agreement.late.clear()
         for sync in self._sync.values():
             sync.on_reduced = None
             sync.finish_reduce()
@@ -184,11 +153,6 @@ class DataParallel(EarlySums):
             if bucket.splits_grads and bucket.has_grads:
                 release(bucket.grads)
             bucket.zero_grad()
-
-    def count_discard(self) -> None:
-        """Count a ``zero_grad`` of the program, which the ranks compare at the end of the step."""
-        if self._agreement is not None:
-            self._agreement.discards += 1
 
     def begin_action(self, action: Action) -> None:
         """Called before a forward (F) or backward (B, I, W) of a stage.
@@ -229,8 +193,8 @@ class DataParallel(EarlySums):
         for bucket in ordered:
             # All sums have started before the first wait, so that they travel together.
             bucket.finish_reduce()
-            if bucket in late and self._takes_late(bucket) and self._agreement is not None:
-                self._agreement.add_late(bucket)
+            if bucket in late:
+                self._add_late(bucket)
             if bucket.completes_shard:
                 complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
@@ -240,14 +204,10 @@ class DataParallel(EarlySums):
 
     def _late_buckets(self) -> set[Bucket]:
         """Return the buckets with gradients whose sum has not started, though it starts before the end of a step."""
-        if self._agreement is None:
-            return {bucket for bucket in self.buckets if bucket.splits_grads and bucket.has_grads}
-        return self._agreement.end_step(self.buckets, self._sync.values())
+        return {bucket for bucket in self.buckets if bucket.splits_grads and bucket.has_grads}
 
-    @staticmethod
-    def _takes_late(bucket: Bucket) -> bool:
-        """Whether gradients go to another buffer once the bucket's sum, the only one of the step, has started."""
-        return bucket.reduced and bucket.dp_group.size() > 1 and (bucket.compresses or not bucket.splits_grads)
+    def _add_late(self, bucket: Bucket) -> None:
+        """Add gradients that arrived after the bucket's sum had started; the stages of this project have none."""
 
     def start_param_sync(self) -> None:
         """Start to gather the weights that other ranks have updated; with overlap, wait for them only before their use.
@@ -331,8 +291,15 @@ class DataParallel(EarlySums):
 
     def _announce_collective(
         self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]
-    ) -> Done | Announcement:
-        return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose, detail)
+    ) -> Announced:
+        """Called before a collective of ``buckets``; all ranks run the same modules, so that there is nothing to do."""
+        return Done()
+
+    def _gradient_memory(self, bucket: Bucket, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the memory to which a gradient of autograd is added."""
+        bucket.open_grads()
+        gradient: torch.Tensor = parameter.main_grad
+        return gradient
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:
@@ -350,12 +317,7 @@ class DataParallel(EarlySums):
                         f"layout_invariant=True: the gradient of {bucket.name_of(parameter)} is not an exact sum; "
                         "remove --layout-invariant, or compute it with functions of features.equal_bits"
                     )
-                gradient: torch.Tensor = parameter.main_grad
-                # The bucket's memory holds a sum that is complete, or still in flight.
-                if self._agreement is not None and self._takes_late(bucket):
-                    gradient = self._agreement.late_gradient(bucket, parameter)
-                else:
-                    bucket.open_grads()
+                gradient = self._gradient_memory(bucket, parameter)
                 # Detached: with create_graph=True a gradient has a graph of its own.
                 gradient.add_(parameter.grad.detach(), alpha=self.grad_factor)
                 # Freed at once: autograd's gradients of a stage would take as much memory as the buffer.

@@ -14,6 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.partition import describe
 from megatron_core.config.validate import check, without_data
+from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.feature import descriptions
 from megatron_core.features.as_megatron.differences import training_differences
@@ -110,7 +111,7 @@ class RankEstimate:
 
         Building the buffers turns the parameters into views of them; the result is cached.
         """
-        data_parallel = data_parallel_of(self.config, self.stages, self.groups, META)
+        data_parallel = data_parallel_of(DataParallel, self.config, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)

@@ -45,6 +45,7 @@ from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 Part = TypeVar("Part", bound=RunPart)
+Wrapper = TypeVar("Wrapper", bound=DataParallel)
 
 
 @dataclass(kw_only=True)
@@ -196,6 +197,7 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 
 
 def data_parallel_of(
+    kind: type[Wrapper],
     config: RunConfig,
     stages: Mapping[int, nn.Module],
     groups: ParallelGroups,
@@ -204,13 +206,12 @@ def data_parallel_of(
     *,
     units: Mapping[int, list[list[nn.Module]]] | None = None,
     keeps_parameters_whole: bool = False,
-    ranks_may_differ: bool = False,
-) -> DataParallel:
+) -> Wrapper:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
     Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
     enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
-    other optimizers. ``ranks_may_differ``: the model is the user's own, and ranks may run different modules of it.
+    other optimizers. ``kind``: the class of the result.
     """
     parallel, optimizer = config.parallel, config.optimizer
     compression = compression_of(parallel)
@@ -227,13 +228,12 @@ def data_parallel_of(
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         arithmetic=arithmetic_of(config, groups.context.whole, groups.size("dp")),
-        ranks_may_differ=ranks_may_differ,
     )
     memory = BucketMemory(device, initialise)
     for hook in (feature.memory for feature in used_features(config) if feature.memory is not None):
         memory = load_hook(hook)(memory, config, groups.rank)
     compressor = None if compression is None else load_hook(compression.build)(config)
-    return DataParallel(stages, groups, settings, memory=memory, compressor=compressor, units=units)
+    return kind(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
 
 def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:
@@ -337,7 +337,9 @@ def set_up(
     )
     _freeze_or_convert(config, stages, world)
     initial.draw_missing(stages.values())
-    data_parallel = data_parallel_of(config, stages, groups, world.device, initial.draw if deferred else None)
+    data_parallel = data_parallel_of(
+        DataParallel, config, stages, groups, world.device, initial.draw if deferred else None
+    )
     initial.load(data_parallel, stages)
     p2p = PipelineP2P(groups)
     p2p.warm_up(world.device, plans.stage_to_rank)

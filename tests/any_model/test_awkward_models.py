@@ -252,15 +252,15 @@ DEFECTS: dict[str, tuple[str, str, str, str, str]] = {
         *("unequal layer by rank", "stage 2"),
     ),
     "late gradients are lost": (
-        *("data_parallel.agreement:Agreement.end_step", "flags = [int(", "flags = [0 * int("),
+        *("any_model.agreement:Agreement.end_step", "flags = [int(", "flags = [0 * int("),
         *("interleaved", "stage 2"),
     ),
     "late gradients are added to the sum of all ranks": (
-        *("data_parallel.wrapper:DataParallel._takes_late", "return bucket.reduced and", "return False and"),
+        *("any_model.agreement:AgreeingDataParallel._takes_late", "return bucket.reduced and", "return False and"),
         *("backward twice", "stage 0, overlap"),
     ),
     "ranks do not compare what they gather": (
-        *("data_parallel.agreement:Announcement.is_equal", "highest == -lowest", "True"),
+        *("any_model.agreement:Announcement.is_equal", "highest == -lowest", "True"),
         *("layer by rank", "stage 3"),
     ),
     "gradients of another engine's loss are divided twice": (

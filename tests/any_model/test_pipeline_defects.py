@@ -13,7 +13,7 @@ from tests.any_model.models import Result, difference, model_of, train_in_stages
 from tests.defects.plant import planted
 
 ENGINE, CUT = "any_model.pipeline:PipelineEngine.", "any_model.cut:ModelCut."
-LAYERS, MESSAGES = "any_model.layers:", "pipeline_parallel.messages:StructuredMessages."
+LAYERS, MESSAGES = "any_model.layers:", "any_model.messages:StructuredMessages."
 STEPS = 3
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
 ZERO3: dict[str, Any] = PP2 | {"zero_stage": 3}

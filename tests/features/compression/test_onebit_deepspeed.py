@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -119,7 +120,7 @@ def _trained(method: str, settings: dict[str, Any], stage: int) -> dict[str, lis
         | settings
     )
     groups, model = ParallelGroups(Grid(dp=2), dist.get_rank()), Matrices()
-    data = data_parallel_of(config, {0: model}, groups, torch.device("cpu"))
+    data = data_parallel_of(DataParallel, config, {0: model}, groups, torch.device("cpu"))
     assert all(bucket.weights.numel() == bucket.end for bucket in data.buckets), "no padding"
     optimizer = Optimizer(data, config.optimizer, groups, ConstantLossScale(1.0))
     for step in range(1, STEPS + 1):

@@ -1,4 +1,4 @@
-"""Agreement of data-parallel ranks that may run different modules: each announces what it sums or gathers, and when.
+"""Data parallelism whose ranks may run different modules: each announces what it sums or gathers, and when.
 
 A collective of torch.distributed has no name. If two ranks run different units of a model, the sum of one layer's
 gradients meets the sum of another layer's: with equal sizes the result is silently wrong, with unequal sizes some
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.compressor import Compressor
+from megatron_core.data_parallel.fill import Announced
 from megatron_core.data_parallel.unit_sync import UnitSync
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import all_reduce_, reduce_scatter_flat_
 from megatron_core.parallel.flight_recorder import RECORDER
-from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups, process_group
 from megatron_core.parallel.texts import gather_strings, listed
 
 AHEAD = 8
@@ -198,3 +202,95 @@ class Agreement:
             late_shard = late
             all_reduce_(late_shard, bucket.dp_group)
         bucket.sum_shard.add_(late_shard)
+
+
+def name_units(module: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_rest: bool) -> Iterable[tuple[int, str]]:
+    """Yield the number of each unit of a stage, as in ``units_of``, and the names of its modules."""
+    if has_rest:
+        yield 0, "the parameters outside of all units"
+    name_of = {inner: name for name, inner in module.named_modules()}
+    for number, modules in enumerate(units, start=int(has_rest)):
+        yield number, ", ".join(name_of.get(inner) or "the model" for inner in modules)
+
+
+class AgreeingDataParallel(DataParallel):
+    """Gradients of a module of the user's own, of which ranks may run different parts; see ``Agreement``."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        groups: ParallelGroups,
+        settings: DataParallelSettings,
+        *,
+        memory: BucketMemory | None = None,
+        compressor: Compressor | None = None,
+        units: Mapping[int, list[list[nn.Module]]] | None = None,
+    ) -> None:
+        settings = replace(settings, ranks_may_differ=True)
+        super().__init__(stages, groups, settings, memory=memory, compressor=compressor, units=units)
+        self.is_given_back = False
+        self._agreement = self._agree(stages)
+
+    def _agree(self, stages: Mapping[int, nn.Module]) -> Agreement | None:
+        sums = self.groups.shard_group("dp-cp")
+        sums_early = self.settings.zero_stage >= 2 or self.settings.overlap_grad_reduce
+        if isinstance(sums, LocalGroup) or sums.size() == 1 or not sums_early:
+            return None  # all sums run at the end of a step, in one order
+        several = len(self.groups.ranks("pp")) > 1
+        named: dict[tuple[int, int], str] = {}
+        for stage, module in stages.items():
+            for number, name in name_units(module, self._units[stage], has_rest=self._has_rest):
+                named[stage, number] = f"{name} of stage {stage}" if several else name
+        return Agreement(self.groups.make_control_group(), sums, named, self.settings.zero_stage)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Leave the module as a module of torch, with whole weights and without hooks; on all ranks together."""
+        split = [bucket for bucket in self.all_buckets if bucket.splits_weights]
+        parameters = [parameter for bucket in split for parameter in bucket.parameters]
+        weights = [parameter.detach().clone() for parameter in self.reading(parameters)]
+        self.finish_param_sync()
+        self.release()
+        for bucket in split:
+            bucket.freed.restore()
+        for parameter, whole in zip(parameters, weights, strict=True):
+            parameter.data = whole
+        self.is_given_back = True
+
+    def zero_grad(self) -> None:
+        """Set the gradients of all buckets to zero, for a new step."""
+        if self._agreement is not None:
+            self._agreement.late.clear()
+        super().zero_grad()
+
+    def count_discard(self) -> None:
+        """Count a ``zero_grad`` of the program, which the ranks compare at the end of the step."""
+        if self._agreement is not None:
+            self._agreement.discards += 1
+
+    def _late_buckets(self) -> set[Bucket]:
+        if self._agreement is None:
+            return super()._late_buckets()
+        return self._agreement.end_step(self.buckets, self._sync.values())
+
+    def _add_late(self, bucket: Bucket) -> None:
+        if self._agreement is not None and self._takes_late(bucket):
+            self._agreement.add_late(bucket)
+
+    def _announce_collective(
+        self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]
+    ) -> Announced:
+        if self._agreement is None:
+            return super()._announce_collective(verb, buckets, purpose, detail)
+        return self._agreement.announce(verb, buckets, purpose, detail)
+
+    def _gradient_memory(self, bucket: Bucket, parameter: nn.Parameter) -> Tensor:
+        # The bucket's memory holds a sum that is complete, or still in flight.
+        if self._agreement is not None and self._takes_late(bucket):
+            return self._agreement.late_gradient(bucket, parameter)
+        return super()._gradient_memory(bucket, parameter)
+
+    @staticmethod
+    def _takes_late(bucket: Bucket) -> bool:
+        """Whether gradients go to another buffer once the bucket's sum, the only one of the step, has started."""
+        return bucket.reduced and bucket.dp_group.size() > 1 and (bucket.compresses or not bucket.splits_grads)
