@@ -43,10 +43,10 @@ class Listener:
 class Executor:
     """Runs one step of a plan on one pipeline rank; make one for each step.
 
-    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, else a tensor, or
-    several in a tuple. The last stage returns a scalar, from which backward starts. ``parameters`` are the parameters
-    of this rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of
-    the step.
+    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, else a tensor, or several
+    in a tuple. The last stage returns a scalar, from which backward starts. ``parameters`` are the parameters of this
+    rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without
+    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step.
     """
 
     # Receives from a rank are posted in the order in which its plan sends, independently of the order of use, so that
