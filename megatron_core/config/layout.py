@@ -115,6 +115,7 @@ class Layout:
             "zero_stage": self.zero_stage,
             "data_parallel_sharding_strategy": None,
             "zero3_keep_after_forward": False,
+            "zero3_param_persistence_threshold": 0,
             "num_distributed_optimizer_instances": 1,
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.zero_stage > 0,

@@ -114,6 +114,9 @@ class ParallelConfig:
     zero3_keep_after_forward: bool = setting(False, needs=c.ZERO_3, when=c.SEVERAL_DATA_RANKS)
     """With --zero-stage 3: keep gathered weights until the end of the step. Each step gathers them once, instead of
     twice per micro-batch, and needs the memory of stage 2."""
+    zero3_param_persistence_threshold: int = setting(0, r.COUNT_FROM_0, needs=c.ZERO_3, when=c.SEVERAL_DATA_RANKS)
+    """With --zero-stage 3: parameters of at most this number of elements on a rank stay whole on every rank, as with
+    stage 2. Code outside of a layer can read them at any time, and gathers have fewer tensors. 0: none."""
     zero3_param_offload_dir: str | None = setting(None, r.FOLDER, needs=c.ZERO_3)
     """With --zero-stage 3: keep the shards of weights in files in this folder, and read each layer's files when the
     layer runs (Rajbhandari et al. 2021)."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.memory import BucketMemory
+from megatron_core.data_parallel.memory import BucketMemory, Placement
 from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
@@ -74,11 +74,12 @@ class Bucket:
         final_dtype = torch.promote_types(first.dtype, torch.float32)
         grad_dtype = torch.float64 if settings.arithmetic.adds_exactly else final_dtype
         self.weights = torch.zeros(padded, dtype=first.dtype, device=device)
-        self.placement = memory.placement_of(self.weights)
+        self.placement = Placement(device) if kind.persistent else memory.placement_of(self.weights)
         """Placement of the shard of stage 3."""
         # The only rank of a group keeps its gradients whole, and its weights too unless they are offloaded.
         self.splits_grads = settings.zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
-        self.splits_weights = settings.zero_stage >= 3 and (dp_group.size() > 1 or self.placement.is_offloaded)
+        shards_weights = settings.zero_stage >= 3 and not kind.persistent
+        self.splits_weights = shards_weights and (dp_group.size() > 1 or self.placement.is_offloaded)
         # Gradients of stage 2 get their memory, and their zeros, in ``open_grads``.
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device)

@@ -63,8 +63,11 @@ def make_buckets(
     for number, unit in reversed(list(enumerate(units))):
         for name, parameter in reversed([pair for pair in unit if pair[1].requires_grad != frozen]):
             bucket_kind = BucketKind.of(parameter, groups)
-            if frozen and not bucket_kind.matrix:  # vectors are small, and steps may change them (expert bias)
+            persistent = settings.zero_stage == 3 and parameter.numel() <= settings.persistence_threshold
+            # Vectors are small, and steps may change them (expert bias).
+            if frozen and (persistent or not bucket_kind.matrix):
                 continue
+            bucket_kind = replace(bucket_kind, persistent=persistent)
             bucket_kind = bucket_kind if settings.join is None else settings.join(bucket_kind)
             if bucket_kind not in packers:
                 axes = "-".join(bucket_kind.replica_axes)
@@ -137,18 +140,22 @@ class Unit:
     own: Sequence[Bucket]
     """Buckets with the unit's parameters; they are reduced after the unit's backward."""
     reads: Sequence[Bucket]
-    """Buckets whose weights the unit's forward and backward read: its own, and those with tied weights of another
-    unit.
-    """
+    """Buckets with shards of weights that the unit's forward and backward read: its own, and those with tied weights of
+    another unit."""
 
 
 def buckets_of_unit(
     number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """Return a unit's own buckets, and all buckets that contain parameters of its modules."""
+    """Return a unit's own buckets, and all buckets with shards of weights of its modules."""
     own_buckets = [bucket for bucket in buckets if bucket.unit == number]
     buckets_read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
-    return own_buckets, list(dict.fromkeys(own_buckets + buckets_read))
+    return own_buckets, sharded_weights(own_buckets + buckets_read)
+
+
+def sharded_weights(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The buckets whose weights are gathered before they are read."""
+    return list(dict.fromkeys(bucket for bucket in buckets if bucket.splits_weights))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -61,6 +61,8 @@ class BucketKind:
     """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
     tied: tuple[int, ...] = ()
     """Pipeline ranks over which gradients are summed first (weights of several stages)."""
+    persistent: bool = False
+    """Whether stage 3 keeps the weights whole on every rank."""
     start_gather: StartGather | None = None
     """Gathers the weights in another format; set as an attribute of parameters by their layers."""
 
@@ -127,6 +129,8 @@ class DataParallelSettings:
     """Whether weights are gathered during the computation of other units."""
     keep_after_forward: bool = False
     """Whether gathered weights of stage 3 stay in memory from their first use to the end of the step."""
+    persistence_threshold: int = 0
+    """Largest number of elements of parameters whose weights stage 3 does not shard, as stage 2."""
     wire_dtype: torch.dtype | None = None
     """Dtype in which gradients are sent and summed; by default their own."""
     sums_wide: bool = False

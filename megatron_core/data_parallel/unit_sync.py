@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, tensors_in
+from megatron_core.data_parallel.fill import Announced, Unit, buckets_of_unit, sharded_weights, tensors_in
 from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.unit_weights import UnitWeights
 from megatron_core.errors import ConfigError
@@ -52,11 +52,12 @@ class UnitSync(UnitWeights):
         self._start_reduce = reduce
         self._announce = announce
         outer_buckets = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
-        self._rest = Unit(0, outer_buckets, outer_buckets) if has_rest else None
+        outer_reads = sharded_weights(outer_buckets)
+        self._rest = Unit(0, outer_buckets, outer_reads) if has_rest else None
         self.units = [] if self._rest is None else [self._rest]
         for number, unit_modules in enumerate(modules, start=len(self.units)):
             own_buckets, reads = buckets_of_unit(number, unit_modules, buckets, bucket_of)
-            self.units.append(Unit(number, own_buckets, list(dict.fromkeys(outer_buckets + reads))))
+            self.units.append(Unit(number, own_buckets, list(dict.fromkeys(outer_reads + reads))))
         self.order = list(reversed(self.units))
         """The units in the order in which their gradients are summed, equal on all ranks; first the reverse of the
         order of registration, later that in which the first rank's backward left them (``follow``)."""
@@ -65,7 +66,7 @@ class UnitSync(UnitWeights):
         self._is_first_sum = True
         self._left: dict[Unit, None] = {}
         """Units in the order in which the last whole backward left them."""
-        self._splits_weights = any(bucket.splits_weights for unit in self.units for bucket in unit.reads)
+        self._splits_weights = any(unit.reads for unit in self.units)
         self._forward: Unit | None = None
         self._backward: Unit | None = None
         self._around_forward: tuple[Unit, ...] = ()

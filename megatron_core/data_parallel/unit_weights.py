@@ -72,7 +72,7 @@ class UnitWeights:
     def _open(self, unit: Unit) -> None:
         """Allow reads of the unit's weights."""
         for bucket in unit.reads if self._splits_weights else ():
-            if bucket.splits_weights and bucket.is_whole:
+            if bucket.is_whole:
                 bucket.freed.restore()
 
     def _close(self, unit: Unit) -> None:

@@ -120,14 +120,15 @@ class DataParallel(EarlySums):
         # Graphs have no parameter objects, only their numbers.
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        for stage in stages if self.settings.overlap_param_gather and self.settings.zero_stage < 3 else ():
-            outer_buckets = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
+        whole = {parameter: bucket for parameter, bucket in self._bucket_of.items() if not bucket.splits_weights}
+        for stage in stages if self.settings.overlap_param_gather and whole else ():
+            outer_buckets = [bucket for bucket in whole.values() if (bucket.stage, bucket.unit) == (stage, 0)]
             self.hooks += wait_before_forward(
                 stages[stage],
                 self._units[stage],
-                self._bucket_of,
+                whole,
                 self.finish_param_sync,
-                at_root=outer_buckets if self._has_rest else [],
+                at_root=list(dict.fromkeys(outer_buckets)) if self._has_rest else [],
             )
 
     @property
@@ -212,7 +213,7 @@ class DataParallel(EarlySums):
     def start_param_sync(self) -> None:
         """Start to gather the weights that other ranks have updated; with overlap, wait for them only before their use.
 
-        Stage 3 frees outdated weights, and gathers when a unit's forward begins.
+        Stage 3 frees outdated weights, and gathers them when a unit's forward begins.
         """
         for sync in self._sync.values():
             sync.release()

@@ -225,6 +225,7 @@ def data_parallel_of(
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         keep_after_forward=parallel.zero3_keep_after_forward,
+        persistence_threshold=parallel.zero3_param_persistence_threshold,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         arithmetic=arithmetic_of(config, groups.context.whole, groups.size("dp")),

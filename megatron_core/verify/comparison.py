@@ -24,6 +24,7 @@ NOT_IN_NAMES = (
     "overlap_param_gather",
     "num_distributed_optimizer_instances",
     "zero3_keep_after_forward",
+    "zero3_param_persistence_threshold",
 )
 """Settings of a layout that its name does not have."""
 
@@ -31,7 +32,11 @@ NOT_IN_NAMES = (
 HEADING = "# Layouts compared with one process"
 """First line of a page of values."""
 BITS_HEADING = "# Layouts with the bits of one process"
-OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+OF_EVERY_LAYOUT = (
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+    "zero3_param_persistence_threshold",
+)
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 
 

@@ -414,6 +414,11 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("data_parallel_sharding_strategy=optim", "zero_stage=3"),
     ),
     ({"zero3_keep_after_forward": True, "zero_stage": 2}, 1, ("zero3_keep_after_forward=True", "--zero-stage 3")),
+    (
+        {"zero3_param_persistence_threshold": 9, "zero_stage": 2},
+        1,
+        ("zero3_param_persistence_threshold=9", "--zero-stage 3"),
+    ),
     ({"exp_avg_dtype": "bf16", "bf16": True}, 1, ("exp_avg_dtype=bf16", "--use-precision-aware-optimizer")),
     ({"main_params_dtype": "bf16", "use_precision_aware_optimizer": True}, 1, ("main_params_dtype=bf16", "--bf16")),
     (

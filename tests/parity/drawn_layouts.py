@@ -62,6 +62,7 @@ LAYOUT: list[tuple[float, Choices]] = [
     (0.5, on("overlap_grad_reduce")),
     (0.5, on("overlap_param_gather")),
     (0.3, on("zero3_keep_after_forward")),
+    (0.3, either("zero3_param_persistence_threshold", 16, 1000)),
     (0.3, either("num_distributed_optimizer_instances", 2)),
     (0.6, either("ddp_bucket_size", 1, 33, 500, 1024, 3000, 4097, 20_000, 1_000_000)),
     (0.3, either("rank_order", "pp-dp-tp-cp-ep", "tp-pp-dp-cp-ep", "dp-ep-cp-tp-pp")),

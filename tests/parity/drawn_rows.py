@@ -37,7 +37,8 @@ SHORTEST_TALK = 48
 """Tokens of a sequence that holds a conversation of ``drawn_files`` with its answer."""
 SWITCHES = {
     *("overlap_p2p_communication", "tp_comm_overlap", "tp_comm_overlap_chunks", "overlap_grad_reduce"),
-    *("overlap_param_gather", "zero3_keep_after_forward", "distributed_backend", "moe_shared_expert_overlap"),
+    *("overlap_param_gather", "zero3_keep_after_forward", "zero3_param_persistence_threshold"),
+    *("distributed_backend", "moe_shared_expert_overlap"),
     *("overlap_moe_expert_parallel_comm", "cpu_offloading", "cpu_offloading_num_layers", "poison_buffers"),
     *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "kernel_backend", "attention_backend"),
     *("log_norms_by_layer", "log_params_norm", "log_num_zeros_in_grad", "apply_query_key_layer_scaling"),

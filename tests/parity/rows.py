@@ -125,6 +125,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "dp2 zero3, one micro-batch": (2, {}, ZERO3 | {"micro_batch_size": 4}),
     "dp2 zero3, overlap": (2, {}, ZERO3 | OVERLAP | SMALL_BUCKETS),  # C59, C60
     "dp2 zero3, weights kept": (2, {}, ZERO3 | {"zero3_keep_after_forward": True}),
+    "dp2 zero3, small weights whole": (2, {}, ZERO3 | OVERLAP | {"zero3_param_persistence_threshold": 300}),
     "dp1 zero3": (1, {}, ZERO3 | {"micro_batch_size": 2}),  # C35
     "untied, fused loss, dp2 zero3, overlap": (2, UNTIED | FUSED_LOSS, ZERO3 | OVERLAP),
     "full recompute, dp2 zero3, overlap": (2, {}, ZERO3 | OVERLAP | FULL_UNIFORM),

@@ -385,6 +385,7 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
     "zero1": ("gpt2", 2, {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "zero2": ("gpt2", 2, {"zero_stage": 2, "ddp_bucket_size": 1000}),
     "zero3": ("gpt2", 2, {"zero_stage": 3, "zero3_keep_after_forward": True}),
+    "zero3 with whole vectors": ("gpt2", 2, {"zero_stage": 3, "zero3_param_persistence_threshold": 64}),
     "weights on the host": ("gpt2", 2, {"zero_stage": 3, "zero3_param_cpu_offload": True}),
     "overlapped experts": (
         "experts",

@@ -237,7 +237,10 @@ class ConfigReader:
         prefetched = self.integer(f"{name}.prefetch_bucket_size", prefetched, 0)
         if ranks > 1:
             found |= {"ddp_bucket_size": size, "overlap_grad_reduce": overlaps}
+        threshold = self.integer(f"{name}.stage3_param_persistence_threshold", 100_000, 0)
+        threshold = self.integer(f"{name}.param_persistence_threshold", threshold, 0)
         if ranks > 1 and stage == 3:
+            found["zero3_param_persistence_threshold"] = threshold
             # DeepSpeed has the key on at stage 3 without it. Only the gathers follow here: they give equal bits, while
             # overlapped sums of gradients forbid a second backward in the last micro-batch.
             found["overlap_param_gather"] = prefetched > 0 and self.get(f"{name}.overlap_comm", True) is True

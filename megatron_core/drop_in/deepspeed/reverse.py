@@ -58,6 +58,8 @@ USES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 BETAS = {"adam": ("adam_beta1", "adam_beta2"), "lion": ("lion_beta1", "lion_beta2")}
+PERSISTENCE_THRESHOLD = 100_000
+"""Without the key."""
 SWITCHES = ("grad_reduce_in_bf16", "optimizer_cpu_offload", "zero3_param_cpu_offload")
 OTHERS = ("initial_loss_scale", "optimizer", "grad_compression", "adam_bias_correction", "zero_one_var_freeze_step")
 KEYS = {*PATHS, *FOLDERS, *SWITCHES, *OTHERS, *BETAS["adam"], *BETAS["lion"], "lamb_bias_correction"}
@@ -123,7 +125,12 @@ def _layout(found: dict[str, Any], left: dict[str, Any]) -> None:
         found["sequence_parallel_size"] = left.pop("context_parallel_size")
         left.pop("cp_comm_type")
     zero = found.get("zero_optimization", {})
-    if zero.get("stage") != 3 or "overlap_param_gather" not in left:
+    if zero.get("stage") != 3:
+        return
+    threshold = left.pop("zero3_param_persistence_threshold", 0)
+    if threshold != PERSISTENCE_THRESHOLD:
+        zero["stage3_param_persistence_threshold"] = threshold
+    if "overlap_param_gather" not in left:
         return
     gathers = left.pop("overlap_param_gather")
     sums = zero.get("overlap_comm", False)

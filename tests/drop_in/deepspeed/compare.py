@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.drop_in.deepspeed import SHARDS
+
 
 @dataclass(frozen=True)
 class Job:
@@ -123,7 +125,7 @@ def coalesce(stage: int) -> list[float]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **SHARDS},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     }
     engine, _, loader, _ = deepspeed.initialize(model=Small(), config=config, training_data=samples())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.deepspeed import SHARDS
 from tests.drop_in.deepspeed.compare import Job, Result, train
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
@@ -46,7 +47,9 @@ STATIC = {"enabled": True, "loss_scale": 128}
 def _config(stage: int, *, steps: int = 2, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps, "gradient_clipping": 0.5}
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return sizes | allowed | {"zero_optimization": {"stage": stage, **(zero or {})}, "optimizer": ADAMW} | others
+    return (
+        sizes | allowed | {"zero_optimization": {"stage": stage, **SHARDS, **(zero or {})}, "optimizer": ADAMW} | others
+    )
 
 
 def _without_optimizer(stage: int) -> dict[str, Any]:
@@ -56,6 +59,7 @@ def _without_optimizer(stage: int) -> dict[str, Any]:
 ROWS = [
     # ZeRO, clipping, accumulation, optimizers of the program.
     Job("zero3", _config(3, scheduler=WARMUP), ranks=2),
+    Job("zero3 with whole vectors", _config(3, zero={"stage3_param_persistence_threshold": 20}), ranks=2),
     Job("alone", _config(2, scheduler=WARMUP)),
     Job("zero0", _config(0, scheduler=WARMUP), ranks=2),
     Job("zero1", _config(1), ranks=2),

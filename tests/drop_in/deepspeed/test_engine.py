@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from megatron_core.errors import CheckpointError, ConfigError, LayoutError
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.drop_in.deepspeed import SHARDS
 from tests.drop_in.deepspeed.compare import coalesce
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
@@ -323,9 +324,10 @@ def _zero3(folder: str) -> dict[str, Any]:
         if dist.get_rank() == 1:
             nn.init.constant_(model[2].weight, 0.25)
     broadcast = model[2].weight.detach().clone()
-    stage = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    stage = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 4}
     engine = _engine(model, zero_optimization=stage, gradient_clipping=0.1)
     status = model[0][0].weight.ds_status
+    persists = [parameter.ds_persist for parameter in model.parameters()]  # type: ignore[attr-defined]
     with deepspeed.zero.GatheredParameters(model[0][0].weight, modifier_rank=0):
         inside = model[0][0].weight.ds_status
         if dist.get_rank() == 0:
@@ -335,12 +337,17 @@ def _zero3(folder: str) -> dict[str, Any]:
     engine.backward(loss)
     gradient = safe_get_full_grad(model[2].bias)
     engine.step()
+    bias = model[0][0].bias.detach().clone()  # whole on every rank: it has 4 elements
+    assert torch.equal(bias, safe_get_full_fp32_param(model[0][0].bias))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"0\.0\.weight of shape \(4, 4\) .* is split over 2 ranks"):
+        model[0][0].weight.sum()
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder)
     state = engine._zero3_consolidated_16bit_state_dict()
     return {
         "constructed": constructed,
         "broadcast": broadcast,
+        "persists": persists,
         "status": (status, inside, model[0][0].weight.ds_status),
         "after": after,
         "gradient": gradient,
@@ -358,6 +365,7 @@ def test_zero_3_on_two_ranks(tmp_path: Path) -> None:
     assert set(first["constructed"]) == {ZeroParamStatus.AVAILABLE}
     for found in (first, second):
         assert torch.equal(found["broadcast"], torch.full((1, 4), 0.25))
+    assert first["persists"] == [False, True, False, True, True, True]
     available, absent = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
     assert first["status"] == second["status"] == (absent, available, absent)
     assert torch.equal(first["after"], torch.ones(4, 4)) and torch.equal(second["after"], torch.ones(4, 4))
@@ -461,7 +469,7 @@ def test_loss_backward_and_scale_equal_the_engines_backward() -> None:
 def _train_directly(stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     found = []
     for is_direct in (True, False):
-        engine = _engine(zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
+        engine = _engine(zero_optimization={"stage": stage, **SHARDS}, gradient_accumulation_steps=2)
         for number in range(4):
             loss = engine(_batch(number)).square().mean()
             if is_direct:

@@ -14,6 +14,7 @@ from deepspeed.translation import translate
 from deepspeed.utils import safe_get_full_fp32_param
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.deepspeed import SHARDS
 
 STEPS, BATCH, WIDTH = 4, 4, 6
 PARAMS = {"lr": 0.05, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "ns_method": "gram"}
@@ -87,7 +88,7 @@ def _trained(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("ranks", "zero"), [(1, {"stage": 0}), (2, {"stage": 1}), (2, {"stage": 3})])
+@pytest.mark.parametrize(("ranks", "zero"), [(1, {"stage": 0}), (2, {"stage": 1}), (2, {"stage": 3, **SHARDS})])
 def test_weights_are_those_of_the_formula(ranks: int, zero: dict[str, Any]) -> None:
     wanted = _reference()
     for weights in run_ranks(ranks, _trained, zero, backend="gloo"):

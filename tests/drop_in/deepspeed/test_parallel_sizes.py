@@ -16,6 +16,7 @@ from deepspeed.translation import translate
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.drop_in.deepspeed import SHARDS
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -56,10 +57,10 @@ def _trained(kind: str, changes: dict[str, Any], mesh: tuple[int, int] | None = 
 
 
 ROWS: list[tuple[str, int, dict[str, Any], tuple[int, int] | None]] = [
-    ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}, None),
+    ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3, **SHARDS}}, None),
     ("Llama", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}, None),
-    ("Llama", 4, {"zero_optimization": {"stage": 3, "overlap_comm": True}}, (2, 2)),
-    ("Llama", 4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, None),
+    ("Llama", 4, {"zero_optimization": {"stage": 3, "overlap_comm": True, **SHARDS}}, (2, 2)),
+    ("Llama", 4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **SHARDS}}, None),
     ("Mixtral", 2, {"expert_parallel": EXPERTS, "zero_optimization": {"stage": 2}}, None),
 ]
 
@@ -159,7 +160,7 @@ def _train_with_short_messages(section: dict[str, Any]) -> list[float]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, **section},
+        "zero_optimization": {"stage": 3, **SHARDS, **section},
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     losses = []

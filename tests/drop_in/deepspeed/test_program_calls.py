@@ -21,6 +21,7 @@ from deepspeed.translation import read_json
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.deepspeed import SHARDS
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 from tests.drop_in.deepspeed.traces import sections
 
@@ -67,7 +68,8 @@ def _assert_close(found: list[torch.Tensor], expected: Any, tolerance: float = 1
 
 def _train_together(stage: int) -> list[list[torch.Tensor]]:
     engines = [
-        _engine(_model(seed), zero_optimization={"stage": stage}, gradient_accumulation_steps=2) for seed in (0, 1)
+        _engine(_model(seed), zero_optimization={"stage": stage, **SHARDS}, gradient_accumulation_steps=2)
+        for seed in (0, 1)
     ]
     for number in range(4):
         losses = [engine.module(_batch(number)).square().mean() for engine in engines]

@@ -53,7 +53,9 @@ def mark_parameters(engine: Engine) -> None:
         if engine.config.parallel.dp_zero_stage == 3:
             _mark(parameter)
             bucket = engine.data_parallel.bucket_of(parameter)
-            _set_status([parameter], whole=bucket is None or not bucket.splits_weights)
+            is_whole = bucket is None or not bucket.splits_weights
+            vars(parameter)["ds_persist"] = is_whole
+            _set_status([parameter], whole=is_whole)
 
 
 def engine_of(parameter: nn.Parameter) -> Engine | None:
