@@ -1,12 +1,11 @@
-"""Log lines on standard output, short or in Megatron-LM's format, and a progress bar on standard error."""
+"""Log lines on standard output, and a progress bar on standard error."""
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
@@ -17,8 +16,6 @@ from megatron_core.feature import features
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.terminal import colours, exact
 
-LARGEST_SHARES = 4
-"""Maximum number of phases in a line."""
 WIDTH = 100
 """Maximum columns of a short line."""
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
@@ -28,25 +25,25 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Return a line of at most ``WIDTH`` columns for the steps since the last line.
 
     ``norm`` is the gradient norm. ``Feature.shown_losses`` come second: theirs may be the only losses that a run
-    trains. Means and counts are those of ``step_line``. Values for which there is no space, the last ones first, are in
-    the metrics file.
+    trains. Times are means over these steps; the loss is the mean over steps that were not skipped, or over all steps
+    if all were skipped. Values for which there is no space, the last ones first, are in the metrics file.
     """
     latest = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
     losses = {name: f"{name} {_readable(value)}" for name, value in latest.auxiliary_losses.items()}
     always_shown = [name for feature in features() for name in feature.shown_losses]
-    milliseconds = _mean([event.elapsed_ms for event in events])
+    milliseconds = mean([event.elapsed_ms for event in events])
     fields = [
         f"{now:%H:%M}  iteration {latest.iteration}/{latest.total_iterations}",
-        f"loss {_readable(_mean_loss(events))}",
+        f"loss {_readable(mean_loss(events))}",
         *(losses.pop(name) for name in always_shown if name in losses),
         *([f"skipped {skipped}"] if skipped else []),
         *([f"nan {nan}"] if nan else []),
         *([] if latest.grad_norm is None else [f"norm {_readable(latest.grad_norm, 3)}"]),
         f"lr {latest.learning_rate:.1e}",
         f"{milliseconds:.1f} ms" if milliseconds < 1e3 else f"{milliseconds / 1e3:.2f} s",
-        f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
-        *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
+        f"{mean([event.tokens_per_second for event in events]):,.0f} tok/s",
+        *([] if (rate := utilisation(events)) is None else [f"util {rate:.0%}"]),
         *_remaining(latest, milliseconds),
         *losses.values(),
         *([] if latest.params_norm is None else [f"params norm {_readable(latest.params_norm, 3)}"]),
@@ -58,62 +55,20 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     return line
 
 
-def step_line(events: Sequence[StepEvent], now: datetime) -> str:
-    """Megatron-LM's line for the steps since the last line.
-
-    Loss and times are means over these steps; the loss is the mean over steps that were not skipped, or over all steps
-    if all were skipped. Other values are of the last step. Unlike Megatron-LM's line, it shows a NaN or negative loss,
-    tokens per second, and throughput below 1 TFLOP/s in GFLOP/s.
-    """
-    latest = events[-1]
-    fields = [
-        f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {latest.iteration:8d}/{latest.total_iterations:8d}",
-        f"consumed samples: {latest.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {_mean([event.elapsed_ms for event in events]):.1f}",
-        _throughput(_mean([event.model_flops_per_second for event in events])),
-        f"tokens per second: {_digits(_mean([event.tokens_per_second for event in events]))}",
-        *_shares(events),
-        f"learning rate: {latest.learning_rate:.6E}",
-        f"global batch size: {latest.global_batch_size:5d}",
-        f"lm loss: {_scientific(_mean_loss(events))}",
-        *(f"{name}: {_scientific(value)}" for name, value in latest.auxiliary_losses.items()),
-        f"loss scale: {latest.loss_scale:.1f}",
-        *([] if latest.grad_norm is None else [f"grad norm: {latest.grad_norm:.3f}"]),
-        *([] if latest.num_zeros_in_grad is None else [f"num zeros: {latest.num_zeros_in_grad}"]),
-        *([] if latest.params_norm is None else [f"params norm: {latest.params_norm:.3f}"]),
-        f"number of skipped iterations: {sum(event.skipped for event in events):3d}",
-        f"number of nan iterations: {sum(event.is_nan for event in events):3d}",
-    ]
-    return " | ".join(fields) + " |"
-
-
 def validation_line(event: ValidationEvent) -> str:
     """Return the short line for an evaluation."""
-    if event.accuracy is not None:
-        return megatron_validation_line(event)
+    if event.accuracy is not None and event.accuracy_norm is not None:
+        return accuracy_line(event, event.accuracy, event.accuracy_norm)
     name = "validation loss" if event.split == "validation" else f"validation loss on {event.split} set"
     return f"{name} at iteration {event.iteration}: {_readable(event.loss)}, perplexity {_readable(event.perplexity)}"
 
 
-def megatron_validation_line(event: ValidationEvent) -> str:
-    """Return Megatron-LM's line for an evaluation."""
-    where = "" if event.split == "validation" else f" on {event.split} set"
-    if event.accuracy is not None and event.accuracy_norm is not None:
-        return (
-            f" accuracy at iteration {event.iteration} on {event.split} | acc: {event.accuracy:.4f} | "
-            f"acc_norm: {event.accuracy_norm:.4f} | loss of the correct choice: {event.loss:.4f} | "
-        )
+def accuracy_line(event: ValidationEvent, accuracy: float, accuracy_norm: float) -> str:
+    """Return the line for an evaluation of questions with choices."""
     return (
-        f" validation loss at iteration {event.iteration}{where} | "
-        f"lm loss value: {_scientific(event.loss)} | lm loss PPL: {_scientific(event.perplexity)} | "
+        f" accuracy at iteration {event.iteration} on {event.split} | acc: {accuracy:.4f} | "
+        f"acc_norm: {accuracy_norm:.4f} | loss of the correct choice: {event.loss:.4f} | "
     )
-
-
-def validation_block(event: ValidationEvent) -> str:
-    """Megatron-LM's three lines for an evaluation."""
-    line = megatron_validation_line(event)
-    rule = "-" * (len(line) + 1)
-    return f"{rule}\n{line}\n{rule}"
 
 
 class Summary:
@@ -162,35 +117,38 @@ class ConsoleSink:
     """
 
     setting = "standard output"
+    format_steps: Callable[[Sequence[StepEvent], datetime], str] = staticmethod(short_line)
+    """The line for the steps since the last line."""
+    format_evaluation: Callable[[ValidationEvent], str] = staticmethod(validation_line)
+    """The text for an evaluation."""
+    has_table = True
+    """Whether a table ends the run."""
 
     def __init__(
         self,
         log_interval: int,
         *,
-        megatron: bool = False,
         progress: bool = True,
         quiet: bool = False,
         out: TextIO | None = None,
         err: TextIO | None = None,
     ) -> None:
-        """``megatron``: lines in Megatron-LM's format, without a table at the end. ``quiet``: only evaluations.
+        """``quiet``: only evaluations.
 
         ``out`` and ``err``: streams of lines and bar, by default those of the process.
         """
         self._interval, self._quiet = log_interval, quiet
-        self._line, self._evaluation = (step_line, validation_block) if megatron else (short_line, validation_line)
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._shows_bar = progress and not quiet and self._err.isatty()
         self._bar: tqdm | None = None
         self._pending: list[StepEvent] = []
-        self._summary = None if megatron or quiet else Summary()
+        self._summary = Summary() if self.has_table and not quiet else None
 
     @classmethod
     def of(cls, config: MonitorConfig) -> ConsoleSink:
         """The console of a run."""
-        is_megatron = config.log_format == "megatron"
-        return cls(config.log_interval, megatron=is_megatron, progress=config.progress, quiet=config.quiet)
+        return cls(config.log_interval, progress=config.progress, quiet=config.quiet)
 
     def on_step(self, event: StepEvent) -> None:
         """Advance the bar, and print a line if it is due."""
@@ -207,7 +165,7 @@ class ConsoleSink:
         """Print the evaluation."""
         if self._summary is not None:
             self._summary.evaluated[event.split] = event.loss
-        self._print(self._evaluation(event))
+        self._print(self.format_evaluation(event))
 
     def close(self) -> None:
         """Print the steps without a line and the table, and stop the bar."""
@@ -219,7 +177,7 @@ class ConsoleSink:
 
     def _print_pending(self) -> None:
         if self._pending:
-            line = self._line(self._pending, datetime.now())
+            line = self.format_steps(self._pending, datetime.now())
             if self._out.isatty():
                 # Colours only on a terminal: in a file they would be codes between the words.
                 line = _coloured(line, alarming=any(event.skipped or event.is_nan for event in self._pending))
@@ -259,9 +217,9 @@ def _coloured(line: str, *, alarming: bool) -> str:
     return re.sub(r"(lm )?loss:? \S+", lambda match: f"{_BOLD}{match[0]}{_RESET}", line, count=1)
 
 
-def _mean_loss(events: Sequence[StepEvent]) -> float:
+def mean_loss(events: Sequence[StepEvent]) -> float:
     """Return the mean loss of the steps that were not skipped, or of all steps if all were."""
-    return _mean([event.loss for event in events if not event.skipped] or [event.loss for event in events])
+    return mean([event.loss for event in events if not event.skipped] or [event.loss for event in events])
 
 
 def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
@@ -275,41 +233,12 @@ def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
     return [f"{seconds:.0f} s left"]
 
 
-def _utilisation(events: Sequence[StepEvent]) -> float | None:
+def utilisation(events: Sequence[StepEvent]) -> float | None:
     rate = events[-1].product_rate
-    return _mean([event.model_flops_per_second for event in events]) / rate if rate else None
+    return mean([event.model_flops_per_second for event in events]) / rate if rate else None
 
 
-def _shares(events: Sequence[StepEvent]) -> list[str]:
-    """Utilisation, goodput, and the largest shares of the reporting rank's time, if known."""
-    latest, fields = events[-1], []
-    if (rate := _utilisation(events)) is not None:
-        fields.append(f"utilisation: {rate:.1%}")
-    if latest.goodput is not None:
-        fields.append(f"goodput: {latest.goodput:.1%}")
-    total: dict[str, float] = {}
-    for event in events:
-        for name, seconds in event.phases.items():
-            total[name] = total.get(name, 0.0) + seconds
-    all_seconds = sum(total.values())
-    largest = sorted(total, key=lambda name: -total[name])[:LARGEST_SHARES] if all_seconds else []
-    if largest:
-        fields.append("time: " + ", ".join(f"{name} {total[name] / all_seconds:.1%}" for name in largest))
-    return fields
-
-
-def _throughput(flops: float) -> str:
-    """Model FLOP/s of a rank in TFLOP/s, or GFLOP/s below 1 TFLOP/s."""
-    unit, size = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
-    return f"throughput per GPU ({unit}/GPU): {_digits(flops / size)}"
-
-
-def _digits(value: float) -> str:
-    """Format with at least three significant digits and no exponent."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0.00"
-
-
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     """The mean; NaN if any value is NaN."""
     return sum(values) / len(values)
 
@@ -317,8 +246,3 @@ def _mean(values: Sequence[float]) -> float:
 def _readable(value: float, digits: int = 4) -> str:
     """``digits`` digits after the point, with an exponent for very small and large numbers."""
     return f"{value:.{digits}f}" if value == 0 or 0.1 <= abs(value) < 1e5 else f"{value:.3e}"
-
-
-def _scientific(value: float) -> str:
-    """Megatron-LM's format of a loss; ``nan`` and ``inf`` in lower case."""
-    return f"{value:.6E}" if math.isfinite(value) else str(value)

@@ -16,6 +16,11 @@ from megatron_core.reports.settings import (
 )
 
 FEATURES = (
+    Feature(
+        name="megatron_lines",
+        is_used=lambda config: config.monitor.log_format == "megatron",
+        sink="megatron_core.reports.megatron_lines:open_console",
+    ),
     metric_sink("tensorboard", TensorBoardConfig, "tensorboard_dir", "open_tensorboard"),
     metric_sink("prometheus", PrometheusConfig, "prometheus_file", "open_prometheus"),
     metric_sink("wandb", WandbConfig, "wandb_project", "WandbSink"),

@@ -142,7 +142,8 @@ def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> N
             if is_new:
                 introduce(run)
             context = SinkContext(config, config.checkpoint.run_folder, run.state.iteration, config.flat())
-            sinks = [ConsoleSink.of(config.monitor), *build_sinks(context)]
+            short = config.monitor.log_format == "short"  # features print lines of other formats
+            sinks = [*([ConsoleSink.of(config.monitor)] if short else []), *build_sinks(context)]
         sinks = [LenientSink(sink) for sink in sinks]
         try:
             (evaluate_only if config.training.skip_train else train)(run, sinks, callbacks)

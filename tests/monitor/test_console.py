@@ -9,7 +9,8 @@ from datetime import datetime
 
 import pytest
 
-from megatron_core.monitor.console import WIDTH, ConsoleSink, short_line, step_line, validation_block
+from megatron_core.monitor.console import WIDTH, ConsoleSink, short_line
+from megatron_core.reports.megatron_lines import MegatronConsole, step_line, validation_block
 from tests.monitor.examples import step, validation
 
 NOW = datetime(2026, 11, 21, 2, 45, 32, 107490)
@@ -50,9 +51,9 @@ def test_the_short_line_has_the_values_that_users_watch():
     assert short_line([step(1, **many | {"grad_norm": None})], NOW).endswith("  util 50%  z_loss 0.2500")
 
 
-def end_of_run(**settings: object) -> list[str]:
+def end_of_run(kind: type[ConsoleSink] = ConsoleSink, **settings: object) -> list[str]:
     out = io.StringIO()
-    sink = ConsoleSink(1, out=out, err=Terminal(), **settings)
+    sink = kind(1, out=out, err=Terminal(), **settings)
     for event in (step(3, loss=5.0, elapsed_ms=10.0), step(4, loss=3.0, elapsed_ms=30.0, skipped=True)):
         sink.on_step(event)
     sink.on_validation(validation(4))
@@ -74,8 +75,8 @@ def test_the_table_at_the_end_sums_up_the_run():
 
 def test_formats_and_quiet():
     assert end_of_run(quiet=True) == ["validation loss at iteration 4: 4.6346, perplexity 102.9823"]
-    assert end_of_run(megatron=True)[-3:] == validation_block(validation(4)).splitlines()
-    assert "consumed samples" in end_of_run(megatron=True)[0]
+    assert end_of_run(MegatronConsole)[-3:] == validation_block(validation(4)).splitlines()
+    assert "consumed samples" in end_of_run(MegatronConsole)[0]
 
 
 def test_colours_on_terminals_only():
@@ -146,7 +147,7 @@ def test_lines_come_at_the_interval_at_both_ends_and_at_a_break():
 
 def test_the_bar_goes_to_a_terminal_on_standard_error_alone():
     out, err = io.StringIO(), Terminal()
-    sink = ConsoleSink(2, megatron=True, out=out, err=err)
+    sink = MegatronConsole(2, out=out, err=err)
     for iteration in (3, 4):
         sink.on_step(step(iteration))
     sink.on_validation(validation(4))
