@@ -482,8 +482,12 @@ def test_packages_only_export_names() -> None:
 def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return ast.unparse(node.value).startswith("lazy_loader.attach_stub(")
-    finds_old_names = ("moved.install()", "if not TYPE_CHECKING:\n    __getattr__ = old_names_of(__name__)")
-    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or ast.unparse(node) in finds_old_names
+    finds_old_names = re.fullmatch(
+        r"if not TYPE_CHECKING:(\n    from megatron_core\.moved import old_names_of)?"
+        r"\n    __getattr__ = old_names_of\(__name__(, __getattr__)?\)|moved\.install\(\)",
+        ast.unparse(node),
+    )
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or finds_old_names is not None
 
 
 def declares_a_feature(node: ast.stmt) -> bool:

@@ -93,8 +93,9 @@ MEASURES = [
     # Parquet, 160; the last input of multi-token prediction as in Megatron-LM 40. Tables in YAML and text are not
     # counted: architectures of Hugging Face in declarations.yaml have 1,620 lines, names of moved modules 200.
     Measure("lines without the drop-in", lambda: lines(drop_in=False), 118_130, 78_000),
-    # Sections of DeepSpeed's JSON, its launcher and generation: 980.
-    Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_150, 18_000),
+    # Sections of DeepSpeed's JSON, its launcher and generation: 980. Moved from the core: Megatron's names of
+    # collectives, of recomputation and of the broadcast of a batch, 355.
+    Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_505, 18_000),
     Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 0.2, 1),
     Measure("double assignments", lambda: style.double_assignments(engine_paths()), 260, 300),
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 0, 0),
