@@ -33,7 +33,7 @@ from megatron_core.output_file import refuse_url
 from megatron_core.schema import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
 
 if TYPE_CHECKING:
-    from megatron_core.parallel.meter import StepTimes
+    from megatron_core.reports.meter import StepTimes
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

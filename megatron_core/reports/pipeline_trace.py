@@ -10,8 +10,8 @@ import torch
 
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.reports.meter import METER
 from megatron_core.reports.settings import PipelineTraceConfig
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action
