@@ -80,6 +80,8 @@ class Feature:
     """Rows ``config.parallel.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
+    tokenizers: tuple[Any, ...] = ()
+    """Rows ``config.data.TokenizerKind``: values of --tokenizer-type that it implements."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()

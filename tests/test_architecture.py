@@ -37,6 +37,7 @@ LEVELS = {
     "planner": 1,
     "ops": 2,
     "tokenizers": 2,
+    "vocabularies": 3,  # features and preprocess read texts with it
     "parallel": 2,
     "parallel_state": 3,
     "tensor_parallel": 3,
@@ -117,7 +118,7 @@ for feature in FEATURES:
     }
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
-SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage", "data_parts")
+SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage", "data_parts", "vocabularies")
 """Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
 and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:

@@ -24,7 +24,7 @@ from megatron_core.hub.hugging_face.files import INDEX, TensorFiles
 from megatron_core.hub.hugging_face.peft import adapter_settings
 from megatron_core.planner.hardware import MACHINES, read_hardware
 from megatron_core.schema import LARGEST_JSON, OBJECT, SWITCH, read_object
-from megatron_core.tokenizers.hugging_face import generation_ends, named_tokens
+from megatron_core.vocabularies.hugging_face import generation_ends, named_tokens
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 NESTED = {"a": {"b": [1]}}

@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage
+from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage, vocabularies
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.batch_growth import BATCH_GROWTH
@@ -73,5 +73,6 @@ FEATURES = (
     *reports.FEATURES,
     *resilience.FEATURES,
     *storage.FEATURES,
+    *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers import fast
+from megatron_core.preprocess import backends
+from megatron_core.preprocess.backends import TokenizerBackend, disagreement, load_backend, odd_texts
 from megatron_core.tokenizers.build import TokenizerFiles
-from megatron_core.tokenizers.fast import TokenizerBackend, disagreement, load_backend, odd_texts
-from tests.tokenizers.corpus import (
+from tests.vocabularies.corpus import (
     DROPPED_TEXTS,
     MISSING,
     TEXTS,
@@ -39,7 +39,7 @@ def files_of(kind: str, folder: Path) -> TokenizerFiles:
     return TokenizerFiles(kind)
 
 
-def compare(backend: fast.Backend, files: TokenizerFiles, texts: Sequence[str]) -> None:
+def compare(backend: backends.Backend, files: TokenizerFiles, texts: Sequence[str]) -> None:
     """Every text's ids, one by one."""
     tokenizer = files.load()
     ids, lengths = backend.encode(texts)
