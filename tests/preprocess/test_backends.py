@@ -64,7 +64,7 @@ def test_the_base_gives_the_tokenizers_ids(kind: str, tmp_path: Path) -> None:
 def test_gigatoken_gives_the_tokenizers_ids(
     kind: str, singly: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast, "SINGLY", singly)
+    monkeypatch.setattr(backends, "SINGLY", singly)
     files = files_of(kind, tmp_path)
     backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("gigatoken", "")
@@ -107,7 +107,7 @@ def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     files = TokenizerFiles("ByteLevelTokenizer")
     backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("tokenizers", "")
