@@ -82,6 +82,10 @@ class Feature:
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     tokenizers: tuple[Any, ...] = ()
     """Rows ``config.data.TokenizerKind``: values of --tokenizer-type that it implements."""
+    kernel_backends: str | None = None
+    """Hook: a mapping from values of --kernel-backend to objects with functions of ``ops.reference``, and with
+    ``title``, ``modules``, ``PARTIAL_OPS``, ``unavailable_reason`` and ``supports_call`` as ``Library`` of
+    ``nvidia_libraries``."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()

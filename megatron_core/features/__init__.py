@@ -24,6 +24,7 @@ from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.mup import MUP
+from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
@@ -58,6 +59,7 @@ FEATURES = (
     MEGATRON_ORDER,
     MULTI_TOKEN,
     MUP,
+    NVIDIA_LIBRARIES,
     OUTER_STEPS,
     OFFLOAD,
     PREFERENCES,
