@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.feature import features, load_hook
 from megatron_core.ops import native, reference
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
@@ -21,6 +20,8 @@ OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_ten
 @cache
 def _library(name: str) -> Any:
     """The backend of a feature, imported on first use by the few runs that request one; ``ConfigError`` without it."""
+    from megatron_core.feature import features, load_hook
+
     hooks = (feature.kernel_backends for feature in features() if feature.kernel_backends is not None)
     libraries = {key: library for hook in hooks for key, library in load_hook(hook).items()}
     if name not in libraries:
