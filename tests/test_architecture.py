@@ -26,7 +26,7 @@ LEVELS = {
     "command": 0,
     "locations": 0,
     "launcher": 0,
-    "schema": 0,
+    "foreign_json": 0,
     "terminal": 0,
     "text_file": 0,
     "output_file": 0,
@@ -57,7 +57,7 @@ LEVELS = {
     "hub": 8,
     "cpu_ranks": 7,
     "storage": 7,
-    "resilience": 8,
+    "resilience": 9,  # compares hashes as reports do
     "reports": 8,
     "inference": 8,  # serves chats
     "any_model": 9,
@@ -71,15 +71,16 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
-    "outer_steps": {"averages"},  # evaluations with other weights
+    "compilation": {"layer_sizes"},  # layers of which a part is one linear layer
+    "outer_steps": {"averages", "lamb"},  # evaluations with other weights; sums over whole tensors
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
-WITHIN_LEVEL_0 |= {("schema", "errors"), ("schema", "text_file"), ("storage", "moved")}
-BASES = ("errors", "schema", "terminal", "text_file", "output_file")
+WITHIN_LEVEL_0 |= {("foreign_json", "errors"), ("foreign_json", "text_file"), ("storage", "moved")}
+BASES = ("errors", "foreign_json", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.
 NEVER = {"transformer": {"schedules"}}
