@@ -87,6 +87,10 @@ class Feature:
     """Hook: a mapping from values of --kernel-backend to objects with functions of ``ops.reference``, and with
     ``title``, ``modules``, ``PARTIAL_OPS``, ``unavailable_reason`` and ``supports_call`` as ``Library`` of
     ``nvidia_libraries``."""
+    rank_monitor: str | None = None
+    """Hook: a class ``parallel.world.RankMonitor``, constructed when a rank joins others with the store, the rank, the
+    number of ranks, the seconds without progress after which a rank is reported, and the exit status of its process;
+    in every program."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()

@@ -107,7 +107,7 @@ def messages(settings: dict[str, Any]) -> tuple[dict[str, tuple[int, float]], di
             train_step(run)
         traffic = METER.take().traffic
         METER.stop()
-    counts = dict(RECORDER.content()["counts"])
+    counts = dict(RECORDER.counts)
     return {name: (each.calls, each.bytes) for name, each in traffic.items()}, counts
 
 

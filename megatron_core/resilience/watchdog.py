@@ -15,16 +15,14 @@ import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import typing_extensions  # its wrappers are on the stack of many functions of torch
 
 from megatron_core.errors import visible
-from megatron_core.parallel.flight_recorder import RECORDER, first_differing_call
+from megatron_core.parallel.flight_recorder import LIBRARIES, RECORDER
 from megatron_core.parallel.time_limit import start_thread, within
+from megatron_core.resilience.recorded_calls import first_differing_call, recorded_calls
 
 POLL = 0.5
 """Seconds between polls of the store."""
@@ -32,7 +30,6 @@ EARLY = 1.0
 """Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
 ANSWERS = 3.0
 """Seconds that ranks have to answer; more than ``EARLY``."""
-LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
 
 
 class Watchdog:
@@ -171,7 +168,7 @@ class Watchdog:
         """Current line of the main thread and its latest collectives."""
         frame = sys._current_frames().get(self._main or 0)
         line = _line(traceback.extract_stack(frame)) if frame is not None else "no Python line"
-        return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **RECORDER.content()}
+        return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **recorded_calls()}
 
 
 def _line(stack: Sequence[traceback.FrameSummary]) -> str:
