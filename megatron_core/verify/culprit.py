@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_core.parallel.texts import listed
-from megatron_core.resilience.recorded_calls import recorded_calls
+from megatron_core.resilience.watchdog import recorded_calls
 from megatron_core.training.setup import Run
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext

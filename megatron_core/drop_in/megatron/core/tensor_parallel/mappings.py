@@ -141,39 +141,23 @@ _AllGatherFromTensorParallelRegion = _function("_AllGatherFromTensorParallelRegi
 _ReduceScatterToTensorParallelRegion = _function("_ReduceScatterToTensorParallelRegion", _scatter_sums, _gather_parts)
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Identity; backward all-reduces."""
-    return collectives.copy_to_region(input_, tensor_parallel_group(group))
+def _over_current(pair: Callable[[Tensor, Group], Tensor]) -> Callable[..., Tensor]:
+    """The collective ``pair``, by default over the current tensor-parallel group."""
+
+    def apply(input_: Tensor, group: Group | None = None) -> Tensor:
+        return pair(input_, tensor_parallel_group(group))
+
+    apply.__doc__ = pair.__doc__
+    return apply
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """All-reduce; backward is the identity."""
-    return collectives.reduce_from_region(input_, tensor_parallel_group(group))
-
-
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Split the last dim; backward gathers."""
-    return collectives.scatter_channels(input_, tensor_parallel_group(group))
-
-
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Gather the last dim; backward splits."""
-    return collectives.gather_channels(input_, tensor_parallel_group(group))
-
-
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Gather the last dim; backward reduce-scatters."""
-    return collectives.gather_partial_channels(input_, tensor_parallel_group(group))
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Reduce-scatter the last dim; backward gathers."""
-    return collectives.reduce_scatter_to_channels(input_, tensor_parallel_group(group))
-
-
-def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Split dim 0; backward gathers."""
-    return collectives.scatter_to_sequence(input_, tensor_parallel_group(group))
+copy_to_tensor_model_parallel_region = _over_current(_copy)
+reduce_from_tensor_model_parallel_region = _over_current(_reduce)
+scatter_to_tensor_model_parallel_region = _over_current(_split)
+gather_from_tensor_model_parallel_region = _over_current(_gather)
+all_gather_last_dim_from_tensor_parallel_region = _over_current(_gather_parts)
+reduce_scatter_last_dim_to_tensor_parallel_region = _over_current(_scatter_sums)
+scatter_to_sequence_parallel_region = _over_current(collectives.scatter_to_sequence)
 
 
 def gather_from_sequence_parallel_region(
