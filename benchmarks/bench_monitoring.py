@@ -14,8 +14,8 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.meter import Meter
 from megatron_core.reports.measurements import Measurements
+from megatron_core.reports.meter import Meter
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

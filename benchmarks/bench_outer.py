@@ -21,7 +21,7 @@ from benchmarks.bench_fp8_loss import Settings, configuration, text
 from benchmarks.results import Row, append
 from megatron_core.datasets.base import Sample
 from megatron_core.features.outer_steps.part import OuterSteps
-from megatron_core.parallel.meter import METER, StepTimes
+from megatron_core.reports.meter import METER, StepTimes
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks, this_world

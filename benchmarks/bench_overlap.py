@@ -39,7 +39,7 @@ from megatron_core.config import RunConfig
 from megatron_core.features.matrix_optimizers import updates as matrix_updates
 from megatron_core.parallel import World
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.meter import METER, StepTimes
+from megatron_core.reports.meter import METER, StepTimes
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

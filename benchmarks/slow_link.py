@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any, Protocol
 
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 
 
 class Clock(Protocol):

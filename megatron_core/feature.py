@@ -71,7 +71,8 @@ class Feature:
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
     ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. The
     name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds; those that
-    ``ModelConfig.head_name`` returns are heads, constructed as ``models.gpt.model.VocabularyHead``."""
+    ``ModelConfig.head_name`` returns are heads, constructed as ``models.gpt.model.VocabularyHead``;
+    "linear" replaces attention or the MLP."""
     attention_kinds: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.
@@ -80,6 +81,16 @@ class Feature:
     """Rows ``config.parallel.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
+    tokenizers: tuple[Any, ...] = ()
+    """Rows ``config.data.TokenizerKind``: values of --tokenizer-type that it implements."""
+    kernel_backends: str | None = None
+    """Hook: a mapping from values of --kernel-backend to objects with functions of ``ops.reference``, and with
+    ``title``, ``modules``, ``PARTIAL_OPS``, ``unavailable_reason`` and ``supports_call`` as ``Library`` of
+    ``nvidia_libraries``."""
+    rank_monitor: str | None = None
+    """Hook: a class ``parallel.world.RankMonitor``, constructed when a rank joins others with the store, the rank, the
+    number of ranks, the seconds without progress after which a rank is reported, and the exit status of its process;
+    in every program."""
     transports: Mapping[str, str] = field(default_factory=dict)
     """Modules with the functions of ``parallel.transports.Transport``, by the value of --distributed-backend."""
     checkpoint_formats: tuple[Any, ...] = ()

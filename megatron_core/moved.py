@@ -13,10 +13,26 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "megatron_core"
-MOVED: dict[str, str] = dict(
-    line.split() for line in Path(__file__).with_name("moved_modules.txt").read_text("ascii").splitlines()
-)
-"""New names of modules and packages by old ones, without the package's name; a line of the file has both."""
+
+
+def _table(file_name: str) -> dict[str, str]:
+    """Pairs of an old and a new name; a line of the file has both."""
+    return dict(line.split() for line in Path(__file__).with_name(file_name).read_text("ascii").splitlines())
+
+
+MOVED = _table("moved_modules.txt")
+"""New names of modules and packages by old ones, without the package's name. Names that begin with ``megatron.`` are
+those of the drop-in."""
+MOVED_NAMES = _table("moved_names.txt")
+"""Names that a package exported in the version before, and the modules that define them now."""
+
+
+def full_name(name: str) -> str:
+    """The name by which a module of ``MOVED`` or ``MOVED_NAMES`` is imported; the drop-in finds those of Megatron."""
+    if not name.startswith("megatron."):
+        return f"{PACKAGE}.{name}"
+    importlib.import_module(f"{PACKAGE}.drop_in")
+    return name
 
 
 def new_name(module: str) -> str | None:
@@ -27,7 +43,7 @@ def new_name(module: str) -> str | None:
     for length in range(len(path), 1, -1):
         target = MOVED.get(".".join(path[1:length]))
         if target is not None:
-            return ".".join([PACKAGE, target, *path[length:]])
+            return ".".join([full_name(target), *path[length:]])
     return None
 
 
@@ -64,25 +80,21 @@ def install() -> None:
         sys.meta_path.insert(0, OldNames())
 
 
-MOVED_NAMES = {
-    "datasets.IndexedDatasetBuilder": "preprocess.builder",
-    "datasets.write_header": "preprocess.builder",
-    **{f"storage.{name}": "locations" for name in ("in_storage", "local_copy", "location", "read_part", "real")},
-    "storage.StoragePath": "storage.paths",
-    "monitor.read_metrics": "reports.metrics",
-}
-"""Names that a package exported in the version before, and the modules that define them now."""
+def old_names_of(package: str, names: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
+    """A function ``__getattr__`` of a package that finds names it exported before, with a note.
 
-
-def old_names_of(package: str) -> Callable[[str], Any]:
-    """A function ``__getattr__`` of a package that finds names it exported before, with a note."""
+    ``names`` finds the package's other names.
+    """
 
     def find(name: str) -> Any:
         module = MOVED_NAMES.get(f"{package.removeprefix(f'{PACKAGE}.')}.{name}")
+        if module is None and names is not None:
+            return names(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        note = f"{package}.{name} has moved to {PACKAGE}.{module}; import it from there"
+        module = full_name(module)
+        note = f"{package}.{name} has moved to {module}; import it from there"
         warnings.warn(note, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+        return getattr(importlib.import_module(module), name)
 
     return find

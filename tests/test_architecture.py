@@ -26,7 +26,7 @@ LEVELS = {
     "command": 0,
     "locations": 0,
     "launcher": 0,
-    "schema": 0,
+    "foreign_json": 0,
     "terminal": 0,
     "text_file": 0,
     "output_file": 0,
@@ -37,6 +37,7 @@ LEVELS = {
     "planner": 1,
     "ops": 2,
     "tokenizers": 2,
+    "vocabularies": 3,  # features and preprocess read texts with it
     "parallel": 2,
     "parallel_state": 3,
     "tensor_parallel": 3,
@@ -56,7 +57,7 @@ LEVELS = {
     "hub": 8,
     "cpu_ranks": 7,
     "storage": 7,
-    "resilience": 8,
+    "resilience": 9,  # compares hashes as reports do
     "reports": 8,
     "inference": 8,  # serves chats
     "any_model": 9,
@@ -70,15 +71,16 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
-    "outer_steps": {"averages"},  # evaluations with other weights
+    "compilation": {"layer_sizes"},  # layers of which a part is one linear layer
+    "outer_steps": {"averages", "lamb"},  # evaluations with other weights; sums over whole tensors
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
-WITHIN_LEVEL_0 |= {("schema", "errors"), ("schema", "text_file"), ("storage", "moved")}
-BASES = ("errors", "schema", "terminal", "text_file", "output_file")
+WITHIN_LEVEL_0 |= {("foreign_json", "errors"), ("foreign_json", "text_file"), ("storage", "moved")}
+BASES = ("errors", "foreign_json", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.
 NEVER = {"transformer": {"schedules"}}
@@ -117,7 +119,7 @@ for feature in FEATURES:
     }
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
-SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage", "data_parts")
+SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks", "storage", "data_parts", "vocabularies")
 """Packages outside of ``features`` that may register themselves in the same way; their package files, ``settings.py``
 and ``rules.py`` have level 0."""
 for satellite in SATELLITES_WITH_SETTINGS:
@@ -482,8 +484,12 @@ def test_packages_only_export_names() -> None:
 def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return ast.unparse(node.value).startswith("lazy_loader.attach_stub(")
-    finds_old_names = ("moved.install()", "if not TYPE_CHECKING:\n    __getattr__ = old_names_of(__name__)")
-    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or ast.unparse(node) in finds_old_names
+    finds_old_names = re.fullmatch(
+        r"if not TYPE_CHECKING:(\n    from megatron_core\.moved import old_names_of)?"
+        r"\n    __getattr__ = old_names_of\(__name__(, __getattr__)?\)|moved\.install\(\)",
+        ast.unparse(node),
+    )
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or finds_old_names is not None
 
 
 def declares_a_feature(node: ast.stmt) -> bool:

@@ -18,13 +18,13 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import CheckpointError, MegatronError
 from megatron_core.features.conversations.chat_template import _templates_in_config
+from megatron_core.foreign_json import LARGEST_JSON, OBJECT, SWITCH, read_object
 from megatron_core.hub.deepspeed_conversion import _model_settings
 from megatron_core.hub.hugging_face import settings_of_folder
 from megatron_core.hub.hugging_face.files import INDEX, TensorFiles
 from megatron_core.hub.hugging_face.peft import adapter_settings
 from megatron_core.planner.hardware import MACHINES, read_hardware
-from megatron_core.schema import LARGEST_JSON, OBJECT, SWITCH, read_object
-from megatron_core.tokenizers.hugging_face import generation_ends, named_tokens
+from megatron_core.vocabularies.hugging_face import generation_ends, named_tokens
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 NESTED = {"a": {"b": [1]}}

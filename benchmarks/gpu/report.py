@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from benchmarks.gpu.stages import ROOT
 from megatron_core.errors import DataError
+from megatron_core.foreign_json import flag, items, maybe, real, text, wrong
 from megatron_core.reports.page import BLOCKS, chart, html_table, page
-from megatron_core.schema import flag, items, maybe, real, text, wrong
 
 STATUSES = ("ok", "failed", "skipped")
 RECORD = {

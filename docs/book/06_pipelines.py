@@ -15,10 +15,10 @@
 # %%
 from small_runs import COLOURS, PICTURES, kib, new_figure, print_table, save, train
 
+from megatron_core.planner.simulate import Costs, simulate
 from megatron_core.reports.plot import plot_timelines
 from megatron_core.reports.timelines import timeline_picture
 from megatron_core.schedules import make_plan
-from megatron_core.schedules.simulate import Costs, simulate
 
 P, M = 4, 8
 

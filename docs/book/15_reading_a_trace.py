@@ -20,10 +20,10 @@ from io import StringIO
 
 from small_runs import print_table, start
 
+from megatron_core.planner.simulate import StageCosts, simulate
 from megatron_core.reports.timelines import timeline_picture
 from megatron_core.reports.trace_files import measured_costs, read_trace
 from megatron_core.schedules import make_plan
-from megatron_core.schedules.simulate import StageCosts, simulate
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.loop import train
 from megatron_core.verify import run_ranks

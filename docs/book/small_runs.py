@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
-from megatron_core.parallel.meter import METER
 from megatron_core.reports.memory_report import KeptForBackward
+from megatron_core.reports.meter import METER
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify import run_ranks, this_world

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.errors import ConfigError, quoted
+from megatron_core.foreign_json import Check, items, real, whole
 from megatron_core.launcher import read_integer
-from megatron_core.schema import Check, items, real, whole
 
 HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),

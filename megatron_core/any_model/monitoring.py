@@ -12,9 +12,10 @@ from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes
 from megatron_core.monitor.events import Sink, StepEvent
 from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, metrics_path
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
+from megatron_core.parallel.meter import PROCESS_BEGAN, unix_time
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.measurements import Sampling
+from megatron_core.reports.meter import METER, StepTimes
 from megatron_core.reports.metrics import RankWriter
 from megatron_core.training.state import TrainState
 

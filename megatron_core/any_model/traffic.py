@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.parallel.meter import StepTimes
+from megatron_core.reports.meter import StepTimes
 
 LOGGED: list[StepTimes] = []
 """Times of the engines in the table; see ``StepMonitor.keep_totals``."""

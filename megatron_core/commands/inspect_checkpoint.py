@@ -144,7 +144,7 @@ def by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[StoredTensor]
 
 def hash_lines(reader: CheckpointReader, *, by_tensor: bool) -> Iterator[str]:
     """The hash of all tensors, of each part of the checkpoint, and with ``by_tensor`` of each tensor."""
-    from megatron_core.parallel.tensor_hash import combined
+    from megatron_core.reports.hash_sums import combined
     from megatron_core.reports.tensor_hashes import checkpoint_hashes
 
     hashes = checkpoint_hashes(reader)

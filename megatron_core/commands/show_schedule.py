@@ -25,13 +25,13 @@ from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
+from megatron_core.planner.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.reports.trace_files import measured_costs, read_trace
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import read_plan
-from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
 from megatron_core.terminal import colours, parse_flags
 

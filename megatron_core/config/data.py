@@ -18,6 +18,23 @@ TokenizerType = Literal[
     "ByteLevelTokenizer",
     "NullTokenizer",
 ]
+
+
+@dataclass(frozen=True)
+class TokenizerKind:
+    """A value of `--tokenizer-type`."""
+
+    name: str
+    """The value."""
+    make: str
+    """Hook: a function of the settings ``needs``, then ``takes``, that returns a ``tokenizers.Tokenizer``. Its module
+    is imported when the kind is chosen: each loads a library of its own, which takes 0.1 s or more in every process."""
+    needs: tuple[str, ...] = ()
+    """Required settings."""
+    takes: tuple[str, ...] = ()
+    """Optional settings."""
+
+
 DIVIDED = ("data_path", "data_args_path", "data_phases")
 """Sources of tokens that --split divides."""
 

@@ -1,6 +1,6 @@
 """Optional features: one folder each, and those of other packages. This list is the only place that names them."""
 
-from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage
+from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage, vocabularies
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.batch_growth import BATCH_GROWTH
@@ -24,6 +24,7 @@ from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.mup import MUP
+from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
@@ -58,6 +59,7 @@ FEATURES = (
     MEGATRON_ORDER,
     MULTI_TOKEN,
     MUP,
+    NVIDIA_LIBRARIES,
     OUTER_STEPS,
     OFFLOAD,
     PREFERENCES,
@@ -73,5 +75,6 @@ FEATURES = (
     *reports.FEATURES,
     *resilience.FEATURES,
     *storage.FEATURES,
+    *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_core.checkpoint.writer import Entry, save_tensors
 from megatron_core.errors import CheckpointError
+from megatron_core.foreign_json import STRINGS, read_object
 from megatron_core.hub.conversion import check_empty, written_folder
 from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint, train_state
 from megatron_core.hub.hugging_face.reader import CONFIG
 from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.parallel.texts import listed
-from megatron_core.schema import STRINGS, read_object
 from megatron_core.tokenizers.companions import companion_files, vocabulary_files
 
 OPTIMIZERS = {("exp_avg", "exp_avg_sq"): "adam", ("exp_avg",): "lion", ("momentum_buffer",): "sgd"}

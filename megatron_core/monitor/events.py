@@ -52,7 +52,7 @@ class StepEvent:
     skipped: bool = False
     """Whether the update was skipped, for example because gradients were not finite."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the reporting rank in this step by phase and by kind of collective (``parallel.meter``)."""
+    """Seconds of the reporting rank in this step by phase and by kind of collective (``reports.meter``)."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the reporting rank by kind."""
     goodput: float | None = None

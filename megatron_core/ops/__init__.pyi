@@ -3,7 +3,6 @@ from .backend import Backend as Backend
 from .cross_entropy import cross_entropy_backward as cross_entropy_backward
 from .cross_entropy import cross_entropy_parts as cross_entropy_parts
 from .dropout import bias_dropout_add as bias_dropout_add
-from .libraries import LIBRARIES as LIBRARIES
 from .matmul import accumulate_weight_grad_ as accumulate_weight_grad_
 from .matmul import input_grad as input_grad
 from .matmul import linear as linear

@@ -1,20 +1,32 @@
 """Select the implementation of an operation: native, reference, or that of a library."""
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_core import ops
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 
 Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
-# Their adapters are imported on first use, as names of the lazy package, by the few runs that request one.
-LIBRARY_NAMES = ("apex", "transformer_engine")
+IN_CORE = ("auto", "native", "reference")
+"""The backends of this package; the others belong to features."""
 
 OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
 """The operations with a native kernel, in csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
+
+
+@cache
+def _library(name: str) -> Any:
+    """The backend of a feature, imported on first use by the few runs that request one; ``ConfigError`` without it."""
+    from megatron_core.feature import features, load_hook
+
+    hooks = (feature.kernel_backends for feature in features() if feature.kernel_backends is not None)
+    libraries = {key: library for hook in hooks for key, library in load_hook(hook).items()}
+    if name not in libraries:
+        raise ConfigError(f"kernel_backend={name!r}: no feature has this backend; use kernel_backend='auto'")
+    return libraries[name]
 
 
 def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> str:
@@ -45,9 +57,8 @@ vars(select_backend)["_dynamo_marked_constant"] = True
 
 def _library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
     """Whether a library is requested and has ``op``; ConfigError if it is unavailable."""
-    if requested not in LIBRARY_NAMES or op not in ops.LIBRARIES[requested].modules:
+    if requested in IN_CORE or op not in (library := _library(requested)).modules:
         return False
-    library = ops.LIBRARIES[requested]
     reason = library.unavailable_reason(op, device_type, dtype)
     if reason is None:
         return True
@@ -66,14 +77,14 @@ def select_backend_for(op: str, requested: Backend, x: Tensor, *arguments: objec
     """Select the backend of one call of ``op`` on ``x`` as ``select_backend`` does; ``auto`` if that backend is a
     library that does not support a call with these ``arguments``."""
     chosen = select_backend(op, requested, x.device.type, x.dtype)
-    if chosen not in LIBRARY_NAMES or ops.LIBRARIES[chosen].supports_call(op, *arguments):
+    if chosen in IN_CORE or _library(chosen).supports_call(op, *arguments):
         return chosen
     return select_backend(op, "auto", x.device.type, x.dtype)
 
 
 def python_backend(name: str) -> Any:
     """Return the object with the functions of a backend other than ``native``."""
-    return ops.LIBRARIES[name] if name in LIBRARY_NAMES else reference
+    return reference if name == "reference" else _library(name)
 
 
 def describe_backends(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
@@ -86,7 +97,7 @@ def describe_backends(requested: Backend, device_type: str, dtype: torch.dtype) 
         chosen = select_backend(op, requested, device_type, dtype)
         label = _label(chosen, device_type, dtype)
         # Whether a call is supported depends on its arguments, so both backends are named.
-        if chosen in LIBRARY_NAMES and op in ops.LIBRARIES[chosen].PARTIAL_OPS:
+        if chosen not in IN_CORE and op in _library(chosen).PARTIAL_OPS:
             chosen = select_backend(op, "auto", device_type, dtype)
             label = f"{label}, or for unsupported calls {_label(chosen, device_type, dtype)},"
         ops_by_backend.setdefault(label, []).append(op)
@@ -101,4 +112,4 @@ def describe_backends(requested: Backend, device_type: str, dtype: torch.dtype) 
 def _label(chosen: str, device_type: str, dtype: torch.dtype) -> str:
     if chosen == "native":
         return f"native ({native.library_path(device_type, dtype).name})"
-    return {"reference": "reference (PyTorch)", "transformer_engine": "Transformer Engine"}.get(chosen, chosen)
+    return "reference (PyTorch)" if chosen == "reference" else str(_library(chosen).title)

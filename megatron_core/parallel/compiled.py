@@ -1,6 +1,6 @@
 """Support for torch.compile: the collectives of a graph, and the modules whose forward is compiled.
 
-A graph contains the collectives as operators without a visible body, so that ``parallel.meter`` and the flight recorder
+A graph contains the collectives as operators without a visible body, so that ``reports.meter`` and the flight recorder
 also see them, and the ranks start them in one order. All ranks of a group compile the same graph.
 """
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, RestartNeeded, visible
+from megatron_core.feature import features, load_hook
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
 from megatron_core.parallel.groups import SHARED_MEMORY
 from megatron_core.parallel.time_limit import group_limit, set_nccl_limits, watchdog_limit, within
 from megatron_core.parallel.transports import transport
-from megatron_core.parallel.watchdog import Watchdog
 from megatron_core.parallel.world import STORE_SECONDS, World
 from megatron_core.terminal import discard
 
@@ -62,7 +62,9 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
         join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
     joined = dist.get_backend() if dist.is_initialized() else "gloo"
     patience = watchdog_limit(joined, timeout.total_seconds())
-    world.watchdog = Watchdog(world.store, world.rank, world.size, patience, RESTART)
+    # Every program with several ranks has it, before its settings are known.
+    for monitor in (load_hook(feature.rank_monitor) for feature in features() if feature.rank_monitor is not None):
+        world.watchdog = monitor(world.store, world.rank, world.size, patience, RESTART)
 
 
 def connect(world: World, timeout: timedelta) -> dist.Store:

@@ -38,9 +38,9 @@ class RankLocal(Generic[T]):
 
 
 class Forwarding:
-    """An object whose attributes are those of this rank's value of a ``RankLocal``."""
+    """An object whose attributes are those of this rank's value, such as that of a ``RankLocal``."""
 
-    def __init__(self, value: RankLocal[Any]) -> None:
+    def __init__(self, value: Callable[[], Any]) -> None:
         # The class forwards ordinary attributes to the rank's value, so its own one has to bypass that.
         object.__setattr__(self, "_value", value)
 

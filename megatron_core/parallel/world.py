@@ -21,7 +21,7 @@ _ENDED = "ended"
 
 
 class RankMonitor(Protocol):
-    """Detects lost or hanging ranks: ``watchdog.Watchdog``, or with recovery ``recovery.monitor.Monitor``."""
+    """Detects lost or hanging ranks: ``resilience.watchdog``, or with recovery ``resilience.processes.monitor``."""
 
     prefix: str
 

@@ -19,9 +19,9 @@ from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
 from megatron_core.planner.memory import recomputed_layers
 from megatron_core.planner.parameters import Parameters, layer_kinds, rank_units
+from megatron_core.planner.simulate import StageCosts, Timeline, simulate
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.simulate import StageCosts, Timeline, simulate
 
 KINDS = ("products", "attention", "elements", "launches", "tp", "cp", "ep", "host", "pp", "dp", "bubble", "optimizer")
 """Kinds of a step's time, in the order of reports; ``other`` is the fixed time of a step."""

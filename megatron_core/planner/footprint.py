@@ -20,8 +20,8 @@ from megatron_core.planner.memory import (
 )
 from megatron_core.planner.parameters import Parameters, each_layer, layer_kinds, padded_vocabulary
 from megatron_core.planner.recurrence import RecurrenceCost
+from megatron_core.planner.simulate import peak_activations
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.simulate import peak_activations
 
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "compression", "units whole", "activations", "keys", "temporary", "fragments",

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.errors import ConfigError
-from megatron_core.schema import COUNT, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, KeyType, mapping, read_object
+from megatron_core.foreign_json import COUNT, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, KeyType, mapping, read_object
 
 MACHINES = Path(__file__).with_name("machines")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_core.errors import DataError
+from megatron_core.preprocess.backends import Backend, load_backend
 from megatron_core.preprocess.output import TokenOutput
 from megatron_core.preprocess.parts import PartFolder
 from megatron_core.preprocess.plan import InputPart
@@ -18,7 +19,6 @@ from megatron_core.preprocess.report import JobProgress
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart, TokenFormat, Worker
 from megatron_core.tokenizers import Tokenizer
-from megatron_core.tokenizers.fast import Backend, load_backend
 
 Finished = Callable[[InputPart | None], None]
 """Called for each part when it is complete, and with None while others are awaited."""

@@ -22,6 +22,7 @@ from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
+from megatron_core.preprocess.backends import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.engines import PartsInOrder, write_partition
 from megatron_core.preprocess.identity import identity, token_identity
@@ -42,7 +43,6 @@ from megatron_core.preprocess.report import IntervalTimer, JobProgress, backend_
 from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_preprocessing
 from megatron_core.preprocess.worker import EncodedPart, TokenFormat, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
-from megatron_core.tokenizers.fast import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 
 PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"empty: ", b"damaged: ")
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import refuse_url
+from megatron_core.preprocess.backends import BACKENDS
 from megatron_core.tokenizers.build import NUM_SPECIAL_TOKENS, TokenizerFiles
-from megatron_core.tokenizers.fast import BACKENDS
 
 
 @dataclass(frozen=True, kw_only=True)

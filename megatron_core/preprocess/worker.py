@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_core.errors import ConfigError, DataError, MegatronError
+from megatron_core.preprocess.backends import Backend, TokenizerBackend
 from megatron_core.preprocess.inputs import DamagedFileError, InputFile
 from megatron_core.preprocess.readers import Batch, ContentBlock, content_blocks
 from megatron_core.preprocess.settings import Limits, PreprocessSettings
 from megatron_core.tokenizers import Tokenizer, dropped_bytes
-from megatron_core.tokenizers.byte_symbols import count_bytes
-from megatron_core.tokenizers.fast import Backend, TokenizerBackend
+from megatron_core.vocabularies.byte_symbols import count_bytes
 
 # Up to this number of ends a loop of copies takes a third of the time of np.insert, which reads all ids several times.
 FEW = 64

@@ -31,8 +31,8 @@ from megatron_core.planner.context import attention_flops, traffic
 from megatron_core.planner.explain import readable_bytes
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import padded_vocabulary, rank_units
+from megatron_core.planner.simulate import peak_activations
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.build import ASSUMED_VOCABULARY, vocabulary_or_assumed

@@ -4,7 +4,7 @@
     {"kind": "hashes", "iteration": 3, "loss": 4.1, "grad_norm": 1.2, "gradients": "5f0c...", "optimizer": "81aa...",
      "weights": "0b17...", "hash_seconds": 0.002, "step_seconds": 0.31}
 
-A hash is that of the whole model and does not depend on the layout (``parallel.tensor_hash``). Losses and norms are
+A hash is that of the whole model and does not depend on the layout (``reports.hash_sums``). Losses and norms are
 written with all their digits. With ``by_tensor`` a line also has the hash of each tensor, in the order of a step. The
 line of the iteration at which a run starts has only the weights and the optimizer's state.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError, shortened
+from megatron_core.foreign_json import any_real, items, mapping, maybe, real, text, whole, wrong
 from megatron_core.monitor.sinks import METRICS, LineFile, as_json
 from megatron_core.reports.metrics import from_json, parsed_lines
-from megatron_core.schema import any_real, items, mapping, maybe, real, text, whole, wrong
 
 VERSION = 1
 TENSORS = ("gradients", "optimizer", "weights")

@@ -14,10 +14,11 @@ from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.monitor.sinks import metrics_path
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
+from megatron_core.parallel.meter import PROCESS_BEGAN, unix_time
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.gpu_notes import gpu_state
+from megatron_core.reports.meter import METER, StepTimes
 from megatron_core.reports.metrics import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
 from megatron_core.reports.settings import MeasurementConfig

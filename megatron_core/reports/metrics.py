@@ -28,12 +28,12 @@ from megatron_core.config.rules_single import illegal_values
 from megatron_core.config.run import field_types
 from megatron_core.config.values import convert
 from megatron_core.errors import ConfigError, DataError, shortened, visible
+from megatron_core.foreign_json import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
 from megatron_core.monitor.sinks import METRICS, LineFile
 from megatron_core.output_file import refuse_url
-from megatron_core.schema import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
 
 if TYPE_CHECKING:
-    from megatron_core.parallel.meter import StepTimes
+    from megatron_core.reports.meter import StepTimes
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ import torch
 
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.planner.simulate import TransferSpan
+from megatron_core.reports.meter import METER
 from megatron_core.reports.settings import PipelineTraceConfig
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.simulate import TransferSpan
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -15,8 +15,8 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Range, spec_of
-from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.texts import gather_strings, listed
+from megatron_core.reports.hash_sums import bit_hash
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import ExpertLoad
 from megatron_core.output_file import Kind, prepare_output
+from megatron_core.planner.simulate import simulate
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.goodput import LOST
@@ -23,7 +24,6 @@ from megatron_core.reports.plot import plot_expert_load, plot_timelines, validat
 from megatron_core.reports.reference_rate import ReferenceRate
 from megatron_core.reports.summary import RunSummary
 from megatron_core.reports.trace_files import measured_costs, read_trace
-from megatron_core.schedules.simulate import simulate
 
 _REPORT = Kind("report of this program", lambda data: GENERATOR.encode() in data[:1000])
 MOST_RANKS = 64

@@ -17,8 +17,8 @@ from megatron_core.checkpoint.reader import CheckpointReader
 from megatron_core.errors import MegatronError
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.tensor_hash import box_sum, combined, finished
 from megatron_core.parallel.texts import gather_strings
+from megatron_core.reports.hash_sums import box_sum, combined, finished
 
 
 @dataclass(frozen=True)

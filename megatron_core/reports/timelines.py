@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from megatron_core.planner.simulate import Timeline, peak_activations
 from megatron_core.schedules.actions import Action, Plan
-from megatron_core.schedules.simulate import Timeline, peak_activations
 
 # Okabe and Ito's palette for colour-blind readers; its colours also differ in brightness.
 COLOURS = {"F": "#56b4e9", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}

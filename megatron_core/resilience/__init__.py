@@ -12,6 +12,11 @@ from megatron_core.resilience.settings import (
 
 FEATURES = (
     Feature(
+        name="hang_reports",
+        is_used=lambda config: True,
+        rank_monitor="megatron_core.resilience.watchdog:Watchdog",
+    ),
+    Feature(
         name="failure_log",
         is_used=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
         callbacks=("megatron_core.resilience.failure_log:FailureLog",),

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: actions, the table of schedules, checks, simulation, drawing. No torch."""
+"""Pipeline schedules as data: actions, the table of schedules, checks. No torch."""
 
 from megatron_core.schedules.table import (
     SCHEDULES,

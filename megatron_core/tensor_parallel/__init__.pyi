@@ -1,7 +1,5 @@
 from .chunked_loss import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from .data import broadcast_data as broadcast_data
-from .discarded_outputs import CheckpointWithoutOutput as CheckpointWithoutOutput
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ModelParallelConfig as ModelParallelConfig
 from .layers import RowParallelLinear as RowParallelLinear
@@ -10,17 +8,6 @@ from .layers import linear_with_frozen_weight as linear_with_frozen_weight
 from .layers import (
     linear_with_grad_accumulation_and_async_allreduce as linear_with_grad_accumulation_and_async_allreduce,
 )
-from .mappings import all_gather_last_dim_from_tensor_parallel_region as all_gather_last_dim_from_tensor_parallel_region
-from .mappings import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
-from .mappings import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region
-from .mappings import gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region
-from .mappings import reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region
-from .mappings import (
-    reduce_scatter_last_dim_to_tensor_parallel_region as reduce_scatter_last_dim_to_tensor_parallel_region,
-)
-from .mappings import reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region
-from .mappings import scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region
-from .mappings import scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region
 from .random import CudaRNGStatesTracker as CudaRNGStatesTracker
 from .random import KeyedDropout as KeyedDropout
 from .random import checkpoint as checkpoint

@@ -1,12 +1,8 @@
 from .base import Tokenizer as Tokenizer
 from .base import dropped_bytes as dropped_bytes
 from .base import end_ids as end_ids
-from .build import TOKENIZER_TYPES as TOKENIZER_TYPES
 from .build import build_tokenizer as build_tokenizer
+from .build import tokenizer_kinds as tokenizer_kinds
 from .build import tokenizer_of as tokenizer_of
 from .built_in import ByteLevelTokenizer as ByteLevelTokenizer
 from .built_in import NullTokenizer as NullTokenizer
-from .hugging_face import GPT2BPETokenizer as GPT2BPETokenizer
-from .hugging_face import HuggingFaceTokenizer as HuggingFaceTokenizer
-from .sentence_piece import SentencePieceTokenizer as SentencePieceTokenizer
-from .tik_token import TikTokenizer as TikTokenizer

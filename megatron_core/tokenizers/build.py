@@ -4,48 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from megatron_core.config import DataConfig, RunConfig
+from megatron_core.config.data import TokenizerKind
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.feature import features, load_hook
 from megatron_core.tokenizers.base import Tokenizer
 
 NUM_SPECIAL_TOKENS = 1000
 """Default of ``--tiktoken-num-special-tokens``."""
 
-
-@dataclass(frozen=True)
-class _TokenizerKind:
-    """A value of `--tokenizer-type`.
-
-    `make` names the function that is called with the settings `needs` (required), then `takes` (optional): its module
-    is imported when the kind is chosen, because each loads a library of its own.
-    """
-
-    make: str
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+_CORE = (
+    TokenizerKind("ByteLevelTokenizer", "megatron_core.tokenizers.built_in:ByteLevelTokenizer"),
+    TokenizerKind("NullTokenizer", "megatron_core.tokenizers.built_in:NullTokenizer", ("vocab_size",)),
+)
 
 
-# Each library takes 0.1 s or more to import in every process of a job, and a run needs at most one of them.
-_KINDS = {
-    "ByteLevelTokenizer": _TokenizerKind("built_in:ByteLevelTokenizer"),
-    "GPT2BPETokenizer": _TokenizerKind("hugging_face:GPT2BPETokenizer", ("vocab_file", "merge_file")),
-    "GPTSentencePieceTokenizer": _TokenizerKind("sentence_piece:SentencePieceTokenizer", ("tokenizer_model",)),
-    "HuggingFaceTokenizer": _TokenizerKind("hugging_face:HuggingFaceTokenizer", ("tokenizer_model",)),
-    "Llama2Tokenizer": _TokenizerKind("sentence_piece:llama2_tokenizer", ("tokenizer_model",)),
-    "NullTokenizer": _TokenizerKind("built_in:NullTokenizer", ("vocab_size",)),
-    "SentencePieceTokenizer": _TokenizerKind("sentence_piece:SentencePieceTokenizer", ("tokenizer_model",)),
-    "TikTokenizer": _TokenizerKind(
-        "tik_token:TikTokenizer",
-        ("tokenizer_model",),
-        ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size"),
-    ),
-}
-
-TOKENIZER_TYPES = tuple(_KINDS)
-"""The legal values of `--tokenizer-type`."""
+def tokenizer_kinds() -> dict[str, TokenizerKind]:
+    """The legal values of `--tokenizer-type`: those of the core and of features."""
+    rows = [*_CORE, *(row for feature in features() for row in feature.tokenizers)]
+    return {row.name: row for row in sorted(rows, key=lambda row: row.name)}
 
 
 @dataclass(frozen=True)
@@ -74,15 +53,15 @@ class TokenizerFiles:
         ConfigError: the type is unknown, a required setting is missing, a file is missing or not readable, or
         `vocab_size` is smaller than the tokenizer's.
         """
-        row = _KINDS.get(self.tokenizer_type)
+        kinds = tokenizer_kinds()
+        row = kinds.get(self.tokenizer_type)
         if row is None:
-            known = ", ".join(TOKENIZER_TYPES)
+            known = ", ".join(kinds)
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} is not supported; supported: {known}")
         missing = [f"--{name.replace('_', '-')}" for name in row.needs if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(missing)}")
-        make = resolve_name(f"megatron_core.tokenizers.{row.make}")
-        tokenizer: Tokenizer = make(*(getattr(self, name) for name in row.needs + row.takes))
+        tokenizer: Tokenizer = load_hook(row.make)(*(getattr(self, name) for name in row.needs + row.takes))
         if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"--vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "

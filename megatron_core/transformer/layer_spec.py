@@ -21,7 +21,6 @@ from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, Norm
 
 # Hooks of parts that few models have, so that other models do not import them.
 LATENT_ATTENTION = "megatron_core.transformer.latent_attention:LatentAttention"
-LINEAR_REPLACEMENT = "megatron_core.transformer.linear_replacement:LinearReplacement"
 SPLIT_ATTENTION = "megatron_core.transformer.context_parallel_attention:ContextParallelAttention"
 HEAD_PARALLEL_ATTENTION = "megatron_core.transformer.context_parallel_attention:HeadParallelAttention"
 
@@ -144,7 +143,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
             }
             mixer = partial(mixer_layer(mixer_kind.name), mixers=mixers)
         elif isinstance(mixer_kind, LinearMixer):
-            mixer = load_hook(LINEAR_REPLACEMENT)
+            mixer = mixer_layer(LinearMixer.name)
         else:
             layer = mixer_layer(mixer_kind.name)
             mixer = partial(layer, **constructors)
@@ -154,7 +153,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         if has_experts:
             mlp = moe.MoELayer
         else:
-            mlp = load_hook(LINEAR_REPLACEMENT) if config.block_of(layer_number).mlp.linear else MLP
+            mlp = mixer_layer(LinearMixer.name) if config.block_of(layer_number).mlp.linear else MLP
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,

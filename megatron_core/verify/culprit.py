@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.texts import listed
+from megatron_core.resilience.watchdog import recorded_calls
 from megatron_core.training.setup import Run
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
@@ -167,7 +167,7 @@ class Comparer(_Watch):
         expected = reference[positions.cpu().numpy()]
         error = _error(actual, expected, reference)
         if not error <= self._bound:
-            calls = RECORDER.content()["calls"]
+            calls = recorded_calls()["calls"]
             latest = f"{calls[-1]['what']} over {_ranks(calls[-1]['ranks'])}" if calls else ""
             pattern = pattern_of(actual, expected, self._bound, reference)
             self.found.tensors[key.direction, key.module] = WrongTensor(

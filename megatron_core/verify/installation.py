@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_core.cpu_ranks.shared_memory import host
 from megatron_core.features.equal_bits import fixed_products
+from megatron_core.features.nvidia_libraries.libraries import LIBRARIES
 from megatron_core.ops import native
 from megatron_core.ops.backend import OPS
-from megatron_core.ops.libraries import LIBRARIES
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
 from megatron_core.reports.fast_paths import Platform, describe_paths
 from megatron_core.verify.ranks import RankFailure, run_ranks

@@ -13,8 +13,8 @@ from megatron_core.config import RunConfig
 from megatron_core.context_parallel import attention, exchange
 from megatron_core.parallel import collectives
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.meter import METER
 from megatron_core.planner.context import attention_flops, layer_pairs, layer_traffic, traffic
+from megatron_core.reports.meter import METER
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, this_world

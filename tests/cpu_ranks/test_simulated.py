@@ -26,8 +26,8 @@ from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
-from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.reports.meter import METER
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world, whole_copies
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.slow_link import SimulatedClock, SlowLink
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run

@@ -19,10 +19,10 @@ from megatron_core.config.validate import problems
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.planner.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.plan_file import plan_from_text
-from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import Chain, run_chain

@@ -27,6 +27,7 @@ EMPTY = {
     "hub",
     "preprocess",
     "tokenizers",
+    "vocabularies",
     "commands",
     "shell",
     "storage",

@@ -51,10 +51,10 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_core.verify.ranks import run_ranks
+from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, config, gpt
-from tests.tokenizers.corpus import write_gpt2_files, write_tokenizer_json
+from tests.vocabularies.corpus import write_gpt2_files, write_tokenizer_json
 
 EXPERTS = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 8, "add_bias_linear": False}
 

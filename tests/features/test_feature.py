@@ -36,7 +36,7 @@ from tests.runs import TINY, tiny_config, tiny_run
 
 PACKAGE = Path(megatron_core.__file__).parent
 NAMES = [path.parent.name for path in sorted((PACKAGE / "features").glob("*/__init__.py"))]
-SATELLITES = ("cpu_ranks", "hub", "reports", "resilience", "storage")
+SATELLITES = ("cpu_ranks", "hub", "reports", "resilience", "storage", "vocabularies")
 """Packages outside of ``features`` that register features."""
 IMPORTED = "cpu_ranks"
 """The satellite that another one, ``resilience``, imports: its registration is removed, and its folder stays."""

@@ -5,9 +5,9 @@ and nothing in the package refers to it.
 """
 
 from megatron_core.features.presets.published import LAYERS
+from megatron_core.foreign_json import POSITIVE
 from megatron_core.hub.hugging_face import Architecture, KeyRule, register
 from megatron_core.hub.hugging_face.tensors import gate_and_up, stacked_qkv
-from megatron_core.schema import POSITIVE
 
 INVENTED = register(
     Architecture(

@@ -25,12 +25,12 @@ from megatron_core.models import GPTModel
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron_core.training.pretrain import notes, read_settings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
+from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.hub.hf_models import (
     DEEPSEEK_YARN,
     LONGROPE_OF_EXPERTS,
@@ -42,7 +42,7 @@ from tests.hub.hf_models import (
 )
 from tests.runs import TINY, tiny_run
 from tests.sample import WHOLE_MATRIX
-from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
+from tests.vocabularies.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
 
 
 @pytest.fixture(autouse=True)

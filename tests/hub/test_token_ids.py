@@ -22,7 +22,7 @@ from megatron_core.training import read_settings
 from megatron_core.training.setup import set_up
 from tests.hub.hf_models import LLAMA, save_model
 from tests.runs import tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 IDS: dict[str, dict[str, Any]] = {
     "a list, a pad of its own and unk": {

@@ -14,13 +14,14 @@ from megatron_core.config import RunConfig
 from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
 from megatron_core.parallel import World
-from megatron_core.tokenizers import SentencePieceTokenizer, tokenizer_of
+from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training import read_settings
 from megatron_core.training.compatibility import open_model, stored_config
 from megatron_core.training.setup import set_up
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.hub.hf_models import LLAMA, transformers
 from tests.runs import tiny_run
-from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
+from tests.vocabularies.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
 
 TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 DEFAULT = "{{ bos_token }}" + TURN + "{% if add_generation_prompt %}<|assistant|>{% endif %}"

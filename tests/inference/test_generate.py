@@ -15,11 +15,12 @@ from megatron_core.features.layer_sizes.settings import write_blocks
 from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.sampling import candidate_logits, draw, sample_tokens
 from megatron_core.inference.settings import InferenceConfig
-from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_core.tokenizers import ByteLevelTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.inference.fuzz import generator_of
 from tests.parity.heterogeneous_rows import BLOCKS
-from tests.tokenizers.corpus import write_sentence_piece
+from tests.vocabularies.corpus import write_sentence_piece
 
 PROMPT, NEW = [5, 11, 17, 23], 8
 MODERN = {

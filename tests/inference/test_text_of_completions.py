@@ -18,9 +18,11 @@ from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference import Progress, TokenScore
 from megatron_core.inference.openai import Protocol, RequestLimits, WebJob
 from megatron_core.inference.text import TextStream
-from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_core.tokenizers import ByteLevelTokenizer, Tokenizer
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.inference.fuzz import generator_of
-from tests.tokenizers.corpus import train_bpe, write_sentence_piece
+from tests.vocabularies.corpus import train_bpe, write_sentence_piece
 
 TEXT = "the cat and the hat"
 

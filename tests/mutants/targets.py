@@ -14,7 +14,7 @@ from tests.mutants.edits import Mutant, mutants_of
 
 ROOT = Path(megatron_core.__file__).parent
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "ops": ("operator", "native", "libraries", "backend"),
+    "ops": ("operator", "native", "backend"),
     "tensor_parallel": (),
     "context_parallel": (),
     "transformer": ("flex_attention",),
@@ -32,7 +32,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
             "texts",
             "time_limit",
             "transports",
-            "watchdog",
             "watched",
             "world",
         ),

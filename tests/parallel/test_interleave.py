@@ -10,7 +10,7 @@ import torch
 
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.interleave import Interleaver, hand_over
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.planner import layer_activations, state_by_kind
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.memory import offloaded_activations, stage_activations
+from megatron_core.planner.simulate import peak_activations
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
-from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 
 GIB = 2**30

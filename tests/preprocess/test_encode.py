@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from megatron_core.preprocess.backends import TokenizerBackend
 from megatron_core.preprocess.worker import FEW, TokenFormat, encode
 from megatron_core.tokenizers import ByteLevelTokenizer
-from megatron_core.tokenizers.fast import TokenizerBackend
 
 
 @pytest.mark.parametrize("count", [0, 1, FEW, FEW + 1, 3 * FEW])

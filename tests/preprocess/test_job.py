@@ -16,9 +16,11 @@ from megatron_core.datasets import IndexedDataset, read_header
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import Limits, find_inputs, preprocess, read_texts
 from megatron_core.preprocess.worker import sentence_splitter
-from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, TikTokenizer, Tokenizer
+from megatron_core.tokenizers import ByteLevelTokenizer, Tokenizer
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
 from tests.preprocess.corpora import SMALL, outcome, sequences, settings, texts, write_jsonl, write_packed
-from tests.tokenizers.corpus import (
+from tests.vocabularies.corpus import (
     DROPPED_TEXTS,
     MISSING,
     write_gpt2_files,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from megatron_core.monitor.sinks import JsonLinesSink
-from megatron_core.parallel.meter import METER
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.meter import METER
 from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train

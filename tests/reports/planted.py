@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.monitor.sinks import JsonLinesSink
-from megatron_core.parallel.meter import StepTimes, Traffic
+from megatron_core.reports.meter import StepTimes, Traffic
 from megatron_core.reports.metrics import RankWriter
 from tests.monitor.examples import step
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from megatron_core.commands import diagnose, plot_metrics, report
 from megatron_core.monitor.sinks import JsonLinesSink
-from megatron_core.parallel.meter import StepTimes, Traffic
+from megatron_core.reports.meter import StepTimes, Traffic
 from megatron_core.reports.metrics import RankWriter, rank_file, read_run
 from tests.monitor.examples import step, validation
 

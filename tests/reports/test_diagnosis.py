@@ -10,9 +10,9 @@ import pytest
 
 from megatron_core.commands.diagnose import main
 from megatron_core.errors import DataError
-from megatron_core.parallel.meter import Traffic
 from megatron_core.reports.diagnosis import Change, Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
+from megatron_core.reports.meter import Traffic
 from megatron_core.reports.metrics import rank_file, read_run
 from megatron_core.reports.summary import RunSummary
 from tests.reports.planted import write_run

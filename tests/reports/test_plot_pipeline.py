@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.planner.simulate import Costs, Timeline, simulate
 from megatron_core.reports import plot as plot_module
 from megatron_core.reports.plot import plot_timelines
 from megatron_core.schedules import make_plan
-from megatron_core.schedules.simulate import Costs, Timeline, simulate
 
 
 @pytest.fixture

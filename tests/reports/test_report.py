@@ -13,7 +13,7 @@ import pytest
 
 from megatron_core.commands.report import main
 from megatron_core.monitor.sinks import JsonLinesSink
-from megatron_core.parallel.meter import Traffic
+from megatron_core.reports.meter import Traffic
 from megatron_core.reports.metrics import read_run
 from megatron_core.reports.page import COLOURS, bars, chart, html_table, three_digits
 from megatron_core.reports.report import report, write_report

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.data_parallel import Bucket
-from megatron_core.parallel.tensor_hash import combined, tensor_hash
 from megatron_core.reports import state_hashes
 from megatron_core.reports.hash_records import HashRecord
+from megatron_core.reports.hash_sums import combined, tensor_hash
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from megatron_core.planner.simulate import Costs, simulate
 from megatron_core.reports.timelines import COLOURS, chrome_trace, shade, timeline_picture
 from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
 from megatron_core.schedules.actions import Action
-from megatron_core.schedules.simulate import Costs, simulate
 
 
 def test_plain_picture() -> None:

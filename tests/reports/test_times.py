@@ -15,10 +15,10 @@ from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_gather_sequence
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.meter import METER, Meter, StepTimes
 from megatron_core.reports import measurements
 from megatron_core.reports import metrics as rank_records
 from megatron_core.reports.goodput import Goodput
+from megatron_core.reports.meter import METER, Meter, StepTimes
 from megatron_core.reports.metrics import RankWriter, rank_file, read_run
 from megatron_core.reports.reference_rate import share_of_cores
 from megatron_core.reports.report import report

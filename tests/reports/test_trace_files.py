@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner.simulate import Costs, StageCosts, Timeline, simulate
 from megatron_core.reports.trace_files import MOST_STEPS, Recording, TraceWriter, measured_costs, read_trace
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Action, Plan
-from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, simulate
 from megatron_core.verify.ranks import run_ranks
 from tests.schedules.sleepers import trace_sleeps, undisturbed
 

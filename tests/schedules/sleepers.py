@@ -16,9 +16,9 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.planner.simulate import Timeline
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action, Plan
-from megatron_core.schedules.simulate import Timeline
 
 MESSAGE = MessageFormat((1,), torch.float32, torch.device("cpu"))
 

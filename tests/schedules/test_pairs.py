@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner.simulate import Costs, peak_activations, simulate
 from megatron_core.reports.timelines import timeline_picture
 from megatron_core.reports.trace_files import Recording, TraceWriter, measured_costs, read_trace
 from megatron_core.schedules import SCHEDULES, dualpipe_v, make_plan, zb_v
 from megatron_core.schedules.actions import Action, Plan, format_turn
 from megatron_core.schedules.checks import check_plan, plan_problems
 from megatron_core.schedules.plan_file import plan_from_text
-from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
 from tests.schedules.plans import format_plan, parse_plan
 

@@ -17,7 +17,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.features.cuda_graphs import graphs as cuda_graphs
 from megatron_core.parallel import World
 from megatron_core.parallel.flight_recorder import RECORDER
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
@@ -107,7 +107,7 @@ def messages(settings: dict[str, Any]) -> tuple[dict[str, tuple[int, float]], di
             train_step(run)
         traffic = METER.take().traffic
         METER.stop()
-    counts = dict(RECORDER.content()["counts"])
+    counts = dict(RECORDER.counts)
     return {name: (each.calls, each.bytes) for name, each in traffic.items()}, counts
 
 

@@ -18,7 +18,7 @@ from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.inference import Generator, Request, Sampling, generate
 from megatron_core.parallel import World
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training import pretrain
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import set_up

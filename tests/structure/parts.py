@@ -18,7 +18,7 @@ PACKAGE = "megatron_core"
 
 SATELLITES = (
     *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "any_model", "shell", "storage"),
-    *("hub", "cpu_ranks", "data_parts", "resilience", "reports", "post_training"),
+    *("hub", "cpu_ranks", "data_parts", "resilience", "reports", "post_training", "vocabularies", "foreign_json"),
 )
 """Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
 even the command line, which may not import ``parallel``."""

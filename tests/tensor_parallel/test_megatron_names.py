@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     VocabUtility,
+    broadcast_data,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
@@ -16,7 +17,6 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.tensor_parallel import (
     CudaRNGStatesTracker,
-    broadcast_data,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )

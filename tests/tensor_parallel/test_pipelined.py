@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.slow_link import SlowLink
 from megatron_core import parallel_state
 from megatron_core.parallel import Grid, ParallelGroups
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, linear_comm
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron_core.errors import ConfigError
 from megatron_core.tensor_parallel import KeyedDropout
-from megatron_core.tensor_parallel.discarded_outputs import CheckpointWithoutOutput
 from megatron_core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     checkpoint,

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_core.config import DataConfig
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
+from megatron_core.tokenizers import build_tokenizer, tokenizer_kinds, tokenizer_of
 from megatron_core.tokenizers.build import TokenizerFiles
-from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
+from tests.vocabularies.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
 
 
 def test_every_type(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_every_type(tmp_path: Path) -> None:
     }
     for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         built[name] = build_tokenizer(name, model)
-    assert set(built) == set(TOKENIZER_TYPES)
+    assert set(built) == set(tokenizer_kinds())
     ids = built["SentencePieceTokenizer"].tokenize("the cat")
     assert built["Llama2Tokenizer"].tokenize("the cat") == [1, *ids]
     assert built["NullTokenizer"].vocab_size == 7

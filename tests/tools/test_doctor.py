@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_core.cpu_ranks.shared_memory.backend import expected
+from megatron_core.features.nvidia_libraries.libraries import LIBRARIES
 from megatron_core.ops import native
-from megatron_core.ops.libraries import LIBRARIES
 from megatron_core.verify import installation
 from megatron_core.verify.ranks import RankFailure
 from tests.ops import libraries

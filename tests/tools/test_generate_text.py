@@ -27,7 +27,7 @@ from megatron_core.training.setup import set_up
 from tests.checkpoint.runs import save_run
 from tests.hub.hf_models import LLAMA, transformers
 from tests.runs import tiny_config, tiny_run
-from tests.tokenizers.corpus import train_bpe, write_tokenizer_json
+from tests.vocabularies.corpus import train_bpe, write_tokenizer_json
 
 WORLD_OF_ONE = World(0, 1, 0, torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from megatron_core.preprocess.builder import IndexedDatasetBuilder, write_header
 from megatron_core.tokenizers import ByteLevelTokenizer
 from tests.datasets.files import index_by_hand, write
 from tests.programs import run_program
-from tests.tokenizers.corpus import write_rank_json
+from tests.vocabularies.corpus import write_rank_json
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer"}
 TEXTS = ["the cat", "", "Grüße\n\x1b[31m", "x" * 300]

@@ -17,10 +17,10 @@ import pytest
 from megatron_core.datasets import IndexedDataset, read_header
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import preprocess
-from megatron_core.tokenizers import HuggingFaceTokenizer
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
 from tests.preprocess.corpora import settings, texts, write_jsonl
 from tests.programs import run_program
-from tests.tokenizers.corpus import TEXTS, write_tokenizer_json
+from tests.vocabularies.corpus import TEXTS, write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
 

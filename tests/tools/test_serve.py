@@ -27,7 +27,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from tests.hub.hf_models import LLAMA, transformers
 from tests.programs import ForkedPopen
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_core.commands.show_schedule import ScheduleFlags, main, with_bare_json
+from megatron_core.planner.simulate import Costs, simulate
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules import SCHEDULES, gpipe, zb_h1, zb_v
-from megatron_core.schedules.simulate import Costs, simulate
 from tests.schedules.plans import format_plan
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,10 @@ from megatron_core.commands import train_tokenizer
 from megatron_core.commands.train_tokenizer import TokenizerFlags, main, train_and_write
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import Limits
-from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from tests.tokenizers.corpus import TEXTS
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from tests.vocabularies.corpus import TEXTS
 
 UNSEEN = ["any text: Ω 🙂\n\tthe cat", "", "  two  spaces ", "Привет\r\n\x00 мир\u2028"]
 KINDS = [("tokenizer.json", "bpe"), ("tokenizer.json", "unigram"), ("t.model", "bpe"), ("t.model", "unigram")]

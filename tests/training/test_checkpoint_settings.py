@@ -17,7 +17,7 @@ from megatron_core.training import read_settings
 from megatron_core.training.setup import Run, set_up
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.runs import tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 FLAGS = ["--use-checkpoint-args", "--mock-data", "--train-iters", "4", "--lr", "0.01", "--finetune"]
 FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8"]

@@ -17,7 +17,7 @@ import torch
 from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.slow_link import SimulatedClock, SlowLink
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training.step import train_step
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.verify.ranks import run_ranks

@@ -154,9 +154,9 @@ def test_show_schedule_marks_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         ("data_parallel.buffer:Bucket.continue_reduce", "METER.labelled(COMPRESSED)", "METER.labelled(None)", POWERSGD,
          {"dp all_reduce: compressed gradients"}),
-        ("parallel.meter:Meter.flights_since", "flight.end > moments[mark]", "flight.end > moments[mark] + 1e3",
+        ("reports.meter:Meter.flights_since", "flight.end > moments[mark]", "flight.end > moments[mark] + 1e3",
          EXPERTS, {"dp all_to_all"}),
-        ("parallel.meter:Waited.wait", "self._transfer.waits.append", "id", EXPERTS, {"dp all_to_all"}),
+        ("reports.meter:ChargedWait.wait", "self._transfer.waits.append", "id", EXPERTS, {"dp all_to_all"}),
         ("parallel.transfer:Lane.start",
          "METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))",
          "self._started(call, for_host=for_host)", {"optimizer_offload_dir": ""}, {"disk read"}),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.parallel import Grid, ParallelGroups
-from megatron_core.parallel.meter import METER
 from megatron_core.planner.parameters import joins_parts
+from megatron_core.reports.meter import METER
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.block import TransformerLayer

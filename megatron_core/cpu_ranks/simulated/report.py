@@ -15,7 +15,7 @@ from torch import nn
 from megatron_core.cpu_ranks.simulated.meeting import in_short
 from megatron_core.cpu_ranks.simulated.scheduler import Waiting
 from megatron_core.parallel.current import current, has_current
-from megatron_core.parallel.watchdog import LIBRARIES
+from megatron_core.parallel.flight_recorder import LIBRARIES
 
 SHOWN = 12
 """Number of different places that a report lists."""

@@ -10,7 +10,7 @@ from deepspeed.git_version_info import version
 from deepspeed.key_table import Key, find_key, has_enabled, key_names, leaves
 from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
 from megatron_core.errors import quoted
-from megatron_core.schema import NUMBER, whole
+from megatron_core.foreign_json import NUMBER, whole
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
 from megatron_core.features.compilation.settings import CompilationConfig
+from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
@@ -16,7 +17,6 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import LatentAttention
-from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mlp import MLP
 
 DIVIDED = "the layers run as several graphs with {parts} between them"

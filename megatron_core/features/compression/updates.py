@@ -11,9 +11,9 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.features.compression.settings import CompressionConfig
 from megatron_core.features.compression.signs import FRESH, OneBitAdam, OneBitLAMB, ZeroOneAdam
 from megatron_core.features.lamb.update import LAMB
+from megatron_core.features.lamb.whole_tensors import reduce_over_tensors, tensor_squares
 from megatron_core.optimizer.algorithms import AdamW
 from megatron_core.optimizer.rule import NEVER_CORRECTED, BucketAlgorithm, Rates, ShardSlice, write_copy
-from megatron_core.optimizer.whole_tensors import reduce_over_tensors, tensor_squares
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 

@@ -12,7 +12,7 @@ from megatron_core.features.conversations.template_process import PROCESS
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, template_path
-from megatron_core.tokenizers.hugging_face import named_tokens, read_object
+from megatron_core.vocabularies.hugging_face import named_tokens, read_object
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT = "default"

@@ -14,10 +14,10 @@ from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.preferences.frozen import FrozenModel, load_frozen
 from megatron_core.locations import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import model_settings, open_model
 from megatron_core.training.setup import Run
 from megatron_core.transformer.layer_spec import layer_spec
+from megatron_core.vocabularies.compare import differing_tokens, names_its_tokens
 
 OF_TRAINING = ("mtp_num_layers", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_warmup")
 """Settings of losses of other features, which the teacher does not have."""

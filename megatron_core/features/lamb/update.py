@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_core.data_parallel import Bucket
 from megatron_core.features.lamb.settings import LAMBConfig
+from megatron_core.features.lamb.whole_tensors import tensor_squares
 from megatron_core.optimizer.rule import NEVER_CORRECTED, BucketAlgorithm, Rates, ShardSlice, write_copy
-from megatron_core.optimizer.whole_tensors import tensor_squares
 
 
 class LAMB(BucketAlgorithm):

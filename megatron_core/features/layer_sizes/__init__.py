@@ -10,4 +10,5 @@ LAYER_SIZES = Feature(
     is_used=lambda config: config.model.heterogeneous_layers_config_encoded_json is not None,
     spellings="megatron_core.features.layer_sizes.spellings:LayerSizesSpellings",
     problems=heterogeneous_problems,
+    layers={"linear": "megatron_core.features.layer_sizes.linear_replacement:LinearReplacement"},
 )

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.features.averages.weights import replaced_weights
+from megatron_core.features.lamb.whole_tensors import reduce_over_tensors
 from megatron_core.features.outer_steps.messages import GroupMessage
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.clip import model_part_of
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.shard import Shard
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.optimizer.whole_tensors import reduce_over_tensors
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER

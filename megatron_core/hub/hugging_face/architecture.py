@@ -16,11 +16,22 @@ from megatron_core.features.layer_sizes.settings import LAYERS_JSON, Heterogeneo
 from megatron_core.features.mup.settings import MuPConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.value_head.settings import ValueHeadConfig
+from megatron_core.foreign_json import (
+    COUNT,
+    COUNT_OR_ZERO,
+    LENGTH,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    SWITCH,
+    WIDTH,
+    KeyType,
+)
 from megatron_core.hub.hugging_face.classifier import TENSORS as CLASSIFIER_TENSORS
 from megatron_core.hub.hugging_face.classifier import classifier_keys, is_value_model
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
-from megatron_core.schema import COUNT, COUNT_OR_ZERO, LENGTH, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, WIDTH, KeyType
 
 OPTIONAL = {
     *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),

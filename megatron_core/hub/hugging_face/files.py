@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, WEIGHT_DTYPES
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.foreign_json import OBJECT, KeyType, read_object
 from megatron_core.hub.hugging_face.text_part import part_of_multimodal, text_names
 from megatron_core.hub.megatron_lm.pickles import load_tensors
 from megatron_core.parallel.texts import listed
-from megatron_core.schema import OBJECT, KeyType, read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

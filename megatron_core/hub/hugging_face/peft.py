@@ -15,13 +15,7 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.lora.adapters import is_adapter, rows_of_part
 from megatron_core.features.lora.settings import NAMES, TuningConfig
-from megatron_core.hub.hugging_face.architecture import Architecture, architecture_for
-from megatron_core.hub.hugging_face.files import TensorFiles
-from megatron_core.hub.hugging_face.tensors import TensorSource
-from megatron_core.models.build import meta_model
-from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import listed
-from megatron_core.schema import (
+from megatron_core.foreign_json import (
     BELOW_1,
     COUNT,
     COUNT_OR_ZERO,
@@ -33,6 +27,12 @@ from megatron_core.schema import (
     KeyType,
     read_object,
 )
+from megatron_core.hub.hugging_face.architecture import Architecture, architecture_for
+from megatron_core.hub.hugging_face.files import TensorFiles
+from megatron_core.hub.hugging_face.tensors import TensorSource
+from megatron_core.models.build import meta_model
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import listed
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from megatron_core.config import ModelConfig
 from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
-from megatron_core.schema import (
+from megatron_core.foreign_json import (
     COUNT,
     COUNT_OR_ZERO,
     FACTORS,

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import quoted
+from megatron_core.foreign_json import OBJECT, KeyType
 from megatron_core.hub.hugging_face.architecture import ARCHITECTURES, IGNORED_KEYS, Architecture
 from megatron_core.hub.hugging_face.rules import Settings
-from megatron_core.schema import OBJECT, KeyType
 from megatron_core.text_file import read_table
 
 HARMLESS = {key for keys in read_table(__file__).values() for key in keys}

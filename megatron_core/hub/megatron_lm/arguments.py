@@ -124,11 +124,11 @@ def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer, if its type is supported and its files are still in their places."""
-    from megatron_core.tokenizers import TOKENIZER_TYPES
+    from megatron_core.tokenizers import tokenizer_kinds
 
     files = {name: str(settings[name]) for name in TOKENIZER_FILES if settings.get(name)}
     tokenizer_type = settings.get("tokenizer_type")
-    if tokenizer_type not in TOKENIZER_TYPES or not files or not all(Path(path).exists() for path in files.values()):
+    if tokenizer_type not in tokenizer_kinds() or not files or not all(Path(path).exists() for path in files.values()):
         return {}
     return {"tokenizer_type": tokenizer_type, **files}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
-from megatron_core.parallel.tensor_hash import bit_hash
 from megatron_core.parallel.watched import OBSERVATION, Parts, Watched
+from megatron_core.reports.hash_sums import bit_hash
 from megatron_core.resilience.links.checksums import block_sums, maxima
 from megatron_core.resilience.links.faults import LinkFaults
 

@@ -18,8 +18,11 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.conversations import chat_template as chat
 from megatron_core.features.conversations import template_process
 from megatron_core.features.conversations.chat_template import ChatTemplate, chat_template_of
-from megatron_core.tokenizers import GPT2BPETokenizer, SentencePieceTokenizer, TikTokenizer, Tokenizer
-from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
+from tests.vocabularies.corpus import write_gpt2_files, write_rank_json, write_sentence_piece
 
 MESSAGES = [{"role": "user", "content": " the cat "}, {"role": "assistant", "content": "sat"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"

@@ -24,11 +24,13 @@ from megatron_core.features.conversations.encoder import ConversationTokenizer
 from megatron_core.features.conversations.packing import first_fit
 from megatron_core.features.conversations.schemas import messages_of
 from megatron_core.features.conversations.settings import ConversationConfig
-from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, end_ids, tokenizer_of
+from megatron_core.tokenizers import end_ids, tokenizer_of
 from megatron_core.training.step import evaluate, train_step
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.datasets.files import splits_of
 from tests.runs import TINY, tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 TEMPLATE = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"

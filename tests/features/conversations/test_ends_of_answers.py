@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.features.conversations.encoder import ConversationTokenizer
-from megatron_core.tokenizers import HuggingFaceTokenizer, end_ids
+from megatron_core.tokenizers import end_ids
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
 from tests.datasets.files import splits_of
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 TALK = [
     {"role": "user", "content": "the hat"},

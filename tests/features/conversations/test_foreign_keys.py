@@ -17,10 +17,11 @@ from megatron_core.features.conversations.encoder import ConversationTokenizer
 from megatron_core.features.conversations.schemas import messages_of
 from megatron_core.features.conversations.tool_calls import tools_of
 from megatron_core.features.preferences.dataset import PreferenceFile
-from megatron_core.tokenizers import HuggingFaceTokenizer, tokenizer_of
+from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import files_to_store
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
 from tests.datasets.files import splits_of
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.vocabularies.corpus import write_tokenizer_json
 
 ASK, ANSWER = {"role": "user", "content": "the hat"}, {"role": "assistant", "content": "cat"}
 TALK = [ASK, ANSWER, {"role": "user", "content": "two"}, {"role": "assistant", "content": "and x"}]

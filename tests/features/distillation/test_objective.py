@@ -20,16 +20,16 @@ from megatron_core.features.megatron_flags.tables import FLAGS
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
 from megatron_core.reports.dry_run import warnings
-from megatron_core.tokenizers import HuggingFaceTokenizer
 from megatron_core.training.compatibility import open_model
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks, this_world
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
 from tests.defects.plant import planted
 from tests.features.distillation.test_loss import plain_loss
 from tests.runs import TINY, tiny_config, tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
-from tests.tokenizers.test_compare import swapped
+from tests.vocabularies.corpus import write_tokenizer_json
+from tests.vocabularies.test_compare import swapped
 
 STEPS, WEIGHT, HEAT = 3, 0.7, 2.0
 BASE = TINY | {"fp64": True, "position_embedding_type": "rope", "num_layers": 4}

@@ -18,7 +18,7 @@ from megatron_core.datasets.loader import BatchLoader
 from megatron_core.errors import ConfigError
 from megatron_core.features.fill_in_the_middle.dataset import FIMDataset
 from megatron_core.tokenizers import Tokenizer, build_tokenizer
-from tests.tokenizers.corpus import TEXTS, write_tokenizer_json
+from tests.vocabularies.corpus import TEXTS, write_tokenizer_json
 
 SENTINELS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 EOD = "<|endoftext|>"

@@ -10,7 +10,7 @@ import torch
 from benchmarks.bench_overlap import matrices_in_turn
 from benchmarks.slow_link import SimulatedClock, SlowLink
 from megatron_core.features.matrix_optimizers.muon import Muon
-from megatron_core.parallel.meter import METER
+from megatron_core.reports.meter import METER
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run

@@ -17,7 +17,6 @@ from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
-from megatron_core.parallel.meter import METER
 from megatron_core.parallel.sharding import (
     ShardSpec,
     allocate,
@@ -28,6 +27,7 @@ from megatron_core.parallel.sharding import (
     split_over,
     split_qkv,
 )
+from megatron_core.reports.meter import METER
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 

@@ -13,8 +13,8 @@ import torch
 from megatron_core.errors import CheckpointError
 from megatron_core.features.outer_steps.messages import from_e3m0, packed_codes, to_e3m0, unpacked
 from megatron_core.features.outer_steps.part import OuterSteps, groups_report
-from megatron_core.parallel.meter import METER
 from megatron_core.reports.memory_report import planned_bytes
+from megatron_core.reports.meter import METER
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.loop import evaluate_split, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.tensor_hash import bit_hash, hash_on_device
+from megatron_core.reports.hash_sums import bit_hash, hash_on_device
 from megatron_core.resilience.links.checksums import (
     block_length,
     block_sums,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.tensor_parallel.utils import divide
 from megatron_core import parallel_state
 from megatron_core.drop_in.unsupported import unsupported
@@ -23,7 +24,6 @@ from megatron_core.parallel import World
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.tensor_parallel.data import broadcast_data
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -3,8 +3,8 @@
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, COUNTS, NUMBER, WIDTH, KeyType
 from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, Settings, refuse
-from megatron_core.schema import COUNT, COUNTS, NUMBER, WIDTH, KeyType
 
 HEAD_SIZE = KeyType("an integer >= 1, or auto", lambda value: value == "auto" or COUNT.accepts(value))
 ROTATED = 0.5

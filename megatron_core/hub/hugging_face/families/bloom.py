@@ -1,8 +1,8 @@
 """MPT: linear biases of scores instead of positions."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import NUMBER, OBJECT, POSITIVE
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.schema import NUMBER, OBJECT, POSITIVE
 
 ONLY = {
     "alibi": True,

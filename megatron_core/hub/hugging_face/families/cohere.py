@@ -1,7 +1,7 @@
 """Cohere 2: windows in most layers, and positions only in these."""
 
+from megatron_core.foreign_json import COUNT
 from megatron_core.hub.hugging_face.rules import WINDOWS, WINDOWS_WITH_POSITIONS, KeyRule, Settings
-from megatron_core.schema import COUNT
 
 
 def _windows(hf_config: Settings) -> Settings:

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, choices of experts, and indexers."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
     KeyRule,
@@ -11,7 +12,6 @@ from megatron_core.hub.hugging_face.rules import (
     rope_parameters,
     rope_type,
 )
-from megatron_core.schema import COUNT, STRING, STRINGS, WIDTH
 
 
 def _check_positions(hf_config: Settings) -> Settings:

@@ -1,8 +1,8 @@
 """ERNIE 4.5: Llama with rotary positions of adjacent channels; with experts that are chosen by a softmax and a bias."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, KeyType
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings
-from megatron_core.schema import COUNT, COUNT_OR_ZERO, KeyType
 
 INTEGER = KeyType("an integer", lambda value: type(value) is int)
 

@@ -1,9 +1,9 @@
 """Falcon: attention and MLP in parallel, with one norm or two, and one or a few key and value heads."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, SWITCH
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange
-from megatron_core.schema import COUNT, SWITCH
 
 
 def _layers(hf_config: Settings) -> Settings:

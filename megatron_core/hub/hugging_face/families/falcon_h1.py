@@ -5,9 +5,9 @@ import math
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, FACTORS, POSITIVE, SWITCH, KeyType
 from megatron_core.hub.hugging_face.families.bamba import HEAD_SIZE
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.schema import COUNT, FACTORS, POSITIVE, SWITCH, KeyType
 
 ORDER = (1, 2, 3, 0, 4)
 """Places in ``ssm_multipliers``, those of gates, inputs, B, C and steps, of the factors in ``mamba_multipliers``."""

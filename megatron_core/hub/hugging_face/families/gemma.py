@@ -2,8 +2,8 @@
 layers, bounded scores and logits."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, OBJECT, POSITIVE, STRING
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, windows_where
-from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
 
 
 def _has_window(hf_config: Settings, layer: int) -> bool:

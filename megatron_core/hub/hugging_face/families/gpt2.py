@@ -1,7 +1,7 @@
 """GPTBigCode (StarCoder 1): GPT-2 with one head of keys and values."""
 
+from megatron_core.foreign_json import SWITCH
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings
-from megatron_core.schema import SWITCH
 
 
 def _key_heads(hf_config: Settings) -> Settings:

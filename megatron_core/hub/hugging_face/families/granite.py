@@ -2,8 +2,8 @@
 experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import LENGTH_OR_ZERO, POSITIVE, SWITCH
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings
-from megatron_core.schema import LENGTH_OR_ZERO, POSITIVE, SWITCH
 
 
 def _factors(hf_config: Settings) -> Settings:

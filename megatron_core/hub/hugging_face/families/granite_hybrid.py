@@ -2,9 +2,9 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.families.bamba import MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse
-from megatron_core.schema import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 
 KINDS = {"mamba": "M", "attention": "*", "linear_attention": "M", "full_attention": "*"}
 """Values of ``layer_types`` -> letters of the pattern; export writes the first two, which all releases read."""

@@ -1,7 +1,7 @@
 """Hunyuan: Llama with norms of queries and keys after their rotation; with experts and a shared one, too."""
 
+from megatron_core.foreign_json import COUNT, COUNTS, POSITIVE, KeyType
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, rope_parameters, rope_type
-from megatron_core.schema import COUNT, COUNTS, POSITIVE, KeyType
 
 
 def _positions(hf_config: Settings) -> Settings:

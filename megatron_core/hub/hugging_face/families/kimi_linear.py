@@ -5,11 +5,11 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.families.deepseek import DENSE, EXPERT_LAYERS, SPARSE
 from megatron_core.hub.hugging_face.families.qwen3_next import KINDS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, groups_json, limited_to_groups, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange
-from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 
 
 def _mixers(hf_config: Settings) -> Settings:

@@ -2,8 +2,8 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.settings import CONVOLUTION, RecurrentConfig
+from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, COUNTS, POSITIVE, STRINGS, SWITCH, WIDTH
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, POSITIVE, STRINGS, SWITCH, WIDTH
 
 KINDS = {"conv": CONVOLUTION, "full_attention": "*"}
 """Values of ``layer_types`` -> letters of the pattern."""

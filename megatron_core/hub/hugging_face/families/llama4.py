@@ -1,9 +1,9 @@
 """Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 
 CHUNK = 8192
 FLOOR = 8192

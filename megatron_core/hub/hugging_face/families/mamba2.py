@@ -5,9 +5,9 @@ import math
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, NUMBER, KeyType
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange
-from megatron_core.schema import COUNT, NUMBER, KeyType
 
 INFINITY = {"__float__": "Infinity"}
 """How transformers 5 writes infinity; earlier releases write Infinity, which all releases read."""

@@ -1,8 +1,8 @@
 """MiniMax-M2: norms of queries and keys over all heads, and experts that are chosen by a sigmoid and a bias."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import WIDTH
 from megatron_core.hub.hugging_face.rules import PARTIAL_ROPE, KeyRule, Settings
-from megatron_core.schema import WIDTH
 
 
 def _positions(hf_config: Settings) -> Settings:

@@ -4,6 +4,7 @@ queries with a temperature. Code World Model: Llama with windows."""
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import NUMBER
 from megatron_core.hub.hugging_face.rules import (
     ROPE,
     ROPE_PARAMETERS,
@@ -14,7 +15,6 @@ from megatron_core.hub.hugging_face.rules import (
     rope_parameters,
     windows_where,
 )
-from megatron_core.schema import NUMBER
 
 
 def _windows_json(config: ModelConfig) -> Settings:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS, limits
 from megatron_core.hub.hugging_face.rules import GROUP_TYPES, KeyRule, Settings, groups_json, limited_to_groups, refuse
-from megatron_core.schema import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
 
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 """Values of ``layers_block_type`` -> letters of the pattern."""

@@ -11,8 +11,8 @@ from megatron_core.features.layer_sizes.settings import (
     read_blocks,
     write_blocks,
 )
+from megatron_core.foreign_json import KeyType
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
-from megatron_core.schema import KeyType
 
 KEY = "block_configs"
 OBJECTS = KeyType(

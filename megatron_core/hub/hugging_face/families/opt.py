@@ -1,9 +1,9 @@
 """OPT and Galactica: learned positions, ReLU or GELU, and biases in all linear layers or in none."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import STRING, SWITCH, WIDTH
 from megatron_core.hub.hugging_face.rules import GELU, KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange
-from megatron_core.schema import STRING, SWITCH, WIDTH
 
 FIRST_POSITION = 2
 """Row of the stored table of positions that position 0 has; no token has the rows before it."""

@@ -5,6 +5,7 @@ optional biases, and experts that are chosen one after the other (sparsemixer)."
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import NUMBER
 from megatron_core.hub.hugging_face.rules import (
     LONGROPE_MSCALES,
     PARTIAL_ROPE,
@@ -15,7 +16,6 @@ from megatron_core.hub.hugging_face.rules import (
     rope_parameters,
     rope_type,
 )
-from megatron_core.schema import NUMBER
 
 
 def _phi3_positions(hf_config: Settings) -> Settings:

@@ -2,8 +2,8 @@
 with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
 from megatron_core.hub.hugging_face.rules import WINDOW_OF_ALL_LAYERS, WINDOWS, KeyRule, Settings, refuse, windows_where
-from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
 
 WINDOWS_OF_LAST_LAYERS = windows_where(
     lambda keys, layer: bool(layer >= keys["max_window_layers"]), max_window_layers=COUNT_OR_ZERO

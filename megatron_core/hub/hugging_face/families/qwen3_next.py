@@ -3,9 +3,9 @@
 from megatron_core.config import ModelConfig
 from megatron_core.features.recurrent.kinds import GatedDeltaNetKind
 from megatron_core.features.recurrent.settings import RecurrentConfig
+from megatron_core.foreign_json import COUNT, STRINGS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.hub.hugging_face.tensors import RowRange
-from megatron_core.schema import COUNT, STRINGS
 
 KINDS = ("full_attention", "linear_attention")
 """Values of ``layer_types``: attention, and the recurrence."""

@@ -1,9 +1,9 @@
 """SmolLM3: Llama without positions in every fourth layer."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.foreign_json import COUNT, COUNTS, SWITCH
 from megatron_core.hub.hugging_face.families.qwen import windows_json
 from megatron_core.hub.hugging_face.rules import WINDOWS, KeyRule, Settings, refuse
-from megatron_core.schema import COUNT, COUNTS, SWITCH
 
 
 def _positions(hf_config: Settings) -> list[int]:

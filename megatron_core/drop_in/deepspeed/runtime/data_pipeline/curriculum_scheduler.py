@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_core.errors import ConfigError, quoted
-from megatron_core.schema import whole
+from megatron_core.foreign_json import whole
 
 Difficulty = Callable[[int], int]
 KEYS = {

@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.foreign_json import COUNT, STRING, read_object
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import Group
-from megatron_core.schema import COUNT, STRING, read_object
 
 CheckpointingException = CheckpointError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron_core.errors import ConfigError, quoted
-from megatron_core.schema import STRING, read_object
+from megatron_core.foreign_json import STRING, read_object
 from megatron_core.tokenizers.build import build_tokenizer
 
 _TYPES = {

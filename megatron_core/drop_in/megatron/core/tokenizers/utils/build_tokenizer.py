@@ -8,8 +8,8 @@ from megatron.core.tokenizers.megatron_tokenizer import LIBRARIES
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron_core.errors import ConfigError
 from megatron_core.features.megatron_flags.tables import SAME_VALUE
-from megatron_core.tokenizers import TOKENIZER_TYPES
 from megatron_core.tokenizers import build_tokenizer as build
+from megatron_core.tokenizers import tokenizer_kinds
 
 _Settings: Any = mirror("TokenizerConfig", kw_only=True)
 _READ = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
@@ -22,8 +22,10 @@ def build_tokenizer(args: Any, **kwargs: Any) -> MegatronTokenizerText:
     unsupported settings.
     """
     kind = SAME_VALUE["tokenizer_type"].get(args.tokenizer_type, args.tokenizer_type)
-    if kind not in TOKENIZER_TYPES:
-        raise ConfigError(f"tokenizer_type {args.tokenizer_type} is not supported; legal: {', '.join(TOKENIZER_TYPES)}")
+    if kind not in tokenizer_kinds():
+        raise ConfigError(
+            f"tokenizer_type {args.tokenizer_type} is not supported; legal: {', '.join(tokenizer_kinds())}"
+        )
     config = _Settings(**{item.name: getattr(args, item.name, default_of(item)) for item in fields(_Settings)})
     refuse_changes(config)
     given = {name: getattr(config, name) for name in _READ}

@@ -7,9 +7,9 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from megatron_core.parallel import tensor_hash as module
 from megatron_core.parallel.boxes import Box, flat_boxes
-from megatron_core.parallel.tensor_hash import box_sum, combined, finished, tensor_hash
+from megatron_core.reports import hash_sums as module
+from megatron_core.reports.hash_sums import box_sum, combined, finished, tensor_hash
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]

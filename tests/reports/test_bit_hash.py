@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_core.parallel.tensor_hash import CHUNK, bit_hash
+from megatron_core.reports.hash_sums import CHUNK, bit_hash
 
 
 def _hash(tensor: torch.Tensor) -> int:

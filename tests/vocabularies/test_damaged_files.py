@@ -11,8 +11,9 @@ import pytest
 
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.conversations.chat_template import chat_template_of
-from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from tests.tokenizers.corpus import write_sentence_piece, write_tokenizer_json
+from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from tests.vocabularies.corpus import write_sentence_piece, write_tokenizer_json
 
 CONFIG, NAMES, ENDS = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
 

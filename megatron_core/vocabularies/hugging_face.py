@@ -8,11 +8,11 @@ import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from megatron_core import schema
+from megatron_core import foreign_json
 from megatron_core.errors import ConfigError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
-from megatron_core.tokenizers.byte_symbols import missing_bytes
 from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
+from megatron_core.vocabularies.byte_symbols import missing_bytes
 
 FILE_NAME = "tokenizer.json"
 
@@ -298,4 +298,4 @@ def generation_ends(folder: Path) -> list[int]:
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file of a tokenizer. Errors: ``ConfigError``."""
-    return schema.read_object(path, ConfigError, _REMEDY)
+    return foreign_json.read_object(path, ConfigError, _REMEDY)

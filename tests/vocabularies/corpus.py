@@ -7,7 +7,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_core.tokenizers.byte_symbols import BYTE_SYMBOLS
+from megatron_core.vocabularies.byte_symbols import BYTE_SYMBOLS
 
 TEXTS = ["def f(x):\n    return x + 1\n", "the cat and the hat", "Grüße, 世界 🙂", "", "  two  spaces \t tab"]
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.built_in import NullTokenizer
-from megatron_core.tokenizers.hugging_face import LibraryTokenizer
-from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatron_core.tokenizers.tik_token import TikTokenizer
+from megatron_core.vocabularies.hugging_face import LibraryTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
 
 LIBRARIES = LibraryTokenizer, SentencePieceTokenizer, TikTokenizer
 PART = "\ufffd"

@@ -14,9 +14,9 @@ import numpy as np
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import Tokenizer, dropped_bytes
-from megatron_core.tokenizers.byte_symbols import add_missing_bytes
-from megatron_core.tokenizers.hugging_face import END_OF_DOCUMENT, LibraryTokenizer
-from megatron_core.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron_core.vocabularies.byte_symbols import add_missing_bytes
+from megatron_core.vocabularies.hugging_face import END_OF_DOCUMENT, LibraryTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 
 BACKENDS = ("auto", "tokenizers", "gigatoken")
 """The legal values of `--tokenization-backend`."""

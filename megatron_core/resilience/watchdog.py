@@ -6,6 +6,8 @@ prints the reason with the unresponsive ranks, and then a report of all answers.
 torchrun restarts them. Nothing here waits indefinitely for the store, because a stopped rank may host it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -15,15 +17,13 @@ import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import typing_extensions  # its wrappers are on the stack of many functions of torch
 
 from megatron_core.errors import visible
-from megatron_core.parallel.flight_recorder import RECORDER, first_differing_call
+from megatron_core.parallel.flight_recorder import LIBRARIES, RECORDER
 from megatron_core.parallel.time_limit import start_thread, within
 
 POLL = 0.5
@@ -32,7 +32,6 @@ EARLY = 1.0
 """Seconds until the reason is printed, with the ranks that have not answered by then; more than ``POLL``."""
 ANSWERS = 3.0
 """Seconds that ranks have to answer; more than ``EARLY``."""
-LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
 
 
 class Watchdog:
@@ -171,12 +170,12 @@ class Watchdog:
         """Current line of the main thread and its latest collectives."""
         frame = sys._current_frames().get(self._main or 0)
         line = _line(traceback.extract_stack(frame)) if frame is not None else "no Python line"
-        return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **RECORDER.content()}
+        return {"prefix": self.prefix, "iteration": self._iteration, "line": line, **recorded_calls()}
 
 
 def _line(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line outside torch and this package."""
-    frames = [f for f in stack if not f.filename.startswith((*LIBRARIES, "<"))] or list(stack)
+    frames = [f for f in stack if not f.filename.startswith((*LIBRARIES, __file__, "<"))] or list(stack)
     frame = frames[-1]
     return f"{os.path.relpath(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
 
@@ -202,3 +201,73 @@ def describe_failure(reason: str, answers: Mapping[int, Mapping[str, Any]], size
     if difference is not None:
         lines.append(f"  the first collective that differs: {difference}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective or point-to-point message."""
+
+    channel: str
+    """Identifies a group, or a sender and its receiver; all of its ranks must make the same calls in the same order."""
+    ranks: tuple[int, ...]
+    number: int
+    """Number of the call in its channel, from 1."""
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    seconds: float
+    """Time of the call on this host's clock."""
+
+    def __str__(self) -> str:
+        """Kind, shape and dtype of the call."""
+        return f"{self.what} of {list(self.shape)} {self.dtype}"
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Call:
+        """Rebuild a ``Call`` from its ``asdict`` form in JSON."""
+        return cls(**{**content, "ranks": tuple(content["ranks"]), "shape": tuple(content["shape"])})
+
+
+def recorded_calls() -> dict[str, Any]:
+    """Counts by channel, the ranks of each channel and the latest calls of this rank, in a form that JSON can store."""
+    calls = [
+        asdict(Call(channel, RECORDER.ranks[channel], number, what, shape, str(dtype).removeprefix("torch."), seconds))
+        for channel, number, what, shape, dtype, seconds in list(RECORDER.calls)
+    ]
+    return {"counts": dict(RECORDER.counts), "ranks": {k: list(v) for k, v in RECORDER.ranks.items()}, "calls": calls}
+
+
+def first_differing_call(records: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Describe the earliest call in which ranks differ, given the ``content`` of each rank; None if they agree."""
+    channels = {name: tuple(r) for content in records.values() for name, r in content["ranks"].items()}
+    differences = [_difference(name, ranks, records) for name, ranks in channels.items()]
+    return min((d for d in differences if d is not None), default=(0.0, None))[1]
+
+
+def _difference(
+    channel: str, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]
+) -> tuple[float, str] | None:
+    """Time and description of the first call in which the ranks of a channel differ; None if they agree."""
+    members = {rank: records[rank] for rank in ranks if rank in records}
+    calls: dict[int, dict[int, Call]] = defaultdict(dict)
+    for rank, content in members.items():
+        for call in (Call.of(stored) for stored in content["calls"] if stored["channel"] == channel):
+            calls[call.number][rank] = call
+    counts = {rank: content["counts"].get(channel, 0) for rank, content in members.items()}
+    # A rank that is behind is as much a difference as another kind of call: the others wait for it.
+    for number, calls_by_rank in sorted(calls.items()):
+        kinds: dict[str, list[int]] = defaultdict(list)
+        for rank, call in calls_by_rank.items():
+            kinds[str(call)].append(rank)
+        behind = [rank for rank, count in counts.items() if count < number]
+        if len(kinds) == 1 and not behind:
+            continue
+        listing = " but ".join(f"{label} by {_named(by)}" for label, by in sorted(kinds.items()))
+        missing = f", and not by {_named(behind)}, which made {min(counts[r] for r in behind)} calls" if behind else ""
+        when = min(call.seconds for call in calls_by_rank.values())
+        return when, f"call {number} over ranks {list(ranks)} was {listing}{missing}"
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers import fast
+from megatron_core.preprocess import backends
+from megatron_core.preprocess.backends import TokenizerBackend, disagreement, load_backend, odd_texts
 from megatron_core.tokenizers.build import TokenizerFiles
-from megatron_core.tokenizers.fast import TokenizerBackend, disagreement, load_backend, odd_texts
-from tests.tokenizers.corpus import (
+from tests.vocabularies.corpus import (
     DROPPED_TEXTS,
     MISSING,
     TEXTS,
@@ -39,7 +39,7 @@ def files_of(kind: str, folder: Path) -> TokenizerFiles:
     return TokenizerFiles(kind)
 
 
-def compare(backend: fast.Backend, files: TokenizerFiles, texts: Sequence[str]) -> None:
+def compare(backend: backends.Backend, files: TokenizerFiles, texts: Sequence[str]) -> None:
     """Every text's ids, one by one."""
     tokenizer = files.load()
     ids, lengths = backend.encode(texts)
@@ -64,7 +64,7 @@ def test_the_base_gives_the_tokenizers_ids(kind: str, tmp_path: Path) -> None:
 def test_gigatoken_gives_the_tokenizers_ids(
     kind: str, singly: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast, "SINGLY", singly)
+    monkeypatch.setattr(backends, "SINGLY", singly)
     files = files_of(kind, tmp_path)
     backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("gigatoken", "")
@@ -107,7 +107,7 @@ def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     files = TokenizerFiles("ByteLevelTokenizer")
     backend, reason = load_backend(files.load())
     assert (backend.name, reason) == ("tokenizers", "")

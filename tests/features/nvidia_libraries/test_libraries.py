@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_core import ops
 from megatron_core.errors import ConfigError
+from megatron_core.features.nvidia_libraries.libraries import LIBRARIES, is_absent
 from megatron_core.ops import backend, reference
-from megatron_core.ops.libraries import LIBRARIES, is_absent
 from megatron_core.training.step import train_step
 from tests.ops.checks import assert_near, draw
 from tests.ops.stand_ins import MODULES, StandIns

@@ -196,3 +196,29 @@ def of_experts() -> None:
 def test_exchanges() -> None:
     run_ranks(2, exchanged)
     run_ranks(2, of_experts)
+
+
+def test_mappings_use_the_current_group() -> None:
+    """All of Megatron Core's mappings take the input alone; without torch.distributed they return it."""
+    names = [name for name in dir(mappings) if name.endswith("_region")]
+    assert len(names) == 9
+    x = torch.randn(4, 2, 4)
+    for name in names:
+        assert torch.equal(getattr(mappings, name)(x), x)
+
+
+def _check_mappings() -> None:
+    parallel_state.initialize_model_parallel(2, 2)
+    index = parallel_state.get_tensor_model_parallel_rank()
+    x = torch.full((2, 2), float(index), requires_grad=True)
+    gathered = mappings.gather_from_sequence_parallel_region(x)
+    assert gathered[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    gathered.sum().backward()
+    assert x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]], "the gradient is summed over the group"
+    x.grad = None
+    mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False).sum().backward()
+    assert x.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]], "the gradient is whole already"
+
+
+def test_mappings_over_a_part_of_the_world() -> None:
+    run_ranks(4, _check_mappings)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import ConfigError
+from megatron_core.planner.simulate import Costs, Timeline, peak_activations, simulate
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Action, Plan
-from megatron_core.schedules.simulate import Costs, Timeline, peak_activations, simulate
 from tests.schedules.plans import parse_plan
 
 # Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), tables 5 and 6: stages, micro-batches, chunks

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.tokenizers import (
-    ByteLevelTokenizer,
-    GPT2BPETokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    TikTokenizer,
-    Tokenizer,
-)
-from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
-from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
+from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer
+from megatron_core.vocabularies.compare import differing_tokens, names_its_tokens
+from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
+from tests.vocabularies.corpus import write_gpt2_files, write_rank_json, write_sentence_piece, write_tokenizer_json
 
 
 def swapped(file: Path, one: str, other: str) -> Path:

@@ -11,8 +11,9 @@ import pytest
 import regex
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import TikTokenizer, build_tokenizer
-from tests.tokenizers.corpus import TEXTS, make_ranks, write_rank_json, write_rank_lines
+from megatron_core.tokenizers import build_tokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
+from tests.vocabularies.corpus import TEXTS, make_ranks, write_rank_json, write_rank_lines
 
 # The two published patterns, each in one piece.
 PATTERNS = {

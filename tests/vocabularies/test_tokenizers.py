@@ -10,19 +10,12 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import (
-    ByteLevelTokenizer,
-    GPT2BPETokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    TikTokenizer,
-    Tokenizer,
-    dropped_bytes,
-    end_ids,
-)
-from megatron_core.tokenizers.byte_symbols import BYTE_SYMBOLS, count_bytes, missing_bytes
-from tests.tokenizers.corpus import (
+from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer, Tokenizer, dropped_bytes, end_ids
+from megatron_core.vocabularies.byte_symbols import BYTE_SYMBOLS, count_bytes, missing_bytes
+from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
+from megatron_core.vocabularies.tik_token import TikTokenizer
+from tests.vocabularies.corpus import (
     DROPPED_TEXTS,
     MISSING,
     TEXTS,
