@@ -70,6 +70,9 @@ MOVED_NAMES = {
     **{f"storage.{name}": "locations" for name in ("in_storage", "local_copy", "location", "read_part", "real")},
     "storage.StoragePath": "storage.paths",
     "monitor.read_metrics": "reports.metrics",
+    **{f"features.experts.{name}": "features.experts.layer" for name in ("MoELayer", "moe_loss_names")},
+    **{f"features.experts.{name}": "features.experts.router" for name in ("Routing", "TopKRouter")},
+    "features.experts.update_expert_biases": "features.experts.part",
 }
 """Names that a package exported in the version before, and the modules that define them now."""
 

@@ -10,6 +10,7 @@ from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
+from megatron_core.features.experts import EXPERTS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
@@ -65,6 +66,7 @@ FEATURES = (
     QK_CLIP,
     QUESTIONS,
     RECURRENT,
+    EXPERTS,
     SPARSE_ATTENTION,
     VALUE_HEAD,
     *cpu_ranks.FEATURES,
@@ -74,4 +76,8 @@ FEATURES = (
     *resilience.FEATURES,
     *storage.FEATURES,
 )
-"""In the order in which their sections are shown and their parts of a run are called."""
+"""In the order in which their sections are shown and their parts of a run are called.
+
+Of several that override a method of a section, the first one calls the next: the pattern of layers of ``RECURRENT``
+replaces the frequency of ``EXPERTS``.
+"""

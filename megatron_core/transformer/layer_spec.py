@@ -1,6 +1,6 @@
 """Choose the parts of each layer from the configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,6 @@ from megatron_core.config.attention import AttentionKind, add_attention
 from megatron_core.config.mixers import LinearMixer, mixer_of
 from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.parallel.groups import ALONE
-from megatron_core.transformer import moe
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.core_attention import CoreAttention
@@ -61,9 +60,17 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 """
 
 
+FEED_FORWARD_LAYERS: dict[str, Callable[..., nn.Module] | str] = {"mlp": MLP, "linear": LINEAR_REPLACEMENT}
+"""The same for the kinds in ``config/feed_forward.py``, without further constructors."""
+
+
 def mixer_layer(name: str) -> Callable[..., nn.Module]:
     """Return the layer of a kind of attention or recurrence, which a feature may provide (``Feature.layers``)."""
-    layer = ATTENTION_LAYERS[name] if name in ATTENTION_LAYERS else layer_hooks()[name]
+    return _layer(name, ATTENTION_LAYERS)
+
+
+def _layer(name: str, of_core: Mapping[str, Callable[..., nn.Module] | str]) -> Callable[..., nn.Module]:
+    layer = of_core[name] if name in of_core else layer_hooks()[name]
     loaded: Callable[..., nn.Module] = load_hook(layer) if isinstance(layer, str) else layer
     return loaded
 
@@ -120,7 +127,6 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
 
     Other models can modify the result with ``dataclasses.replace`` in their own ``LayerSpecs``.
     """
-    has_experts = config.has_experts(layer_number)
     norm = norm_of(config)
     before = NoNorm if config.norm_placement == "post" else norm
     after = None if config.norm_placement == "pre" else norm
@@ -148,13 +154,11 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         else:
             layer = mixer_layer(mixer_kind.name)
             mixer = partial(layer, **constructors)
-            loss_names = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
+            loss_names = _loss_names(layer, config)
     mlp: Callable[..., nn.Module] | None = None
-    if config.has_mlp(layer_number):
-        if has_experts:
-            mlp = moe.MoELayer
-        else:
-            mlp = load_hook(LINEAR_REPLACEMENT) if config.block_of(layer_number).mlp.linear else MLP
+    if (name := config.feed_forward_name(layer_number)) is not None:
+        mlp = _layer(name, FEED_FORWARD_LAYERS)
+        loss_names = (*loss_names, *_loss_names(mlp, config))
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,
@@ -162,8 +166,13 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=mlp,
-        auxiliary_losses=(*loss_names, *(moe.moe_loss_names(config) if has_experts else ())),
+        auxiliary_losses=loss_names,
     )
+
+
+def _loss_names(layer: Callable[..., nn.Module], config: ModelConfig) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
+    return names
 
 
 OUTPUT_Z_LOSS = "output_z_loss"

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from megatron_core.config import ModelConfig
 from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.schema import (
     COUNT,
     COUNT_OR_ZERO,
@@ -349,6 +350,7 @@ def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
         }
 
     def write(config: ModelConfig) -> Settings:
+        config = config.section(MoEConfig)
         sparse = config.expert_layers
         width = config.expert_ffn_size
         return {
@@ -374,6 +376,7 @@ def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:
 
 def groups_json(config: ModelConfig) -> Settings:
     """``n_group`` and ``topk_group``; 1 if the choice is not limited to groups."""
+    config = config.section(MoEConfig)
     if config.group_score_topk is None:
         return {"n_group": 1, "topk_group": 1}
     return {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}

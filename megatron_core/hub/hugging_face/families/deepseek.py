@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, choices of experts, and indexers."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
     KeyRule,
@@ -47,7 +48,9 @@ def _groups(hf_config: Settings) -> Settings:
 
 
 def _groups_json(config: ModelConfig) -> Settings:
-    return groups_json(config) | {"topk_method": GREEDY if config.group_score_topk is None else LIMITED}
+    return groups_json(config) | {
+        "topk_method": GREEDY if config.section(MoEConfig).group_score_topk is None else LIMITED
+    }
 
 
 GROUPS_OF_V2 = KeyRule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING})
@@ -68,6 +71,7 @@ def _expert_layers(hf_config: Settings) -> Settings:
 
 
 def _expert_layers_json(config: ModelConfig) -> Settings:
+    config = config.section(MoEConfig)
     return {"mlp_layer_types": [SPARSE if config.has_experts(n) else DENSE for n in range(config.num_layers)]}
 
 

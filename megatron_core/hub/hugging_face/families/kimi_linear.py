@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.families.deepseek import DENSE, EXPERT_LAYERS, SPARSE
@@ -68,7 +69,7 @@ def _experts(hf_config: Settings) -> Settings:
 
 
 def _experts_json(config: ModelConfig) -> Settings:
-    groups = groups_json(config)
+    config, groups = config.section(MoEConfig), groups_json(config)
     return {
         **EXPERT_LAYERS.write(config),
         "num_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,

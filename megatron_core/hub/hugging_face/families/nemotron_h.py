@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.hugging_face.families.mamba2 import LIMITS, limits
@@ -59,6 +60,7 @@ def _experts(hf_config: Settings) -> Settings:
 
 
 def _experts_json(config: ModelConfig) -> Settings:
+    config = config.section(MoEConfig)
     if config.num_experts is None:
         return {}
     return {

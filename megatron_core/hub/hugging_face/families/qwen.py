@@ -2,6 +2,7 @@
 with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.rules import WINDOW_OF_ALL_LAYERS, WINDOWS, KeyRule, Settings, refuse, windows_where
 from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
 
@@ -44,7 +45,7 @@ def _expert_layers(hf_config: Settings) -> Settings:
 
 
 def _expert_layers_json(config: ModelConfig) -> Settings:
-    dense = [n for n in range(config.num_layers) if not config.has_experts(n)]
+    dense = [n for n in range(config.num_layers) if not config.section(MoEConfig).has_experts(n)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -55,6 +56,6 @@ QWEN_MOE_WINDOWS = KeyRule(_windows_of_all_layers, windows_json, WINDOW_TYPES)
 QWEN2_MOE_WINDOWS = KeyRule(_windows_of_qwen2_moe, windows_json, WINDOW_TYPES)
 ROUTER_SOFTMAX = KeyRule(
     read=lambda hf_config: {"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)},
-    write=lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
+    write=lambda config: {"norm_topk_prob": not config.section(MoEConfig).moe_router_pre_softmax},
     types={"norm_topk_prob": SWITCH},
 )

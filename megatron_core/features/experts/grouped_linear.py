@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
+from megatron_core.features.experts.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
 from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 
 
