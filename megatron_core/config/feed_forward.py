@@ -30,17 +30,24 @@ class LinearLayer(NamedTuple):
 
 
 class FeedForward:
-    """Sizes of the feed-forward part of the layers of ``model``; this one is an MLP."""
+    """Sizes of the feed-forward part of the layers of ``model``: an MLP, one linear layer instead (Bercovich et al.
+    2024, arXiv 2411.19146), or nothing; a feature derives other kinds."""
 
     recomputed_as: ClassVar[str] = "mlp"
     """The word of --recompute-modules for the whole part."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, name: str | None) -> None:
+        """``name``: the value of ``ModelConfig.feed_forward_name``."""
         self.model = model
+        self.name = name
 
     def linear_layers(self, tp: int = 1, ep: int = 1, etp: int = 1) -> Iterator[LinearLayer]:
         """The linear layers; ``ep``, ``etp``: numbers of ranks that split experts, and the matrices of each."""
-        return self.pair("mlp", self.model.hidden_size, self.model.ffn_size // tp)
+        hidden = self.model.hidden_size
+        if self.name == "mlp":
+            yield from self.pair("mlp", hidden, self.model.ffn_size // tp)
+        elif self.name == "linear":  # each rank has rows
+            yield LinearLayer("mlp", hidden, (hidden // tp,))
 
     def pair(self, path: str, outer: int, width: int, experts: int = 0) -> Iterator[LinearLayer]:
         """The layers from ``outer`` channels to the activation function, and back, with ``width`` between them."""
@@ -53,44 +60,23 @@ class FeedForward:
 
     def saved_bytes(self, number: int, etp: int) -> float:
         """Bytes per token that all tensor-parallel ranks save for backward; ``number``: bytes of a number."""
-        # Before and after the activation function.
-        widths = sum(layer.inputs for layer in self.linear_layers() if layer.path.endswith("linear_fc2"))
-        return 0 if self.model.recomputes("mlp") else number * widths * (3 if self.model.gated_linear_unit else 2)
+        saves = self.name == "mlp" and not self.model.recomputes("mlp")
+        return saves * number * self.model.ffn_size * (3 if self.model.gated_linear_unit else 2)
 
     def flops(self) -> dict[str, int]:
         """Forward FLOPs of a token, by term of ``forward_flops_per_token``."""
         return {"mlp": 2 * sum(layer.elements for layer in self.linear_layers())}
 
 
-class LinearFeedForward(FeedForward):
-    """One linear layer instead of the MLP (Bercovich et al. 2024, arXiv 2411.19146)."""
-
-    def linear_layers(self, tp: int = 1, ep: int = 1, etp: int = 1) -> Iterator[LinearLayer]:
-        """A matrix of which each rank has rows."""
-        yield LinearLayer("mlp", self.model.hidden_size, (self.model.hidden_size // tp,))
-
-
-class NoFeedForward(FeedForward):
-    """A layer with attention or a recurrence alone."""
-
-    def linear_layers(self, tp: int = 1, ep: int = 1, etp: int = 1) -> Iterator[LinearLayer]:
-        """None."""
-        return iter(())
-
-
-KINDS: dict[str | None, type[FeedForward]] = {"mlp": FeedForward, "linear": LinearFeedForward, None: NoFeedForward}
-"""The kinds of the core, by the names that ``ModelConfig.feed_forward_name`` returns."""
-
-
 def feed_forward_of(model: ModelConfig, layer_number: int) -> FeedForward:
     """The feed-forward part of a layer (numbered from 0) with the sizes of the layer."""
     name = model.feed_forward_name(layer_number)
-    kind = KINDS[name] if name in KINDS else _kind_of_a_feature(name)
-    return kind(model.of_layer(layer_number))
+    sizes = FeedForward if name in ("mlp", "linear", None) else _sizes_of_a_feature(name)
+    return sizes(model.of_layer(layer_number), name)
 
 
 @cache
-def _kind_of_a_feature(name: Any) -> type[FeedForward]:
+def _sizes_of_a_feature(name: Any) -> type[FeedForward]:
     hook = next(feature.feed_forwards[name] for feature in features() if name in feature.feed_forwards)
-    feed_forward: type[FeedForward] = load_hook(hook)
-    return feed_forward
+    sizes: type[FeedForward] = load_hook(hook)
+    return sizes

@@ -223,15 +223,6 @@ class ModelConfig(
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
         return self
 
-    @property
-    def recomputable_parts(self) -> dict[str, tuple[bool, str]]:
-        """Words of --recompute-modules for parts that some layers lack: whether a layer has it, and what it needs."""
-        return {
-            "layernorm": (self.norm_placement != "post", "norms before attention and MLP"),
-            "mla_up_proj": (self.multi_latent_attention, "--multi-latent-attention"),
-            "mlp": (any(map(self.has_dense_mlp, range(self.num_layers))), "a layer without experts"),
-        }
-
     def applications(self, layer_number: int) -> range:
         """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""
         return range(layer_number, layer_number + 1)

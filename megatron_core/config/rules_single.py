@@ -118,7 +118,18 @@ def unread_settings(
 
 def _absent_parts(model: ModelConfig) -> Iterator[str]:
     """Parts for selective recompute that no layer has."""
+    layers = range(model.num_layers)
+    experts = "experts" in map(model.feed_forward_name, range(model.num_layers + model.added_layers))
+    shared = experts and vars(model)["moe_shared_expert_intermediate_size"]
+    needed = {
+        "layernorm": (model.norm_placement != "post", "norms before attention and MLP"),
+        "mla_up_proj": (model.multi_latent_attention, "--multi-latent-attention"),
+        "mlp": (any(map(model.has_dense_mlp, layers)), "a layer without experts"),
+        "moe": (experts, "--num-experts N"),
+        "moe_act": (experts, "--num-experts N"),
+        "shared_experts": (shared, "--moe-shared-expert-intermediate-size N"),
+    }
     for module in model.recompute_modules:
-        is_there, what = model.recomputable_parts.get(module, (True, ""))
+        is_there, what = needed.get(module, (True, ""))
         if not is_there:
             yield f"recompute_modules={module} (without {what})"

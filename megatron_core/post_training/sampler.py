@@ -19,7 +19,6 @@ from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.inference.engine import Engine
 from megatron_core.inference.generator import GenerationLayout, Generator
 from megatron_core.inference.requests import Request
@@ -101,7 +100,7 @@ class RolloutSampler:
         self._recorder = None
         self._settings = settings or InferenceConfig()
         if record_experts:
-            if config.model.section(MoEConfig).num_experts is None:
+            if config.optional("num_experts") is None:
                 raise ConfigError("record_experts=True needs a model with experts (--num-experts)")
             self._recorder = ExpertRecorder(self._generator)
             # Positions that another text has computed would have no record.

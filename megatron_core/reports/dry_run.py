@@ -234,7 +234,7 @@ def _layers(estimate: RankEstimate) -> str:
 def _memory(estimate: RankEstimate) -> str:
     sizes = dict(estimate.bytes_by_kind)
     elsewhere = sizes.pop("elsewhere")
-    has_experts = bool(estimate.config.model.section(MoEConfig).expert_layers)
+    has_experts = estimate.config.model.counting_layers[0]
     active = f", of which a token uses {estimate.active_parameters:,}" if has_experts else ""
     padding = padded_vocabulary(estimate.config, estimate.vocab_size) - estimate.vocab_size
     padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""

@@ -16,7 +16,6 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.cuda_graphs.settings import GraphConfig
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
 from megatron_core.verify.together import incomparable
 
@@ -70,7 +69,7 @@ class Task:
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     """Return every layout of ``world_size`` ranks that is legal for ``config``."""
-    has_experts = config.model.section(MoEConfig).num_experts is not None
+    has_experts = config.optional("num_experts") is not None
     candidates = every_layout(world_size, config.model.num_layers, experts=has_experts)
     return [layout for layout in candidates if not any(problems(configured(config, layout, "float64"), world_size))]
 

@@ -36,7 +36,7 @@ from megatron_core.features.equal_bits.linear import (
     invariant_linear,
     invariant_lookup,
 )
-from megatron_core.features.experts.arithmetic import Chunks, ExpertArithmetic, TokenNumbers
+from megatron_core.features.experts.grouped_linear import Chunks, ExpertArithmetic, TokenNumbers
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.groups import ALONE, Group

@@ -19,9 +19,9 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from megatron_core.features.experts.arithmetic import Chunks, TokenNumbers
 from megatron_core.features.experts.counts import ArrivingCounts
 from megatron_core.features.experts.grouped import runs
+from megatron_core.features.experts.grouped_linear import Chunks, TokenNumbers
 from megatron_core.features.experts.router import Routing
 from megatron_core.features.experts.row_exchange import RowExchange, exchange_rows
 from megatron_core.ops.rows import copied_to

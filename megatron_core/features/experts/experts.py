@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.features.experts.arithmetic import Chunks, expert_arithmetic
+from megatron_core.features.experts.grouped_linear import Chunks, expert_arithmetic
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.initialization import Normal

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.experts.arithmetic import expert_arithmetic
 from megatron_core.features.experts.balance import Z_LOSS, balancing_names
 from megatron_core.features.experts.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.features.experts.experts import Experts
+from megatron_core.features.experts.grouped_linear import expert_arithmetic
 from megatron_core.features.experts.router import Tokens, TopKRouter
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region

@@ -193,18 +193,6 @@ class MoEConfig(ModelConfig):
         return self.expert_layers, (self.num_experts or 0) + 1
 
     @property
-    def recomputable_parts(self) -> dict[str, tuple[bool, str]]:
-        """As in the core, and the parts of experts."""
-        experts = bool(self.expert_layers)
-        shared = experts and bool(self.moe_shared_expert_intermediate_size)
-        of_experts = dict.fromkeys(("moe", "moe_act"), (experts, "--num-experts N"))
-        return (
-            super().recomputable_parts
-            | of_experts
-            | {"shared_experts": (shared, "--moe-shared-expert-intermediate-size N")}
-        )
-
-    @property
     def balancing_losses(self) -> dict[str, float]:
         """The types of the auxiliary losses that balance the load, and their coefficients."""
         kinds: tuple[str, ...] = (self.moe_router_load_balancing_type, *self.moe_further_balancing_types)

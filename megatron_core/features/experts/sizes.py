@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_core.config.feed_forward import FeedForward, LinearLayer
-from megatron_core.config.model import ModelConfig
 from megatron_core.features.experts.settings import MoEConfig
 
 
@@ -14,9 +13,6 @@ class ExpertSizes(FeedForward):
 
     recomputed_as = "moe"
     model: MoEConfig
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__(model.section(MoEConfig))
 
     def linear_layers(self, tp: int = 1, ep: int = 1, etp: int = 1) -> Iterator[LinearLayer]:
         """The linear layers of the experts, of the projections of latents, and of the shared experts."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.features.experts.arithmetic import ExpertArithmetic
+from megatron_core.features.experts.grouped_linear import ExpertArithmetic
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.gather import start_fp8_gather
 from megatron_core.features.fp8.products import FP8Products

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.multi_token import block as multi_token
 from megatron_core.features.multi_token.block import MultiTokenPredictionLayer
 from megatron_core.parallel.collectives import all_reduce_
@@ -62,7 +61,7 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         context = layer_context(config, model, pg_collection)
         multi_token.MultiTokenPredictionBlock.__init__(self, context, 1, specs, own_embedding=False)
         self._loss_names = auxiliary_loss_names(model, specs)
-        self.expert_layers = model.section(MoEConfig).expert_layers
+        self.expert_layers = model.counting_layers[0]
         adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, "mtp.")
 
     _loss_names: tuple[str, ...] = ()

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.offload.activations import offload_activations
 from megatron_core.transformer import block
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -67,7 +66,7 @@ class TransformerBlock(LayerCall, block.TransformerBlock):  # type: ignore[misc]
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
         """Bind the block and number its layers from 1."""
         super().bind(config, context, samples)
-        self.expert_layers = context.config.section(MoEConfig).expert_layers
+        self.expert_layers = context.config.counting_layers[0]
         for number, layer in self.layers_by_number():
             layer.layer_number = number + 1
 
