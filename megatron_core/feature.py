@@ -78,7 +78,7 @@ class Feature:
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.
     """
     feed_forwards: Mapping[str, str] = field(default_factory=dict)
-    """Hooks: classes derived from ``config.feed_forward.FeedForward``, with the sizes of the layers that have them in
+    """Hooks: classes derived from ``config.linear_layers.FeedForward``, with the sizes of the layers that have them in
     place of an MLP, by the names that ``ModelConfig.feed_forward_name`` returns."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.parallel.CompressionKind``: values of --grad-compression that it implements."""

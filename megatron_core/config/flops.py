@@ -12,7 +12,7 @@ weighted values count all S keys of each query, as in the paper.
 
 from functools import lru_cache
 
-from megatron_core.config.feed_forward import feed_forward_of
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 

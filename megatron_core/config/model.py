@@ -228,7 +228,7 @@ class ModelConfig(
         return range(layer_number, layer_number + 1)
 
     def feed_forward_name(self, layer_number: int) -> str | None:
-        """The kind of the feed-forward part of a layer (numbered from 0), a name in ``config/feed_forward.py`` or in
+        """The kind of the feed-forward part of a layer (numbered from 0), a name in ``config/linear_layers.py`` or in
         ``Feature.feed_forwards``; None: the layer has none."""
         mlp = self.block_of(layer_number).mlp
         name = "linear" if mlp.linear else "mlp"

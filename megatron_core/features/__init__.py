@@ -76,8 +76,5 @@ FEATURES = (
     *resilience.FEATURES,
     *storage.FEATURES,
 )
-"""In the order in which their sections are shown and their parts of a run are called.
-
-Of several that override a method of a section, the first one calls the next: the pattern of layers of ``RECURRENT``
-replaces the frequency of ``EXPERTS``.
-"""
+"""In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
+called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
-from megatron_core.config.feed_forward import feed_forward_of
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings

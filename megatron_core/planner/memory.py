@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.attention import computed_weights
-from megatron_core.config.feed_forward import feed_forward_of
-from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.linear_layers import feed_forward_of, linear_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.parameters import added_tensors, trains_whole_model
 

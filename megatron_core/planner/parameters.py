@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.config.feed_forward import feed_forward_of
-from megatron_core.config.linear_layers import AddedTensor, mlp_layers
+from megatron_core.config.linear_layers import AddedTensor, feed_forward_of, mlp_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_core.config.feed_forward import feed_forward_of
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.feature import load_hook
 from megatron_core.ops.rows import wide
 from megatron_core.tensor_parallel import KeyedDropout

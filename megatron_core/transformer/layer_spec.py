@@ -1,6 +1,6 @@
 """Choose the parts of each layer from the configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import nn
 from megatron_core import context_parallel
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
-from megatron_core.config.mixers import LinearMixer, mixer_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.parallel.groups import ALONE
 from megatron_core.transformer.attention import SelfAttention
@@ -20,7 +20,6 @@ from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, Norm
 
 # Hooks of parts that few models have, so that other models do not import them.
 LATENT_ATTENTION = "megatron_core.transformer.latent_attention:LatentAttention"
-LINEAR_REPLACEMENT = "megatron_core.transformer.linear_replacement:LinearReplacement"
 SPLIT_ATTENTION = "megatron_core.transformer.context_parallel_attention:ContextParallelAttention"
 HEAD_PARALLEL_ATTENTION = "megatron_core.transformer.context_parallel_attention:HeadParallelAttention"
 
@@ -60,17 +59,9 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 """
 
 
-FEED_FORWARD_LAYERS: dict[str, Callable[..., nn.Module] | str] = {"mlp": MLP, "linear": LINEAR_REPLACEMENT}
-"""The same for the kinds in ``config/feed_forward.py``, without further constructors."""
-
-
 def mixer_layer(name: str) -> Callable[..., nn.Module]:
     """Return the layer of a kind of attention or recurrence, which a feature may provide (``Feature.layers``)."""
-    return _layer(name, ATTENTION_LAYERS)
-
-
-def _layer(name: str, of_core: Mapping[str, Callable[..., nn.Module] | str]) -> Callable[..., nn.Module]:
-    layer = of_core[name] if name in of_core else layer_hooks()[name]
+    layer = ATTENTION_LAYERS[name] if name in ATTENTION_LAYERS else layer_hooks()[name]
     loaded: Callable[..., nn.Module] = load_hook(layer) if isinstance(layer, str) else layer
     return loaded
 
@@ -149,15 +140,13 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
                 name: partial(mixer_layer(inner.name), **constructors) for name, inner in mixer_kind.mixers.items()
             }
             mixer = partial(mixer_layer(mixer_kind.name), mixers=mixers)
-        elif isinstance(mixer_kind, LinearMixer):
-            mixer = load_hook(LINEAR_REPLACEMENT)
         else:
             layer = mixer_layer(mixer_kind.name)
             mixer = partial(layer, **constructors)
             loss_names = _loss_names(layer, config)
     mlp: Callable[..., nn.Module] | None = None
     if (name := config.feed_forward_name(layer_number)) is not None:
-        mlp = _layer(name, FEED_FORWARD_LAYERS)
+        mlp = MLP if name == "mlp" else load_hook(layer_hooks()[name])
         loss_names = (*loss_names, *_loss_names(mlp, config))
     return LayerSpec(
         input_layernorm=before,

@@ -8,21 +8,21 @@ from tests.defects.patch import argument, call
 IN_SIZES = (
     Defect(
         "channels of a linear layer in place of an MLP are in the reverse order of the ranks",
-        "transformer.linear_replacement:LinearReplacement.forward",
+        "features.layer_sizes.linear_replacement:LinearReplacement.forward",
         argument("cat", 0, "SELF.flip(0).unbind()"),
         "layers of different sizes, tp2 sp",
         culprit="output of decoder.layers.1.mlp",
     ),
     Defect(
         "a rank gets every second token of a linear layer in place of an MLP",
-        "transformer.linear_replacement:LinearReplacement.forward",
+        "features.layer_sizes.linear_replacement:LinearReplacement.forward",
         argument("exchange_parts", 0, "SELF.unflatten(0, (-1, self.tp_size)).transpose(0, 1)"),
         "layers of different sizes, tp4 sp",
         culprit="output of decoder.layers.1.mlp",
     ),
     Defect(
         "without sequence parallelism ranks mix up the channels of a linear layer",
-        "transformer.linear_replacement:LinearReplacement.forward",
+        "features.layer_sizes.linear_replacement:LinearReplacement.forward",
         call("gather_channels", "OLD.roll(1, -1)"),
         "layers of different sizes, tp2",
         culprit="output of decoder.layers.1.mlp",

@@ -6,14 +6,14 @@ The settings of the layout (``expert_model_parallel_size``) and the second view 
 from typing import TYPE_CHECKING
 
 from megatron_core.feature import Feature
-from megatron_core.features.experts.rules import has_experts, moe_problems
+from megatron_core.features.experts.rules import moe_problems
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.moved import old_names_of
 
 EXPERTS = Feature(
     name="experts",
     settings=MoEConfig,
-    is_used=has_experts,
+    is_used=lambda config: config.model.section(MoEConfig).num_experts is not None,
     problems=moe_problems,
     feed_forwards={"experts": "megatron_core.features.experts.sizes:ExpertSizes"},
     layers={"experts": "megatron_core.features.experts.layer:MoELayer"},

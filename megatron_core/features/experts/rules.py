@@ -8,11 +8,6 @@ from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.schedules.table import PAIRED
 
 
-def has_experts(config: RunConfig) -> bool:
-    """Whether layers may have experts."""
-    return config.model.section(MoEConfig).num_experts is not None
-
-
 def moe_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of experts that contradict each other or the layout."""
     model = config.model.section(MoEConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_core.config.feed_forward import FeedForward, LinearLayer
+from megatron_core.config.linear_layers import FeedForward, LinearLayer
 from megatron_core.features.experts.settings import MoEConfig
 
 
@@ -54,14 +54,12 @@ class ExpertSizes(FeedForward):
         return saved + logits + (4 * model.hidden_size if number < 4 else 0)
 
     def flops(self) -> dict[str, int]:
-        """Those of the router, the experts of a token, the projections of latents, and the shared experts."""
-        model, hidden = self.model, self.model.hidden_size
-        terms = dict.fromkeys(("experts", "fc1_latent_proj", "fc2_latent_proj", "shared_experts"), 0)
-        for layer in self.linear_layers():
-            terms[layer.path.split(".")[1]] += 2 * layer.elements
+        """FLOPs of the router, the experts of a token, the projections of latents, and the shared experts."""
+        model, hidden, matrices = self.model, self.model.hidden_size, 3 if self.model.gated_linear_unit else 2
+        shared = model.moe_shared_expert_intermediate_size or 0
         return {
             "router": 2 * hidden * (model.num_experts or 0),
-            "experts": terms["experts"] * model.moe_router_topk,
-            "latents": terms["fc1_latent_proj"] + terms["fc2_latent_proj"],
-            "shared": terms["shared_experts"] + 2 * hidden * model.moe_shared_expert_gate,
+            "experts": 2 * model.expert_hidden_size * model.expert_ffn_size * model.moe_router_topk * matrices,
+            "latents": 4 * hidden * (model.moe_latent_size or 0),
+            "shared": 2 * hidden * (shared * matrices + model.moe_shared_expert_gate),
         }

@@ -13,7 +13,7 @@ RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
 FEED_FORWARDS = {DENSE: "mlp", EXPERTS: "experts"}
-"""Letter of a layer with a feed-forward part -> its kind in ``config/feed_forward.py`` or ``Feature.feed_forwards``."""
+"""Letter of a layer with a feed-forward part -> its kind (``ModelConfig.feed_forward_name``)."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
 """Letters of layers with a Mamba-2 mixer, and with attention."""
 CONVOLUTION = "C"

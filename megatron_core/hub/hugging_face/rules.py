@@ -45,7 +45,7 @@ class KeyRule:
 
     read: Callable[[Settings], Settings]
     """config.json -> settings."""
-    write: Callable[[ModelConfig], Settings]
+    write: Callable[[Any], Settings]
     """The inverse: configuration -> keys of config.json."""
     types: Mapping[str, KeyType] = field(default_factory=dict)
     """Types of the keys that ``read`` uses."""
@@ -349,8 +349,7 @@ def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
             "moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"],
         }
 
-    def write(config: ModelConfig) -> Settings:
-        config = config.section(MoEConfig)
+    def write(config: MoEConfig) -> Settings:
         sparse = config.expert_layers
         width = config.expert_ffn_size
         return {
@@ -374,9 +373,8 @@ def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:
     }
 
 
-def groups_json(config: ModelConfig) -> Settings:
+def groups_json(config: MoEConfig) -> Settings:
     """``n_group`` and ``topk_group``; 1 if the choice is not limited to groups."""
-    config = config.section(MoEConfig)
     if config.group_score_topk is None:
         return {"n_group": 1, "topk_group": 1}
     return {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}

@@ -47,10 +47,8 @@ def _groups(hf_config: Settings) -> Settings:
     return {} if method == GREEDY else limited_to_groups(hf_config["n_group"], hf_config["topk_group"], 1)
 
 
-def _groups_json(config: ModelConfig) -> Settings:
-    return groups_json(config) | {
-        "topk_method": GREEDY if config.section(MoEConfig).group_score_topk is None else LIMITED
-    }
+def _groups_json(config: MoEConfig) -> Settings:
+    return groups_json(config) | {"topk_method": GREEDY if config.group_score_topk is None else LIMITED}
 
 
 GROUPS_OF_V2 = KeyRule(_groups, _groups_json, {**GROUP_TYPES, "topk_method": STRING})
@@ -70,8 +68,7 @@ def _expert_layers(hf_config: Settings) -> Settings:
     return {} if kinds is None else {"moe_layer_freq": tuple(int(mlp_type == SPARSE) for mlp_type in kinds)}
 
 
-def _expert_layers_json(config: ModelConfig) -> Settings:
-    config = config.section(MoEConfig)
+def _expert_layers_json(config: MoEConfig) -> Settings:
     return {"mlp_layer_types": [SPARSE if config.has_experts(n) else DENSE for n in range(config.num_layers)]}
 
 

@@ -2,7 +2,6 @@
 experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings
 from megatron_core.schema import LENGTH_OR_ZERO, POSITIVE, SWITCH
 
@@ -29,9 +28,7 @@ SHARED_EXPERTS = KeyRule(
     read=lambda hf_config: {
         "moe_shared_expert_intermediate_size": hf_config.get("shared_intermediate_size") or None,
     },
-    write=lambda config: {
-        "shared_intermediate_size": config.section(MoEConfig).moe_shared_expert_intermediate_size or 0,
-    },
+    write=lambda config: {"shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0},
     types={"shared_intermediate_size": LENGTH_OR_ZERO},
 )
 

@@ -51,8 +51,7 @@ def _mlps(hf_config: Settings) -> Settings:
     }
 
 
-def _mlps_json(config: ModelConfig) -> Settings:
-    config = config.section(MoEConfig)
+def _mlps_json(config: MoEConfig) -> Settings:
     if config.num_experts is None:
         sizes = dict.fromkeys(("intermediate_size", "shared_intermediate_size"), config.ffn_size)
         return {"num_local_experts": 0, "num_experts_per_tok": 0, **sizes}

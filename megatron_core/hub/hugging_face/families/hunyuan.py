@@ -1,6 +1,5 @@
 """Hunyuan: Llama with norms of queries and keys after their rotation; with experts and a shared one, too."""
 
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, rope_parameters, rope_type
 from megatron_core.schema import COUNT, COUNTS, POSITIVE, KeyType
 
@@ -31,8 +30,4 @@ def _experts(hf_config: Settings) -> Settings:
 
 
 COUNT_OR_COUNTS = KeyType(f"{COUNT.description}, or a list of them", lambda x: COUNT.accepts(x) or COUNTS.accepts(x))
-EXPERTS = KeyRule(
-    _experts,
-    lambda config: {"moe_topk": config.section(MoEConfig).moe_router_topk},
-    {"moe_topk": COUNT_OR_COUNTS},
-)
+EXPERTS = KeyRule(_experts, lambda config: {"moe_topk": config.moe_router_topk}, {"moe_topk": COUNT_OR_COUNTS})

@@ -68,8 +68,8 @@ def _experts(hf_config: Settings) -> Settings:
     }
 
 
-def _experts_json(config: ModelConfig) -> Settings:
-    config, groups = config.section(MoEConfig), groups_json(config)
+def _experts_json(config: MoEConfig) -> Settings:
+    groups = groups_json(config)
     return {
         **EXPERT_LAYERS.write(config),
         "num_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,

@@ -1,7 +1,6 @@
 """Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
 from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
@@ -73,7 +72,7 @@ ATTENTION_TYPES = {
 }
 EXPERTS = KeyRule(
     read=_experts,
-    write=lambda config: {"moe_layers": config.section(MoEConfig).expert_layers},
+    write=lambda config: {"moe_layers": config.expert_layers},
     types={"moe_layers": COUNTS, "interleave_moe_layer_step": COUNT},
 )
 ATTENTION = KeyRule(_attention, _attention_json, ATTENTION_TYPES)

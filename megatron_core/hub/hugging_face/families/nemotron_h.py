@@ -59,8 +59,7 @@ def _experts(hf_config: Settings) -> Settings:
     }
 
 
-def _experts_json(config: ModelConfig) -> Settings:
-    config = config.section(MoEConfig)
+def _experts_json(config: MoEConfig) -> Settings:
     if config.num_experts is None:
         return {}
     return {

@@ -63,8 +63,7 @@ def _routing(hf_config: Settings) -> Settings:
     }
 
 
-def _routing_json(config: ModelConfig) -> Settings:
-    config = config.section(MoEConfig)
+def _routing_json(config: MoEConfig) -> Settings:
     return {
         "router_jitter_noise": config.moe_sparsemixer_threshold,
         "input_jitter_noise": config.moe_input_jitter_eps or 0.0,

@@ -44,8 +44,8 @@ def _expert_layers(hf_config: Settings) -> Settings:
     return {"moe_layer_freq": tuple(int(n not in dense and (n + 1) % every == 0) for n in layers)}
 
 
-def _expert_layers_json(config: ModelConfig) -> Settings:
-    dense = [n for n in range(config.num_layers) if not config.section(MoEConfig).has_experts(n)]
+def _expert_layers_json(config: MoEConfig) -> Settings:
+    dense = [n for n in range(config.num_layers) if not config.has_experts(n)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -56,6 +56,6 @@ QWEN_MOE_WINDOWS = KeyRule(_windows_of_all_layers, windows_json, WINDOW_TYPES)
 QWEN2_MOE_WINDOWS = KeyRule(_windows_of_qwen2_moe, windows_json, WINDOW_TYPES)
 ROUTER_SOFTMAX = KeyRule(
     read=lambda hf_config: {"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)},
-    write=lambda config: {"norm_topk_prob": not config.section(MoEConfig).moe_router_pre_softmax},
+    write=lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
     types={"norm_topk_prob": SWITCH},
 )

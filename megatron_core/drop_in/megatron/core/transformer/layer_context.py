@@ -18,6 +18,7 @@ from megatron_core.config.layer_settings import LayerPart
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts.layer import MoELayer
+from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
@@ -28,7 +29,6 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
-from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
 

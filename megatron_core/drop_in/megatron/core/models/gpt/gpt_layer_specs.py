@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_core.drop_in.unsupported import unsupported
 from megatron_core.errors import ConfigError
+from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.transformer import MLP, Norm, SelfAttention
-from megatron_core.transformer.linear_replacement import LinearReplacement
 
 _WITHOUT_EFFECT = ("kitchen_attention_backend", "use_te_op_fuser", "mla_down_proj_fusion")
 
