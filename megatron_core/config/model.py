@@ -228,11 +228,9 @@ class ModelConfig(
         return range(layer_number, layer_number + 1)
 
     def feed_forward_name(self, layer_number: int) -> str | None:
-        """The kind of the feed-forward part of a layer (numbered from 0), a name in ``config/linear_layers.py`` or in
+        """The kind of the feed-forward part of a layer (numbered from 0): "mlp", or a name in
         ``Feature.feed_forwards``; None: the layer has none."""
-        mlp = self.block_of(layer_number).mlp
-        name = "linear" if mlp.linear else "mlp"
-        return None if mlp.no_op else name
+        return None if self.block_of(layer_number).mlp.no_op else "mlp"
 
     def has_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP, or another part in its place."""
