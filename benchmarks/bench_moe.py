@@ -29,10 +29,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from benchmarks.megatron_moe import megatron_layer
 from benchmarks.results import Row, append
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.layer import MoELayer
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
-from megatron_core.transformer.moe import MoELayer
 
 THEIRS = ("eager", "grouped_mm")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.megatron_peer import import_megatron, megatron_version
-from megatron_core.transformer.moe import MoELayer
+from megatron_core.features.experts.layer import MoELayer
 
 
 def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[nn.Module, str]:

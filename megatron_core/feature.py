@@ -69,7 +69,8 @@ class Feature:
     """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. The
+    ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. Those of
+    ``feed_forwards`` are constructed as ``transformer.mlp.MLP``, but with the number of the layer. The
     name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds; those that
     ``ModelConfig.head_name`` returns are heads, constructed as ``models.gpt.model.VocabularyHead``;
     "linear" replaces attention or the MLP."""
@@ -77,6 +78,9 @@ class Feature:
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.
     """
+    feed_forwards: Mapping[str, str] = field(default_factory=dict)
+    """Hooks: classes derived from ``config.linear_layers.FeedForward``, with the sizes of the layers that have them in
+    place of an MLP, by the names that ``ModelConfig.feed_forward_name`` returns."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.parallel.CompressionKind``: values of --grad-compression that it implements."""
     optimizers: tuple[Any, ...] = ()

@@ -70,6 +70,9 @@ FEATURE_LEVEL = 7
 FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
+    "fp8": {"experts"},  # other products of experts
+    "equal_bits": {"experts"},
+    "lora": {"experts"},  # adapters of experts
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
     "compilation": {"layer_sizes"},  # layers of which a part is one linear layer
     "outer_steps": {"averages", "lamb"},  # evaluations with other weights; sums over whole tensors
@@ -79,7 +82,13 @@ FEATURES_THAT_IMPORT_FEATURES = {
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
-WITHIN_LEVEL_0 |= {("foreign_json", "errors"), ("foreign_json", "text_file"), ("storage", "moved")}
+WITHIN_LEVEL_0 |= {
+    ("foreign_json", "errors"),
+    ("foreign_json", "text_file"),
+    ("storage", "moved"),
+    ("features", "moved"),
+}
+WITHIN_LEVEL_0 |= {("features", "schedules")}
 BASES = ("errors", "foreign_json", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.

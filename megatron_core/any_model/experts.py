@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.experts.dispatch import AllToAll, Dispatched
+from megatron_core.features.experts.router import Routing
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import ShardSpec, spec_of, split, split_over
 from megatron_core.parallel.texts import listed, raising_on_all_ranks
-from megatron_core.transformer.moe.dispatch import AllToAll, Dispatched
-from megatron_core.transformer.moe.router import Routing
 
 SETTING = "expert_model_parallel_size"
 CHOICES = 2

@@ -25,6 +25,7 @@ from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
 from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
@@ -201,7 +202,7 @@ def _model_of(parallel: ParallelConfig) -> ModelConfig:
     """Return a GPT that the settings of the layout accept: the caller's model is cut and split elsewhere."""
     ranks = parallel.expert_model_parallel_size
     experts = 2 * ranks if ranks > 1 else None
-    return replace(RunConfig().model, num_layers=_layers_of(parallel), num_experts=experts)
+    return replace(RunConfig().model.section(MoEConfig), num_layers=_layers_of(parallel), num_experts=experts)
 
 
 def cast_module(module: nn.Module, config: RunConfig, device: torch.device) -> None:

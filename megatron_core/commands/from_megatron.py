@@ -12,6 +12,7 @@ The script is read, not run. A variable without a value in the script or in --se
 from __future__ import annotations
 
 from megatron_core.commands.start import start
+from megatron_core.features.experts.settings import MoEConfig
 
 if __name__ == "__main__":
     start("from_megatron")
@@ -213,7 +214,7 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: FromM
 def _description(translated: TranslatedLaunch) -> Iterator[str]:
     config = translated.config
     ranks = translated.world_size
-    model = config.model
+    model = config.model.section(MoEConfig)
     training = config.training
     optimizer = config.optimizer
     moe = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""

@@ -1,6 +1,6 @@
 """Conditions that several settings share: the flags or properties of a run without which it does not read them."""
 
-from megatron_core.config.setting import Condition, given, unless
+from megatron_core.config.setting import Condition, given, unless, without
 
 # Training, ranks and devices.
 TRAINING = unless("--skip-train", lambda run: run.training.skip_train)
@@ -58,40 +58,16 @@ SELECTIVE_RECOMPUTE = Condition(
     "--recompute-granularity selective", lambda run: run.model.recompute_granularity == "selective"
 )
 
-# Experts.
+# Experts, which are a feature.
 EXPERTS = given("num_experts", "N")
-NO_EXPERTS = unless("--num-experts", lambda run: run.model.num_experts is not None)
+NO_EXPERTS = without("num_experts")
 DENSE_LAYER = unless(
     "experts of --moe-ffn-hidden-size in every layer",
     lambda run: (
-        (run.model.moe_ffn_hidden_size or not run.model.may_have_experts)
+        (run.optional("moe_ffn_hidden_size") or not run.model.may_have_feed_forward("experts"))
         and not any(map(run.model.has_dense_mlp, range(run.model.num_layers)))
     ),
 )
-SHARED_EXPERTS = given("moe_shared_expert_intermediate_size", "N")
-SOFTMAX_SCORES = Condition(
-    "--moe-router-score-function softmax", lambda run: run.model.moe_router_score_function == "softmax"
-)
-SCORES_OVER_SUM = Condition(
-    "--moe-router-score-function sigmoid or sqrtsoftplus, and --moe-router-topk 2 or more",
-    lambda run: run.model.moe_router_score_function in ("sigmoid", "sqrtsoftplus") and run.model.moe_router_topk > 1,
-)
-SPARSEMIXER = Condition(
-    "--moe-router-score-function sparsemixer", lambda run: run.model.moe_router_score_function == "sparsemixer"
-)
-CAPACITY = given("moe_expert_capacity_factor", "X")
-AUXILIARY_LOSS = Condition(
-    "--moe-router-load-balancing-type seq_aux_loss, aux_loss or global_aux_loss",
-    lambda run: run.model.moe_router_load_balancing_type.endswith("aux_loss"),
-)
-BALANCING_LOSS = Condition(
-    "--moe-aux-loss-coeff X",
-    lambda run: run.model.moe_aux_loss_coeff or not run.model.moe_router_load_balancing_type.endswith("aux_loss"),
-)
-NO_SINKHORN = unless(
-    "--moe-router-load-balancing-type sinkhorn", lambda run: run.model.moe_router_load_balancing_type == "sinkhorn"
-)
-ROUTED_BY_SCORE = unless("--moe-router-force-load-balancing", lambda run: run.model.moe_router_force_load_balancing)
 
 OPTIMIZED_POSITIONS = Condition(
     "--position-embedding-type learned_absolute, and --decoupled-lr X or an --optimizer of matrices",

@@ -12,6 +12,7 @@ weighted values count all S keys of each query, as in the paper.
 
 from functools import lru_cache
 
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 
@@ -53,30 +54,22 @@ def _forward_flops(model: ModelConfig, seq_length: int, vocab_size: int) -> dict
 
 def layer_flops(model: ModelConfig, layer_number: int, seq_length: int) -> dict[str, int]:
     """Forward FLOPs of one token in a layer (numbered from 0), by term, as in ``forward_flops_per_token``."""
-    hidden, layer_model, mixer = model.hidden_size, model.of_layer(layer_number), mixer_of(model, layer_number)
+    mixer = mixer_of(model, layer_number)
     window = model.window_of_layer(layer_number)
     width = seq_length if window is None or window[0] < 0 else min(seq_length, window[0] + 1)
     scores, values = mixer.score_flops(min(width, model.chunk_of_layer(layer_number) or width))
-    projections, matrices = mixer.projections(1), 3 if model.gated_linear_unit else 2
-    mlp = layer_model.ffn_size * matrices if layer_model.has_dense_mlp(layer_number) else 0
+    projections = mixer.projections(1)
     terms = {
         "qkv": 2 * sum(projection.elements for projection in projections[:-1]),
         "scores": scores,
         "values": values,
         "output": 2 * sum(projection.elements for projection in projections[-1:]),
-        "mlp": 2 * hidden * (hidden if model.block_of(layer_number).mlp.linear else mlp),
+        "mlp": 0,
     }
     if model.connection_elements[0]:
         sublayers = model.has_mixer(layer_number) + model.has_mlp(layer_number)
         terms["connections"] = 2 * model.connection_elements[0] * sublayers
-    if model.has_experts(layer_number):
-        shared = model.moe_shared_expert_intermediate_size or 0
-        terms["router"] = 2 * hidden * (model.num_experts or 0)
-        outer = model.expert_hidden_size
-        terms["experts"] = 2 * outer * model.expert_ffn_size * model.moe_router_topk * matrices
-        terms["latents"] = 4 * hidden * (model.moe_latent_size or 0)
-        terms["shared"] = 2 * hidden * (shared * matrices + model.moe_shared_expert_gate)
-    return terms
+    return terms | feed_forward_of(model, layer_number).flops()
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> int:

@@ -4,10 +4,10 @@ from megatron_core.config.attention import AttentionKind, Projection, attention_
 from megatron_core.config.model import ModelConfig
 
 
-class LinearMixer(AttentionKind):
-    """One linear layer instead of attention (Bercovich et al. 2024, arXiv 2411.19146)."""
+class NoMixer(AttentionKind):
+    """A layer with a feed-forward part alone; base class of layers with other parts than attention."""
 
-    name = "linear"
+    name = "none"
 
     @property
     def has_rotary(self) -> bool:
@@ -27,9 +27,8 @@ class LinearMixer(AttentionKind):
         return 0, 0
 
     def projections(self, tp: int) -> list[Projection]:
-        """A matrix of which each rank has rows."""
-        size = self.model.hidden_size
-        return [Projection(size, size // tp, "outputs", self.model.add_bias_linear, "hidden_size")]
+        """None."""
+        return []
 
     def norms(self, tp: int) -> tuple[int, ...]:
         """None."""
@@ -40,24 +39,14 @@ class LinearMixer(AttentionKind):
         return 0, 0
 
 
-class NoMixer(LinearMixer):
-    """A layer with an MLP or experts alone."""
-
-    name = "none"
-
-    def projections(self, tp: int) -> list[Projection]:
-        """None."""
-        return []
-
-
-def _recurrence(name: str) -> type[AttentionKind]:
+def _of_a_feature(name: str) -> type[AttentionKind]:
     return loaded_kind(kinds_of_features()[name])
 
 
 def recurrence_of(model: ModelConfig, layer_number: int) -> AttentionKind | None:
     """The recurrence of a layer (numbered from 0); None: it has none."""
     name = model.recurrence_of(layer_number)
-    return None if name is None else _recurrence(name)(model)
+    return None if name is None else _of_a_feature(name)(model)
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
@@ -65,7 +54,7 @@ def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
     recurrence = model.recurrence_of(layer_number)
     has_attention = model.has_attention(layer_number)
     if recurrence is not None:
-        return _recurrence(f"attention_and_{recurrence}" if has_attention else recurrence)(model)
+        return _of_a_feature(f"attention_and_{recurrence}" if has_attention else recurrence)(model)
     if has_attention:
         return attention_of(model.of_layer(layer_number))
-    return LinearMixer(model) if model.block_of(layer_number).attention.linear else NoMixer(model)
+    return _of_a_feature("linear")(model) if model.block_of(layer_number).attention.linear else NoMixer(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,6 @@ from megatron_core.config.layer_settings import (
     RecomputeConfig,
     RotaryConfig,
 )
-from megatron_core.config.moe import MoEConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.feature import Extensible
 
@@ -28,11 +28,10 @@ class ModelConfig(
     NormConfig,
     RotaryConfig,
     ActivationConfig,
-    MoEConfig,
     RecomputeConfig,
     Extensible,
 ):
-    """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
+    """The model: sizes, norms, positions, activations, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
     """Number of transformer layers."""
@@ -207,9 +206,8 @@ class ModelConfig(
         """Whether a layer may have an MLP or experts."""
         return True
 
-    @property
-    def may_have_experts(self) -> bool:
-        """Whether a layer may have experts."""
+    def may_have_feed_forward(self, name: str) -> bool:
+        """Whether a layer may have a feed-forward part of this kind."""
         return True
 
     @property
@@ -225,37 +223,27 @@ class ModelConfig(
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
         return self
 
-    @property
-    def expert_ffn_size(self) -> int:
-        """Width of one expert after defaults."""
-        return self.moe_ffn_hidden_size or self.ffn_size
-
-    @property
-    def expert_hidden_size(self) -> int:
-        """Channels of the inputs and outputs of the routed experts after defaults."""
-        return self.moe_latent_size or self.hidden_size
-
     def applications(self, layer_number: int) -> range:
         """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""
         return range(layer_number, layer_number + 1)
 
-    @property
-    def expert_layers(self) -> list[int]:
-        """Ascending numbers of the layers with experts, including the added ones, which are last."""
-        return [layer for layer in range(self.num_layers + self.added_layers) if self.has_experts(layer)]
-
-    def has_experts(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has experts."""
-        return super().has_experts(min(layer_number, self.num_layers - 1))
+    def feed_forward_name(self, layer_number: int) -> str | None:
+        """The kind of the feed-forward part of a layer (numbered from 0): "mlp", or a name in
+        ``Feature.feed_forwards``; None: the layer has none."""
+        return None if self.block_of(layer_number).mlp.no_op else "mlp"
 
     def has_mlp(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has an MLP, the linear layer that replaces it, or experts."""
-        return not self.block_of(layer_number).mlp.no_op
+        """Whether a layer (numbered from 0) has an MLP, or another part in its place."""
+        return self.feed_forward_name(layer_number) is not None
 
     def has_dense_mlp(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has an MLP without experts."""
-        replaced = self.has_experts(layer_number) or self.block_of(layer_number).mlp.linear
-        return self.has_mlp(layer_number) and not replaced
+        """Whether a layer (numbered from 0) has an MLP."""
+        return self.feed_forward_name(layer_number) == "mlp"
+
+    @property
+    def counting_layers(self) -> tuple[Sequence[int], int]:
+        """Ascending numbers of the layers that count choices of tokens in a step, and how many numbers each counts."""
+        return (), 1
 
     @property
     def head_size(self) -> int:

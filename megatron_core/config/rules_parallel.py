@@ -8,26 +8,11 @@ from megatron_core.config.run import RunConfig
 
 
 def split_problems(config: RunConfig) -> Iterator[str]:
-    """Key-value groups, experts and their widths that cannot be split evenly over ranks."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
+    """Key-value groups that cannot be split evenly over ranks."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
     # A gate and these norms have rows for each group, which no rank may share; without them, ranks may share a group.
     if model.attention_output_gate or model.qk_layernorm_over_heads or model.qk_layernorm_weight_per_head:
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", tp)
-    if model.num_experts is None or min(model.num_experts, model.moe_router_topk) < 1:
-        return
-    if (shared := model.moe_shared_expert_intermediate_size) is not None:
-        yield from uneven("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
-    yield from uneven(
-        "num_experts", model.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size
-    )
-    yield from uneven(
-        "moe_ffn_hidden_size",
-        model.expert_ffn_size,
-        "expert_tensor_parallel_size",
-        parallel.expert_tensor_size,
-        " (the default is tensor_model_parallel_size)",
-    )
 
 
 def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:

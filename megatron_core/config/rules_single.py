@@ -118,8 +118,9 @@ def unread_settings(
 
 def _absent_parts(model: ModelConfig) -> Iterator[str]:
     """Parts for selective recompute that no layer has."""
-    experts, layers = len(model.expert_layers), range(model.num_layers)
-    shared = experts and model.moe_shared_expert_intermediate_size
+    layers = range(model.num_layers)
+    experts = "experts" in map(model.feed_forward_name, range(model.num_layers + model.added_layers))
+    shared = experts and vars(model)["moe_shared_expert_intermediate_size"]
     needed = {
         "layernorm": (model.norm_placement != "post", "norms before attention and MLP"),
         "mla_up_proj": (model.multi_latent_attention, "--multi-latent-attention"),

@@ -74,7 +74,7 @@ class RunConfig:
     @property
     def runs_in_pairs(self) -> bool:
         """Whether forwards run together with backwards: without experts there is no exchange to overlap."""
-        return self.parallel.overlap_moe_expert_parallel_comm and self.model.num_experts is not None
+        return self.parallel.overlap_moe_expert_parallel_comm and self.optional("num_experts") is not None
 
     @property
     def schedules_by_samples(self) -> bool:
@@ -262,7 +262,7 @@ class RunContext(RunConfig):
         """Ranks over which the gradients of dense layers, or of experts if they are more, are summed."""
         size = self.world_size // self.num_groups
         copies = self.parallel.data_parallel_size(size) * self.parallel.context_parallel_size
-        return max(copies, size // self.parallel.expert_model_size if self.model.num_experts else 1)
+        return max(copies, size // self.parallel.expert_model_size if self.optional("num_experts") else 1)
 
     @property
     def expert_ranks(self) -> int:

@@ -47,7 +47,7 @@ BY_RULE = Condition("", lambda run: True)
 def given(name: str, value: str = "") -> Condition:
     """The condition that the setting ``name`` is neither false, 0 nor absent; ``value`` is an example of its value."""
     words = f"--{name.replace('_', '-')} {value}".rstrip()
-    return Condition(words, lambda run: run.value(name), switch=name)
+    return Condition(words, lambda run: run.optional(name), switch=name)
 
 
 def unless(words: str, is_so: Callable[[Any], object]) -> Condition:

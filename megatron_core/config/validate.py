@@ -12,7 +12,6 @@ from megatron_core.config.rules_data import (
     data_problems,
     tokenizer_problems,
 )
-from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, split_problems
 from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
@@ -45,7 +44,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from needless_settings(values, run)
     # By topic, so that messages about the same settings stand next to each other.
     yield from model_problems(config)
-    yield from moe_problems(config)
     yield from split_problems(config)
     yield from parallel_problems(config, world_size)
     yield from context_problems(config)

@@ -10,6 +10,7 @@ from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
+from megatron_core.features.experts import EXPERTS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
@@ -67,6 +68,7 @@ FEATURES = (
     QK_CLIP,
     QUESTIONS,
     RECURRENT,
+    EXPERTS,
     SPARSE_ATTENTION,
     VALUE_HEAD,
     *cpu_ranks.FEATURES,
@@ -77,4 +79,5 @@ FEATURES = (
     *storage.FEATURES,
     *vocabularies.FEATURES,
 )
-"""In the order in which their sections are shown and their parts of a run are called."""
+"""In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
+called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""

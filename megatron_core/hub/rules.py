@@ -79,7 +79,7 @@ def without_arguments(model: ModelConfig) -> list[str]:
         differing.append("position_embedding_type=alibi")
     if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
         differing.append(f"rope_scaling_type={model.rope_scaling_type}")
-    if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
+    if settings.get("num_experts") and settings["moe_router_score_function"] == "sparsemixer":
         differing.append("moe_router_score_function=sparsemixer")
     pattern = settings.get("linear_attention_freq") or (1,)
     recurs_last = model.num_layers % max(pattern[0], 1) > 0 if len(pattern) == 1 else pattern[-1] == 1

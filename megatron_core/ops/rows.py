@@ -1,4 +1,7 @@
-"""Helpers of rowwise operations: tensors as rows, checks, and memory for sums over rows."""
+"""Helpers of rowwise operations: tensors as rows, checks, copies, and memory for sums over rows."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +45,13 @@ def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 def contiguous_last_dim(x: Tensor) -> Tensor:
     """``x`` with a contiguous last dim; copied if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def copied_to(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host, or rows of them, on a device; a copy to a GPU does not block the host."""
+    # Pinned memory: a copy from pageable memory waits for all work of the GPU.
+    on_host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def new_like(x: Tensor) -> Tensor:

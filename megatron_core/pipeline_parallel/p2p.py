@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.ops.grouped import copied_to
+from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import ParallelGroups, process_group
 from megatron_core.parallel.meter import METER

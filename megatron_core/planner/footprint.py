@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.parallel import added_moments, compression_of
@@ -240,8 +241,9 @@ class Footprint:
         width = (1 + gated) * model.ffn_size / tp if dense else 0.0
         if model.layers_differ_in_size:
             width = self._widest(rank, (1 + gated) / tp, n * tokens)
-        if model.num_experts is not None:
-            rows = model.moe_router_topk * (model.expert_hidden_size + (1 + gated) * model.expert_ffn_size) / tp
+        if config.optional("num_experts") is not None:
+            experts: Any = model
+            rows = experts.moe_router_topk * (experts.expert_hidden_size + (1 + gated) * experts.expert_ffn_size) / tp
             width = max(rows, width)
         size = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:

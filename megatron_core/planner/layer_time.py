@@ -8,8 +8,11 @@ reads its input and writes its output; its backward reads input and gradient and
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
@@ -254,7 +257,7 @@ class LayerClock:
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
-        model = self.config.model
+        model: Any = self.config.model
         parallel = self.config.parallel
         hidden, outer = model.hidden_size, model.expert_hidden_size
         etp = parallel.expert_tensor_size
@@ -289,7 +292,7 @@ class LayerClock:
 
     def exchange(self) -> float:
         """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
-        model = self.config.model
+        model: Any = self.config.model
         parallel = self.config.parallel
         row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
@@ -324,17 +327,18 @@ class LayerClock:
         forward, backward = self.mixing(number)
         before, behind = self.between(number)
         attention = self.attention(number)
-        mlp = self.experts() if model.has_experts(number) else Passes({}, {}, {})
+        has_experts = model.feed_forward_name(number) == "experts"
+        mlp = self.experts() if has_experts else Passes({}, {}, {})
         if model.has_dense_mlp(number):
             mlp = self.mlp(model.of_layer(number).ffn_size, joined=joins_parts(self.config, number))
         elif model.block_of(number).mlp.linear:
             mlp = self.replaced()
         again = [forward] if model.recomputes("core_attn") else []
-        again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
+        again += [mlp.forward] if model.recomputes(feed_forward_of(model, number).recomputed_as) else []
         again += [before] if model.recomputes("layernorm") else []
         if model.recomputes("mla_up_proj") and model.multi_latent_attention and model.has_attention(number):
             again.append({"products": 0.5 * attention.forward["products"]})
-        if model.recomputes("moe_act") and model.has_experts(number):
+        if model.recomputes("moe_act") and has_experts:
             again.append({"elements": 0.3 * mlp.forward["elements"]})
         self.eight_bit = False
         passes = [attention, Passes(forward, total([backward, *again]), {}), mlp, Passes(before, behind, {})]

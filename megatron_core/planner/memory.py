@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.attention import computed_weights
-from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.linear_layers import feed_forward_of, linear_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.parameters import added_tensors, trains_whole_model
 
@@ -66,7 +66,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms.
     If attention and MLP share a norm, the first term has half of its inputs, and both masks. With
     ``fp32_residual_connection`` inputs of norms that read the residual stream have 4 bytes instead of n.
-    In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
+    Other feed-forward parts, as experts, have other terms: ``FeedForward.saved_bytes``.
     """
     model = config.model.of_layer(layer_number)
     n = _number_size(config)
@@ -83,38 +83,11 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         of_stream = number_size(config.residual_dtype)
         saved_streams = model.stream_size * (of_stream + (4 if of_stream < 4 else 0) + mask)
         split_by_sequence += sublayers * (saved_streams + model.hidden_size * (n - mask))
-    experts = model.has_experts(layer_number)
-    width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
-    if experts:
-        width = model.moe_shared_expert_intermediate_size or 0
-    if model.recomputes("shared_experts" if experts else "mlp"):
-        width = 0
-    split: float = n * of_heads + n * width * (3 if model.gated_linear_unit else 2)
-    split += _expert_bytes(config) if experts else 0
+    split: float = n * of_heads
+    split += feed_forward_of(model, layer_number).saved_bytes(n, config.parallel.expert_tensor_size)
     split += _score_bytes(config) if model.has_attention(layer_number) else 0
     tp = config.parallel.tensor_model_parallel_size
     return _tokens(config) * (split_by_sequence / _sequence_parts(config) + split / tp)
-
-
-def _expert_bytes(config: RunConfig) -> float:
-    """Bytes per token for the router and the experts, with the mean load and no dropped tokens; a rank has 1 / t of the
-    tokens. With E experts, k experts per token, expert width f, n bytes per element and u tensor ranks of an expert:
-
-        4 h (16-bit only) + 4 E (3 x with balancing loss)    input of the router in float32; logits
-        + k (n u h + n 3 f (gated: 4 f))                     dispatched rows; before and after the activation function,
-                                                             and times the probability
-        with latents of l channels: k n u l instead of k n u h, and n (h + l) for the inputs of their projections
-    """
-    model = config.model
-    n = _number_size(config)
-    if model.recomputes("moe"):
-        return 0
-    inner = ((4 if model.gated_linear_unit else 3) - 2 * model.recomputes("moe_act")) * model.expert_ffn_size
-    rows = model.moe_router_topk * n * (config.parallel.expert_tensor_size * model.expert_hidden_size + inner)
-    if model.moe_latent_size is not None:
-        rows += n * (model.hidden_size + model.moe_latent_size)
-    logits = 4 * (model.num_experts or 0) * (3 if model.balancing_loss else 1)
-    return rows + logits + (4 * model.hidden_size if n < 4 else 0)
 
 
 def _score_bytes(config: RunConfig) -> int:
@@ -298,7 +271,5 @@ def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
     weights = model.connection_elements[0] // model.stream_size
     if weights and not is_warmup:
         yield Matrices((weights,), model.stream_size, model.has_mixer(layer_number) + model.has_mlp(layer_number))
-    if model.has_experts(layer_number) and not is_warmup:
-        yield Matrices((model.num_experts or 0,), model.hidden_size)
-        if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:
-            yield Matrices((1,), model.hidden_size)
+    for outputs, inputs in () if is_warmup else feed_forward_of(model, layer_number).router_matrices():
+        yield Matrices((outputs,), inputs)

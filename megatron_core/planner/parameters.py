@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.attention import attention_of
-from megatron_core.config.linear_layers import AddedTensor
+from megatron_core.config.linear_layers import AddedTensor, feed_forward_of, mlp_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
@@ -70,7 +70,6 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     """
     model = config.model.of_layer(layer_number)
     tp = config.parallel.tensor_model_parallel_size
-    hidden = model.hidden_size
     attention = mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
     blocks = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
@@ -81,24 +80,17 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
         of_projection = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
         total += of_projection.freeze() if projection.frozen else of_projection
     total += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
-    if not model.has_experts(layer_number):
-        if model.block_of(layer_number).mlp.linear:
-            rows = hidden // tp
-            return total + Parameters(hidden * rows) + _vectors(rows * model.add_bias_linear)
-        return total + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
-    experts = model.num_experts or 0
-    total += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
-    shared = model.moe_shared_expert_intermediate_size
-    if shared is not None:
-        total += _mlp(model, shared, tp) + Parameters(hidden * model.moe_shared_expert_gate)
-    parallel = config.parallel
-    matrices = 3 if model.gated_linear_unit else 2
-    local = experts // parallel.expert_model_parallel_size
-    width = model.expert_ffn_size // parallel.expert_tensor_size
-    outer = model.expert_hidden_size
-    total += Parameters(2 * hidden * (model.moe_latent_size or 0))
-    biases = local * ((matrices - 1) * width + outer) * model.add_bias_linear
-    return total + Parameters(experts=local * matrices * outer * width + biases, expert_biases=biases)
+    if model.has_dense_mlp(layer_number):
+        total += _vectors(2 * model.xielu)
+    for layer in mlp_layers(model, config.parallel, layer_number):
+        biases = sum(layer.pieces) * model.add_bias_linear * max(layer.experts, 1)
+        if layer.experts:
+            total += Parameters(experts=layer.experts * layer.elements + biases, expert_biases=biases)
+        else:
+            total += Parameters(layer.elements) + _vectors(biases)
+    for outputs, inputs in feed_forward_of(model, layer_number).router_matrices():
+        total += Parameters(outputs * inputs) + _vectors(outputs * model.add_bias_linear)
+    return total
 
 
 def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
@@ -195,7 +187,7 @@ def layer_kinds(config: RunConfig) -> list[int]:
         comm_type = comm[layer if len(comm) > 1 else 0]
         added = added_parameters(config, layer)
         mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
-        blocks = model.has_experts(layer), model.has_mlp(layer), mixer, model.block_of(layer)
+        blocks = model.feed_forward_name(layer), mixer, model.block_of(layer)
         traits = *blocks, comm_type, eight_bit, added
         numbers.append(seen.setdefault(traits, len(seen)))
     return numbers
@@ -272,9 +264,3 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
     )
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return layers + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
-
-
-def _mlp(model: ModelConfig, width: int, tp: int) -> Parameters:
-    inner = width // tp * (2 if model.gated_linear_unit else 1)
-    vectors = _vectors((inner + model.hidden_size) * model.add_bias_linear + 2 * model.xielu)
-    return Parameters(model.hidden_size * (inner + width // tp)) + vectors

@@ -216,7 +216,7 @@ class Search:
 
     def _layer_settings(self) -> Iterator[Settings]:
         """Yield TP, CP, EP and ETP whose products divide the number of devices."""
-        experts = self.config.model.num_experts
+        experts = self.config.optional("num_experts")
         for cp in divisors(self.devices):  # first without, so that a short search has seen the usual layouts
             for tp in divisors(self.devices // cp):
                 split = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel": tp > 1}

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_core.features.experts.layer import routed_rows
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.inference.generator import Generator
 from megatron_core.inference.scheduler import Segment
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.transformer.context import RouterReplay
-from megatron_core.transformer.moe.layer import routed_rows
 
 
 class ExpertRecorder:
@@ -22,8 +23,9 @@ class ExpertRecorder:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._layers = list(generator.config.model.expert_layers)
-        self._choices = generator.config.model.moe_router_topk
+        self._model = generator.config.model.section(MoEConfig)
+        self._layers = self._model.expert_layers
+        self._choices = self._model.moe_router_topk
         self._texts: dict[int, dict[int, Tensor]] = defaultdict(dict)
         """By request and position ``[layers, k]``."""
         generator.router_replay = RouterReplay()
@@ -63,5 +65,5 @@ class ExpertRecorder:
                     row.copy_(texts[position])
         on_device = total.to(self._generator.device)
         all_reduce_(on_device, self._generator.groups.group(WORLD))
-        small = np.uint8 if (self._generator.config.model.num_experts or 0) <= 256 else np.int16
+        small = np.uint8 if (self._model.num_experts or 0) <= 256 else np.int16
         return [part.numpy().astype(small) for part in on_device.cpu().split(list(lengths))]

@@ -100,7 +100,7 @@ class RolloutSampler:
         self._recorder = None
         self._settings = settings or InferenceConfig()
         if record_experts:
-            if config.model.num_experts is None:
+            if config.optional("num_experts") is None:
                 raise ConfigError("record_experts=True needs a model with experts (--num-experts)")
             self._recorder = ExpertRecorder(self._generator)
             # Positions that another text has computed would have no record.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import RunConfig
+from megatron_core.features.experts.layer import routed_rows
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.micro_batch import MicroBatch
@@ -21,7 +23,6 @@ from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, batch_of, check_experts
 from megatron_core.training.setup import Run
 from megatron_core.transformer.context import RouterReplay
-from megatron_core.transformer.moe.layer import routed_rows
 
 
 def score_dtype(config: RunConfig) -> torch.dtype:
@@ -76,7 +77,7 @@ class StepData:
                 )
             )
 
-        model = run.config.model
+        model = run.config.model.section(MoEConfig)
         layers = model.expert_layers
         choices = model.moe_router_topk
         if check_experts(rows.trajectories, len(layers), choices, model.num_experts or 0):
@@ -93,7 +94,8 @@ class StepData:
         else:
             own = local[routed_rows(len(local), self._run.groups.group("tp"))]
         by_layer = own.unbind(2)
-        return RouterReplay(dict(zip(self._run.config.model.expert_layers, by_layer, strict=True)))
+        layers = self._run.config.model.section(MoEConfig).expert_layers
+        return RouterReplay(dict(zip(layers, by_layer, strict=True)))
 
     def _rows_of(self, micro: int) -> list[int]:
         """The rows of a micro-batch of this rank."""

@@ -18,6 +18,7 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.feature import descriptions
 from megatron_core.features.as_megatron.differences import training_differences
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
@@ -97,7 +98,7 @@ class RankEstimate:
     @cached_property
     def active_parameters(self) -> int:
         """Number of parameter elements used for one token: of the experts, only the chosen ones count."""
-        model = self.config.model
+        model = self.config.model.section(MoEConfig)
         matrices = 3 if model.gated_linear_unit else 2
         unused = (model.num_experts or 0) - model.moe_router_topk
         built = [layer for layer in model.expert_layers if layer < model.num_layers + model.distinct_added_layers]
@@ -234,7 +235,8 @@ def _layers(estimate: RankEstimate) -> str:
 def _memory(estimate: RankEstimate) -> str:
     sizes = dict(estimate.bytes_by_kind)
     elsewhere = sizes.pop("elsewhere")
-    active = f", of which a token uses {estimate.active_parameters:,}" if estimate.config.model.expert_layers else ""
+    has_experts = estimate.config.model.counting_layers[0]
+    active = f", of which a token uses {estimate.active_parameters:,}" if has_experts else ""
     padding = padded_vocabulary(estimate.config, estimate.vocab_size) - estimate.vocab_size
     padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""
     notes = {

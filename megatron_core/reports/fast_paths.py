@@ -92,7 +92,7 @@ FAST_PATHS = (
     ),
     FastPath(
         "one product for all experts",
-        lambda config: config.model.num_experts is not None,
+        lambda config: config.optional("num_experts") is not None,
         lambda gpu: gpu.since("2.10", is_there=gpu.has_grouped_products),
         "a product for each expert",
     ),

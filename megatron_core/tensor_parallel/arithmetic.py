@@ -7,7 +7,6 @@ Layers ask the object for their products in the constructor, so that no ``forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,33 +15,12 @@ from torch import Tensor, nn
 from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import ShardSpec
-from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 
 SplitOver = Callable[..., ShardSpec]
 """Function from ``size``, a number of ranks, to the part of the first of them."""
-
-
-@dataclass(frozen=True)
-class TokenNumbers:
-    """Numbers of this rank's tokens that give the rows of an expert one order in every layout."""
-
-    of_tokens: Tensor
-    """``[T]`` int64: sequence x its length + position."""
-    chunk: int
-    """Tokens in a chunk of a sequence."""
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The rows of each expert in chunks of sequences: rows are ordered by expert, sequence and position."""
-
-    experts: tuple[slice, ...]
-    """The rows of each expert."""
-    of_expert: tuple[tuple[slice, ...], ...]
-    """For each expert, the rows of each chunk of a sequence that has any."""
 
 
 class Product(Protocol):
@@ -90,19 +68,6 @@ class LayerArithmetic:
         """As ``whole_product`` for the few outputs of a router or gate, called with (x, weight, bias)."""
         return plain_product
 
-    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
-        """As ``output_product`` for a stack of experts, called as ``grouped_linear`` with the chunks of the rows."""
-        return expert_product
-
-    def expert_input_product(self, inputs: int, group: Group) -> Callable[..., Tensor]:
-        """As ``input_product`` for a stack of experts."""
-        return expert_product
-
-    def times_probs(self, activated: Tensor, probs: Tensor, group: Group) -> Tensor:
-        """Rows ``[R, n]``, of which the ranks of ``group`` have other columns, times their probabilities ``[R]``."""
-        # Probabilities are float32 or wider; the product keeps the dtype of the rows.
-        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
-
     def add_bias(self, x: Tensor, bias: nn.Parameter) -> Tensor:
         """x + bias over the last dim."""
         return x + bias
@@ -149,22 +114,9 @@ class LayerArithmetic:
         """``[s, b, r]`` -> ``[s, b, heads, r]``."""
         return shared.unsqueeze(2).expand(-1, -1, heads, -1)
 
-    def token_numbers(self, positions: Tensor, sample_index: Tensor | None, ranks: int) -> TokenNumbers | None:
-        """Numbers of tokens that order the rows of experts; None: any order.
-
-        ``positions`` are those of tokens of each sequence, which are divided over ``ranks`` tensor-parallel ranks;
-        ``sample_index`` the numbers of the sequences, or None in generation.
-        """
-        return None
-
     def exact_norm(self, gradients: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
         """With ``adds_exactly``: the norm of gradients of which each rank of ``group`` has a part."""
         raise NotImplementedError("only an arithmetic with adds_exactly computes the norm")
 
 
 PLAIN = LayerArithmetic()
-
-
-def expert_product(x: Tensor, weight: nn.Parameter, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
-    """``grouped_linear`` with the arguments of the products of experts."""
-    return grouped_linear(x, weight, counts)

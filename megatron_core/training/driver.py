@@ -178,7 +178,7 @@ def take_step(
         stop=totals["stop"][0] > 0.0 and not alone,
         auxiliary_losses={name: _mean([group[name] for group in means]) for name in means[0]},
         statistics=[value / len(groups) for value in totals["statistics"]],
-        expert_load=dict(zip(auxiliary.expert_layers, _in_rows(totals["load"], load.shape[1]), strict=True)),
+        expert_load=dict(zip(auxiliary.counting_layers[0], _in_rows(totals["load"], load.shape[1]), strict=True)),
         groups=groups if len(groups) > 1 else (),
     )
 

@@ -43,8 +43,8 @@ class RunPart:
     def after_gradients(self) -> None:
         """Called when the gradients of a step are summed over all ranks, before they are clipped."""
 
-    def after_step(self) -> None:
-        """Called after the update of each step, and after the counters of the run."""
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Called after the update of each step, and after the counters of the run; ``outcome``: equal on all ranks."""
 
     def evaluated_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
         """Return contexts with the weights of an evaluation, by an addition to the names of its results.

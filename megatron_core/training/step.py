@@ -35,7 +35,6 @@ from megatron_core.training.objective import count_tokens
 from megatron_core.training.parts import Attempt
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
-from megatron_core.transformer import moe
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import ForwardState, RouterReplay
 from megatron_core.transformer.layer_spec import mtp_loss_names
@@ -123,19 +122,14 @@ def train_on_batches(run: Run, data: StepInput, *, stop: bool = False, hooks: St
         read = partial(statistics.read, outcome.statistics, scale)
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
-    # Take the step; then update the experts' biases and the counters.
+    # Take the step; then update the counters.
     attempt = run.attempts.take(compute)
     outcome = attempt.outcome
-    if outcome.expert_load and not outcome.skipped:
-        # Frozen routers keep their biases: the other weights of the model are those that the biases balance.
-        modules = (module for stage in run.stages.values() for module in stage.modules())
-        routers = [module for module in modules if isinstance(module, moe.TopKRouter) and module.weight.requires_grad]
-        moe.update_expert_biases(routers, {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped and not alone)
     if outcome.skipped and alone:
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
     for run_part in run.parts:
-        run_part.after_step()
+        run_part.after_step(outcome)
     breakdown = attempt.statistics()
     for run_part in run.parts:
         breakdown |= run_part.metrics()
@@ -150,8 +144,7 @@ def _auxiliary_losses(run: Run, size: StepSize, batches: Sequence[MicroBatch]) -
     return AuxiliaryLosses(
         run.auxiliary_loss_names,
         size.batch_size // run.groups.outer.size(),
-        expert_layers=model.expert_layers,
-        num_experts=model.num_experts or 0,
+        counting_layers=model.counting_layers,
         counts=count_later_tokens(batches, mtp_loss_names(model)) | {"tokens": count_tokens(batches)},
     )
 

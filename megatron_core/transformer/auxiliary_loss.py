@@ -41,10 +41,8 @@ class AuxiliaryLosses:
     """
     loss_scale: float | Tensor = 1.0
     """Factor on all gradients, against underflow in float16."""
-    expert_layers: Sequence[int] = ()
-    """Global numbers of all layers with experts in the whole model."""
-    num_experts: int = 0
-    """Number of experts in each of these layers."""
+    counting_layers: tuple[Sequence[int], int] = ((), 1)
+    """``ModelConfig.counting_layers`` of the whole model: layers with experts."""
     values: dict[tuple[str, int, int], tuple[Tensor, Tensor | int, bool]] = field(default_factory=dict)
     """By name, layer and micro-batch: (value, denominator, whether it is partial).
 
@@ -95,14 +93,15 @@ class AuxiliaryLosses:
         return {name: value / (denominator / n) if n else 0.0 for name, value, denominator, n in numbers}
 
     def expert_load(self, device: torch.device) -> Tensor:
-        """Return this rank's part of each layer's load, float64 ``[expert_layers, num_experts + 1]``.
+        """Return this rank's part of each layer's load, float64 ``[layers, num_experts + 1]``.
 
         A row has the number of tokens that chose each expert, then the number of dropped choices. The sum over all
         ranks is the load by the global batch.
         """
-        total = torch.zeros(len(self.expert_layers), self.num_experts + 1, dtype=torch.float64, device=device)
+        layers, numbers = self.counting_layers
+        total = torch.zeros(len(layers), numbers, dtype=torch.float64, device=device)
         for (layer_number, _), load in self._loads.items():
-            total[self.expert_layers.index(layer_number)] += load
+            total[layers.index(layer_number)] += load
         return total
 
     def store_load(self, layer_number: int, micro: int, load: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.feature import load_hook
 from megatron_core.ops.rows import wide
 from megatron_core.tensor_parallel import KeyedDropout
@@ -130,7 +131,7 @@ class TransformerLayer(nn.Module):
         self.wide_stream = context.config.fp32_residual_connection
         # A norm is cheap to compute again, and its output is as large as the residual stream.
         self.recompute_norms = context.config.recomputes("layernorm")
-        self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
+        self.recompute_mlp = context.config.recomputes(feed_forward_of(context.config, layer_number).recomputed_as)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> the same shape."""

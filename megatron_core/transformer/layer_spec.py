@@ -9,10 +9,9 @@ from torch import nn
 from megatron_core import context_parallel
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
-from megatron_core.config.mixers import LinearMixer, mixer_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.parallel.groups import ALONE
-from megatron_core.transformer import moe
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.core_attention import CoreAttention
@@ -119,7 +118,6 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
 
     Other models can modify the result with ``dataclasses.replace`` in their own ``LayerSpecs``.
     """
-    has_experts = config.has_experts(layer_number)
     norm = norm_of(config)
     before = NoNorm if config.norm_placement == "post" else norm
     after = None if config.norm_placement == "pre" else norm
@@ -142,18 +140,14 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
                 name: partial(mixer_layer(inner.name), **constructors) for name, inner in mixer_kind.mixers.items()
             }
             mixer = partial(mixer_layer(mixer_kind.name), mixers=mixers)
-        elif isinstance(mixer_kind, LinearMixer):
-            mixer = mixer_layer(LinearMixer.name)
         else:
             layer = mixer_layer(mixer_kind.name)
             mixer = partial(layer, **constructors)
-            loss_names = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
+            loss_names = _loss_names(layer, config)
     mlp: Callable[..., nn.Module] | None = None
-    if config.has_mlp(layer_number):
-        if has_experts:
-            mlp = moe.MoELayer
-        else:
-            mlp = mixer_layer(LinearMixer.name) if config.block_of(layer_number).mlp.linear else MLP
+    if (name := config.feed_forward_name(layer_number)) is not None:
+        mlp = MLP if name == "mlp" else load_hook(layer_hooks()[name])
+        loss_names = (*loss_names, *_loss_names(mlp, config))
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,
@@ -161,8 +155,13 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=mlp,
-        auxiliary_losses=(*loss_names, *(moe.moe_loss_names(config) if has_experts else ())),
+        auxiliary_losses=loss_names,
     )
+
+
+def _loss_names(layer: Callable[..., nn.Module], config: ModelConfig) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
+    return names
 
 
 OUTPUT_Z_LOSS = "output_z_loss"

@@ -74,7 +74,8 @@ class Task:
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
     """Return every layout of ``world_size`` ranks that is legal for ``config``."""
-    candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
+    has_experts = config.optional("num_experts") is not None
+    candidates = every_layout(world_size, config.model.num_layers, experts=has_experts)
     return [layout for layout in candidates if not any(problems(configured(config, layout, "float64"), world_size))]
 
 

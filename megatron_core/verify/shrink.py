@@ -12,6 +12,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.config.setting import declarations
 from megatron_core.config.training import BadStepConfig
 from megatron_core.config.validate import problems
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig, write_blocks
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.features.recurrent.kinds import Mamba2
@@ -140,8 +141,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.ffn_hidden_size is not None:
         unit = 8 * tp
         sizes["ffn_hidden_size"] = max(round(hidden * model.ffn_hidden_size / model.hidden_size / unit), 1) * unit
-    if model.num_experts is not None:
-        sizes |= _experts(model, layouts, layers, hidden)
+    if (experts := model.section(MoEConfig)).num_experts is not None:
+        sizes |= _experts(experts, layouts, layers, hidden)
     if model.num_query_groups is not None:
         sizes["num_query_groups"] = groups
     if model.multi_latent_attention:
@@ -246,7 +247,7 @@ def _groups(groups: int, old_heads: int, heads: int, tp: int) -> int:
     return share if share % tp == 0 or tp % share == 0 else gcd(share, tp)
 
 
-def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden: int) -> dict[str, Any]:
+def _experts(model: MoEConfig, layouts: Sequence[Layout], layers: int, hidden: int) -> dict[str, Any]:
     """Sizes of few small experts: their number is divisible by ep, their widths by etp and tp."""
     ep = lcm(*(layout.ep for layout in layouts))
     unit = 8 * lcm(*(layout.etp or layout.tp for layout in layouts), *(layout.tp for layout in layouts))

@@ -4,6 +4,7 @@ from enum import Enum, auto
 
 from megatron_core.config.layout import Layout
 from megatron_core.config.run import RunConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config
 
 
@@ -18,10 +19,11 @@ class Scope(Enum):
 
 def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
     """Settings with which a result depends on which sequences are computed together, as text."""
-    balancing = config.model.balancing_losses
-    router = config.model.moe_router_load_balancing_type
+    model = config.model.section(MoEConfig)
+    balancing = model.balancing_losses
+    router = model.moe_router_load_balancing_type
     scopes: dict[str, Scope] = {}
-    if config.model.num_experts is not None:
+    if model.num_experts is not None:
         if "aux_loss" in balancing:
             scopes["the balancing loss aux_loss"] = Scope.RANK
         if router == "sinkhorn":

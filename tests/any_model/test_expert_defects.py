@@ -36,7 +36,7 @@ DEFECTS = {
         *(EXPERTS + "_run_local", "len(rows) == 0", "False", FEW),
     ),
     "tokens are sent to the experts of one rank": (
-        *("transformer.moe.dispatch:AllToAll._destinations", "routing.experts // self.local_experts", "0 * OLD", EP2),
+        *("features.experts.dispatch:AllToAll._destinations", "routing.experts // self.local_experts", "0 * OLD", EP2),
     ),
 }
 

@@ -9,7 +9,7 @@ IN_EXPERTS = (
     # Partial gradients.
     Defect(  # C17
         "router gradients are not summed over tensor-parallel ranks",
-        "transformer.moe.router:TopKRouter.__init__",
+        "features.experts.router:TopKRouter.__init__",
         argument("partial", "partial_grad", "False"),
         "experts, tp2 sp ep2 etp1",
         "C17",
@@ -17,7 +17,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C17
         "gradients of the shared experts' gate are not summed over a split sequence",
-        "transformer.moe.layer:SharedExperts.__init__",
+        "features.experts.layer:SharedExperts.__init__",
         argument("replicated", "partial_grad", "False"),
         "bias and groups, tp2 sp ep2 etp1, recompute",
         "C17",
@@ -25,7 +25,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C17
         "gradients of the products before dispatch are not summed over ranks with other tokens",
-        "transformer.moe.layer:MoELayer._latent_projections",
+        "features.experts.layer:MoELayer._latent_projections",
         argument("DownProjection", "divided", "False", number=1),
         "latent experts, tp2",
         "C17",
@@ -33,7 +33,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C17
         "the product after combination is computed of the sum over ranks of all tokens",
-        "transformer.moe.layer:MoELayer._latent_projections",
+        "features.experts.layer:MoELayer._latent_projections",
         argument("DownProjection", "divided", "False", number=2),
         "latent experts, tp2 sp ep2 etp1, recompute",
         "C17",
@@ -41,7 +41,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C7
         "gradients of experts are summed over the copies of dense layers",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("split_over", "replica_axes", "('dp', 'cp')"),
         "experts, dp4 ep2 zero1, overlap",
         "C7",
@@ -49,7 +49,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C15
         "experts are treated as experts only where they are split over ep",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("split_over", "replica_axes", "OLD if ep[1] > 1 else ('dp', 'cp')"),
         "experts, etp2, allgather",
         "C15",
@@ -57,7 +57,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C7
         "gradients of experts grow with their number of ranks",
-        "parallel.row_exchange:_FinishRows.backward",
+        "features.experts.row_exchange:_FinishRows.backward",
         argument("begin", 0, "[grad * ctx.exchange._group.size() for grad in OLD]"),
         "experts, ep2",
         "C7",
@@ -68,7 +68,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of tokens are read while they are on their way",
-        "parallel.row_exchange:_BeginRows.backward",
+        "features.experts.row_exchange:_BeginRows.backward",
         call("finish", "SELF._results"),
         "shared experts while tokens travel, ep2",
         "C12",
@@ -79,7 +79,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C12
         "gradients of experts' outputs are read while another micro-batch is computed",
-        "parallel.row_exchange:RowExchange.finish",
+        "features.experts.row_exchange:RowExchange.finish",
         attribute("_handles", "OLD if torch._C._current_graph_task_id() < 0 else ()", number=1),
         "experts, ep2, in pairs",
         "C12",
@@ -104,14 +104,14 @@ IN_EXPERTS = (
     ),
     Defect(
         "input gradients of divided tokens are not summed over tensor-parallel ranks",
-        "transformer.moe.layer:MoELayer.forward",
+        "features.experts.layer:MoELayer.forward",
         call("copy_to_region", "FIRST"),
         "experts, tp2",
         culprit="gradient of the output of *layers.1.pre_mlp_layernorm",
     ),
     Defect(  # C8 C51
         "probabilities are gathered without a gradient",
-        "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
+        "features.experts.dispatch:AllGatherDispatcher.dispatch",
         attribute("probs", "OLD.detach()"),
         "experts, etp2, allgather",
         "C8 C51",
@@ -121,7 +121,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
-        "tensor_parallel.grouped_linear:_GroupedLinear.backward",
+        "features.experts.grouped_linear:_GroupedLinear.backward",
         call("add_to_grad", "None"),
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
@@ -130,14 +130,14 @@ IN_EXPERTS = (
     # Placement of experts and rows.
     Defect(
         "all ranks of ep hold the first experts",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("split_over", 0, "split(FIRST, 0, 0, ep[1], axis='ep')"),
         "experts, ep2",
         culprit="output of decoder.layers.0.mlp or initial weight *experts",
     ),
     Defect(  # C42
         "gate and value of an expert are cut as one matrix",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("split_fused", 1, "(sum(OLD),)", number=1),
         "experts, tp2",
         "C42",
@@ -145,28 +145,28 @@ IN_EXPERTS = (
     ),
     Defect(
         "rows from several ranks are taken in the order of ranks, not of experts",
-        "transformer.moe.dispatch:AllToAll._by_expert",
+        "features.experts.dispatch:AllToAll._by_expert",
         condition("True", number=1),
         "experts, ep2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "all copies of a token go to the first of the ranks that share its expert",
-        "transformer.moe.dispatch:AllToAll._holders_on",
+        "features.experts.dispatch:AllToAll._holders_on",
         argument("copied_to", 0, "[own[:1] * len(own) for own in OLD]"),
         "experts, tp2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "outputs of divided tokens are left on the ranks that computed them",
-        "transformer.moe.layer:MoELayer.forward",
+        "features.experts.layer:MoELayer.forward",
         call("reduce_from_region", "FIRST"),
         "experts, tp2",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "a token's outputs are added by the first rank that shares an expert alone",
-        "transformer.moe.dispatch:AllGatherDispatcher.dispatch",
+        "features.experts.dispatch:AllGatherDispatcher.dispatch",
         call("reduce_scatter_to_sequence", "FIRST[SECOND.rank() * (local_rows + missing):]"),
         "experts, etp2, allgather",
         culprit="output of decoder.layers.0.mlp",
@@ -174,7 +174,7 @@ IN_EXPERTS = (
     # Balance.
     Defect(  # C6
         "each rank balances its own part of a sequence",
-        "transformer.moe.balance:balancing_loss",
+        "features.experts.balance:balancing_loss",
         without_call("all_reduce_", number=2),
         "experts, tp2 sp ep2 etp1",
         "C6",
@@ -185,7 +185,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C6
         "choices of experts count once for each rank of a sequence",
-        "transformer.moe.balance:balancing_loss",
+        "features.experts.balance:balancing_loss",
         statement(
             "all_reduce_(counts_and_tokens, sequence_group)",
             "all_reduce_(counts_and_tokens, sequence_group); counts_and_tokens[..., :-1] *= sequence_group.size()",
@@ -199,7 +199,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
-        "transformer.moe.balance:balancing_loss",
+        "features.experts.balance:balancing_loss",
         argument("all_reduce_", 1, "batch_group", number=2),
         "experts, dp2 tp2 ep2 zero1",
         "C6",
@@ -210,7 +210,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C6
         "the balance of the global batch is each rank's own",
-        "transformer.moe.balance:balancing_loss",
+        "features.experts.balance:balancing_loss",
         without_call("all_reduce_", number=1),
         "balance of the global batch, tp2 sp",
         "C6",
@@ -221,7 +221,7 @@ IN_EXPERTS = (
     ),
     Defect(  # C5
         "accumulated counts are divided by the tokens of one micro-batch",
-        "transformer.moe.balance:balancing_loss",
+        "features.experts.balance:balancing_loss",
         call("counts_so_far", "torch.cat([OLD[:-1], SECOND[-1:]])"),
         "balance of the global batch, tp2 sp",
         "C5",
@@ -247,14 +247,14 @@ IN_EXPERTS = (
     ),
     Defect(
         "experts are chosen or refused by each rank's part of a sequence",
-        "transformer.moe.router:TopKRouter._whole_sequences",
+        "features.experts.router:TopKRouter._whole_sequences",
         constant(1, "99", number=4),
         "capacity, tp2 ep2 etp1",
         culprit="output of decoder.layers.0.mlp",
     ),
     Defect(  # C26
         "jitter depends on the place in a rank's part of the sequence",
-        "transformer.moe.router:TopKRouter._jittered",
+        "features.experts.router:TopKRouter._jittered",
         argument("uniform", 3, "torch.arange(len(OLD))"),
         "sinkhorn and jitter, tp2 sp ep2 etp1",
         "C26",

@@ -72,14 +72,14 @@ IN_HUB = (
     ),
     Defect(
         "every part of a sequence draws the experts of the first part",
-        "transformer.moe.router:TopKRouter._drawn",
+        "features.experts.router:TopKRouter._drawn",
         argument("uniform", 3, "OLD.argsort()"),
         "phi-3.5-moe, drawn experts, tp2 sp ep2 etp1",
         culprit="output of decoder.layers.*.mlp",
     ),
     Defect(
         "all micro-batches draw the same experts",
-        "transformer.moe.router:TopKRouter._drawn",
+        "features.experts.router:TopKRouter._drawn",
         argument("uniform", 2, "0 * OLD"),
         "phi-3.5-moe, drawn experts, dp2 zero3",
         culprit="output of decoder.layers.*.mlp",

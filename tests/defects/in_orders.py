@@ -9,7 +9,7 @@ from tests.defects.defect import Defect
 from tests.defects.patch import argument, assigned, attribute, call, condition, expression, statement
 
 LINEAR, ATTENTION = "features.equal_bits.linear", "features.equal_bits.attention"
-TREE, PRODUCTS, MIXTURE = "features.equal_bits.invariance", "features.equal_bits.fixed_products", "transformer.moe"
+TREE, PRODUCTS, MIXTURE = "features.equal_bits.invariance", "features.equal_bits.fixed_products", "features.experts"
 RUNNING = "[min(number, 1) for number in range(len(self.runs))]"
 LEVEL = "[reduce(add, values[first : first + width]) for first in range(0, len(values), width)]"
 

@@ -347,7 +347,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "scores are divided by their sum alone",
-        "transformer.moe.choice:probabilities",
+        "features.experts.choice:probabilities",
         expression("total + epsilon", "total"),
         "lfm2 with experts, tp2 sp ep2 etp1",
         culprit="output of decoder.layers.3.mlp",

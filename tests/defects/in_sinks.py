@@ -29,7 +29,7 @@ IN_SINKS = (
     ),
     Defect(  # C17
         "gradients of experts' output biases are not summed over the ranks of an expert",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("replicated", "partial_grad", "False"),
         "gpt-oss, tp2",
         "C17",
@@ -37,14 +37,14 @@ IN_SINKS = (
     ),
     Defect(
         "every rank of an expert adds its output bias",
-        "transformer.moe.experts:Experts.forward",
+        "features.experts.experts:Experts.forward",
         attribute("adds_bias", "1"),
         "gpt-oss, tp2",
         culprit="output of decoder.layers.?.mlp or gradient",
     ),
     Defect(  # C42
         "gate and value of an expert's bias are cut as one vector",
-        "transformer.moe.experts:Experts.__init__",
+        "features.experts.experts:Experts.__init__",
         argument("split_fused", 1, "(sum(OLD),)", number=2),
         "gpt-oss, tp2",
         "C42",

@@ -102,7 +102,7 @@ IN_WORLDS = (
     ),
     WorldDefect(
         "each part of the experts is held by the ranks of another one, too",
-        "transformer.moe.dispatch:Dispatcher.__init__",
+        "features.experts.dispatch:Dispatcher.__init__",
         expression("part_of_rank == number", "part_of_rank % 8 == number % 8"),
         "dp16 ep16 pp4",
         "dp8 ep8",

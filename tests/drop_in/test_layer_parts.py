@@ -53,13 +53,13 @@ from megatron.core.utils import (
     nvtx_range_push,
 )
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.experts.router import Router
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe.router import Router
 from tests.drop_in.test_gpt_model import IDS, LENGTH, config, gpt
 
 

@@ -229,8 +229,7 @@ def whole_batch(per_token: bool) -> tuple[float, float, dict[str, float]]:
         sequences=MICRO_BATCHES,
         tokens=torch.tensor(float(tokens), dtype=torch.float64),
         counts={"mtp_1_loss": torch.tensor(float(tokens - MICRO_BATCHES), dtype=torch.float64)},
-        expert_layers=range(5),
-        num_experts=4,
+        counting_layers=(range(5), 5),
     )
     for micro, batch in enumerate(full):
         ids = batch["tokens"]

@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.layer import MoELayer
 from megatron_core.features.presets.published import LAYERS as LAYERS_OF_FAMILIES
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
-from megatron_core.transformer.moe import MoELayer
 from tests.hub.test_against_transformers import (
     HEADS,
     HIDDEN,

@@ -27,6 +27,7 @@ FOLDERS = (
     # whole matrices; of units of a user's own model; and of what a shard stores.
     *("features/compression", "features/outer_steps", "features/lora", "features/matrix_optimizers"),
     *("features/equal_bits", "features/fp8", "features/qk_clip", "features/multi_token", "any_model", "checkpoint"),
+    "features/experts",
 )
 """Folders of tests that claim the mutated packages."""
 FILES = tuple(f"tests/plain/test_{name}.py" for name in ("initial", "loop", "data", "groups", "precisions"))

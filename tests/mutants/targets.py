@@ -41,6 +41,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("reports", "saving", "stop", "data", "parts", "setup", "state"),
     ),
     "datasets": ("header", "paths", "build"),
+    "features/experts": ("settings", "rules", "sizes"),
+    "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
 }
 """Packages that compute, and their modules that compute nothing of a training: libraries and devices that a CPU lacks,
 processes, messages, files."""

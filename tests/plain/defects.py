@@ -29,7 +29,7 @@ class CommonDefect(NamedTuple):
     row: str
 
 
-BALANCE = "transformer.moe.balance"
+BALANCE = "features.experts.balance"
 DEFECTS: dict[str, CommonDefect] = {
     "global balancing loss without the factor E / k": CommonDefect(
         f"{BALANCE}:balancing_loss",
@@ -48,30 +48,30 @@ DEFECTS: dict[str, CommonDefect] = {
         f"{BALANCE}:z_loss", call("square", "SELF"), "three balancing losses"
     ),
     "experts not limited to groups": CommonDefect(
-        "transformer.moe.choice:choose_experts",
+        "features.experts.choice:choose_experts",
         without_statement("ranking = grouped.masked_fill(~eligible[..., None], -inf).flatten(-2)"),
         "groups of experts",
     ),
     "groups scored by their best expert alone": CommonDefect(
-        "transformer.moe.choice:choose_experts",
+        "features.experts.choice:choose_experts",
         argument("topk", 0, "1", number=2),
         "groups by two scores, biases",
     ),
     "biases of experts updated in the wrong direction": CommonDefect(
-        "transformer.moe.router:update_expert_biases",
+        "features.experts.part:update_expert_biases",
         attribute("sign", "(load - load.mean()).sign"),
         "groups by two scores, biases",
     ),
     "capacity rounded down": CommonDefect(
-        "transformer.moe.router:TopKRouter._capacity", attribute("ceil", "math.floor"), "capacity"
+        "features.experts.router:TopKRouter._capacity", attribute("ceil", "math.floor"), "capacity"
     ),
     "jitter of twice its width": CommonDefect(
-        "transformer.moe.router:TopKRouter._jittered",
+        "features.experts.router:TopKRouter._jittered",
         expression("2 * drawn.to(x.dtype) - 1", "4 * drawn.to(x.dtype) - 2"),
         "jitter",
     ),
     "no sigmoid of the gate of shared experts": CommonDefect(
-        "transformer.moe.layer:SharedExperts.forward",
+        "features.experts.layer:SharedExperts.forward",
         call("sigmoid", "SELF"),
         "shared experts with a gate",
     ),

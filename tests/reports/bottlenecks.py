@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_core.features.experts.router import TopKRouter
 from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
@@ -27,7 +28,6 @@ from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary
 from megatron_core.training.loop import train
 from megatron_core.training.setup import Run
-from megatron_core.transformer.moe.router import TopKRouter
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.ops import grouped
+from megatron_core.features.experts import grouped
 from megatron_core.reports.fast_paths import FAST_PATHS, Platform, describe_paths, disabled_paths
 from megatron_core.transformer import document_attention
 from tests.runs import tiny_run

@@ -216,7 +216,7 @@ def streams_of_times(plant: tuple[str, str, str] | None) -> tuple[bool, int]:
 
 def test_times_are_recorded_in_one_stream() -> None:
     """Events of different streams have no order: time between them could be negative."""
-    plant = "transformer.moe.counts:ArrivingCounts._copy", "work.wait()", "self._handle.wait()"
+    plant = "features.experts.counts:ArrivingCounts._copy", "work.wait()", "self._handle.wait()"
     # In each of 2 layers: the numbers of rows; rows and their probabilities there, rows back; the same in backward.
     assert run_ranks(2, streams_of_times, None) == [(True, 2 * (1 + 3 + 3))] * 2
     assert run_ranks(2, streams_of_times, plant)[0][0] is False

@@ -67,7 +67,11 @@ def _of_model(config: RunConfig) -> Iterator[TrainingDifference]:
             f"no part of the softmax; Megatron-LM's softmax includes the rows that fill it up to a multiple of "
             f"{multiple}; {padded} includes them here, too",
         )
-    if config.optional("mtp_num_layers") and model.num_experts and not config.optional("mtp_zero_last_input"):
+    if (
+        config.optional("mtp_num_layers")
+        and config.optional("num_experts")
+        and not config.optional("mtp_zero_last_input")
+    ):
         yield TrainingDifference(
             "last input of multi-token prediction",
             "the last label of the sequence; in Megatron-LM it is token 0, on which experts and their losses depend",
@@ -148,7 +152,7 @@ def _of_documents(config: RunConfig, *, masks: bool) -> Iterator[TrainingDiffere
             "mean of the losses of multi-token prediction",
             "over the tokens of the global batch; Megatron-LM averages the means of micro-batches",
         )
-    if masks and config.model.num_experts:
+    if masks and config.optional("num_experts"):
         yield TrainingDifference(
             "experts of tokens without loss",
             "not counted by balancing losses, z-losses and biases of experts; counted in Megatron-LM",
@@ -156,29 +160,29 @@ def _of_documents(config: RunConfig, *, masks: bool) -> Iterator[TrainingDiffere
 
 
 def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
-    model = config.model
-    if not model.num_experts:
+    if not config.optional("num_experts"):
         return
-    balance = model.moe_router_load_balancing_type
-    if balance == "seq_aux_loss" and model.moe_aux_loss_coeff:
+    balance, coefficient = (config.value(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff"))
+    capacity = config.value("moe_expert_capacity_factor")
+    if balance == "seq_aux_loss" and coefficient:
         yield TrainingDifference(
             "balancing loss",
             "of each sequence; Megatron-LM's default is that of a micro-batch, unless "
             "--moe-router-load-balancing-type is given",
             {"moe_router_load_balancing_type": "aux_loss"},
         )
-    if model.moe_expert_capacity_factor is not None and model.moe_capacity_per == "sequence":
+    if capacity is not None and config.value("moe_capacity_per") == "sequence":
         yield TrainingDifference(
             "capacity of experts",
             "counts the tokens of a sequence; Megatron-LM counts the tokens of a micro-batch that a rank has",
             {"moe_capacity_per": "micro_batch"},
         )
-    if balance == "global_aux_loss" and model.moe_aux_loss_coeff:
+    if balance == "global_aux_loss" and coefficient:
         yield TrainingDifference(
             "global_aux_loss", "counts are divided by all their tokens; there by those of a micro-batch"
         )
     split = config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1
-    if split and (model.moe_expert_capacity_factor is not None or balance == "sinkhorn"):
+    if split and (capacity is not None or balance == "sinkhorn"):
         yield TrainingDifference("experts in a divided sequence", "all tokens of a micro-batch; there those of a rank")
     if config.training.compute_dtype != "float32":
         yield TrainingDifference(

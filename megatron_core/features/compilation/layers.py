@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
 from megatron_core.features.compilation.settings import CompilationConfig
-from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
+from megatron_core.tensor_parallel import ColumnParallelLinear
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
 from megatron_core.transformer.context import SequenceContext
@@ -56,7 +56,7 @@ def _generates(hidden: Tensor, context: SequenceContext) -> bool:
 def _eager_parts(layer: TransformerLayer, *, packs_documents: bool) -> Iterable[tuple[str, nn.Module]]:
     """Yield the parts of a layer that cannot be in its graph, with a name of the kind of part."""
     attention = layer.self_attention
-    if attention is None or isinstance(attention, LinearReplacement):
+    if attention is None or isinstance(attention, ColumnParallelLinear):
         pass
     elif not isinstance(attention, SelfAttention | LatentAttention):
         yield "registered kinds of attention", attention
@@ -64,5 +64,5 @@ def _eager_parts(layer: TransformerLayer, *, packs_documents: bool) -> Iterable[
         yield "attention over context-parallel ranks", attention.core_attention
     elif packs_documents:
         yield "attention of packed documents", attention.core_attention
-    if layer.mlp is not None and not isinstance(layer.mlp, MLP | LinearReplacement):
+    if layer.mlp is not None and not isinstance(layer.mlp, MLP | ColumnParallelLinear):
         yield "experts", layer.mlp

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_core.features.cuda_graphs.graphs import GraphedFunction, capture_stages
 from megatron_core.features.cuda_graphs.settings import GraphConfig
+from megatron_core.training.driver import StepOutcome
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
@@ -21,7 +22,7 @@ class GraphedLayers(RunPart):
         functions = [value for value in attributes if isinstance(value, GraphedFunction)]
         self._stages = list(dict.fromkeys(function.stage for function in functions))
 
-    def after_step(self) -> None:
+    def after_step(self, outcome: StepOutcome) -> None:
         """See ``RunPart.after_step``."""
         capture_stages(self._stages)
 

@@ -116,10 +116,12 @@ def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> Run
         attention_dropout=0.0,
         **{name: value for name, value in vars(ModelConfig()).items() if name in OF_TRAINING},
     )
-    if model.num_experts is not None:
-        model = replace(model, moe_token_dispatcher_type=config.model.moe_token_dispatcher_type)
+    has_experts = stored.optional("num_experts") is not None
+    if has_experts:
+        of_experts: dict[str, Any] = {"moe_token_dispatcher_type": config.value("moe_token_dispatcher_type")}
+        model = replace(model, **of_experts)
     chunks = num_stages // config.parallel.pipeline_model_parallel_size
-    reset = OF_STAGES if model.num_experts is not None else OF_STAGES + OF_EXPERTS
+    reset = OF_STAGES if has_experts else OF_STAGES + OF_EXPERTS
     changed: dict[str, Any] = {field.name: field.default for field in fields(ParallelConfig) if field.name in reset}
     changed |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
     parallel = replace(config.parallel, **changed)

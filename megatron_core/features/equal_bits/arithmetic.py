@@ -36,12 +36,13 @@ from megatron_core.features.equal_bits.linear import (
     invariant_linear,
     invariant_lookup,
 )
+from megatron_core.features.experts.grouped_linear import Chunks, ExpertArithmetic, TokenNumbers
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.sharding import ShardSpec
 from megatron_core.parallel.tree_sum import tree_sum
-from megatron_core.tensor_parallel.arithmetic import Chunks, LayerArithmetic, Product, SplitOver, TokenNumbers
+from megatron_core.tensor_parallel.arithmetic import LayerArithmetic, Product, SplitOver
 from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import HeadParallelAttention
@@ -80,7 +81,7 @@ class ExactProduct:
         return invariant_reduce_from_region(output, comm.group) if comm.reduce_output else output
 
 
-class ExactArithmetic(LayerArithmetic):
+class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
     """Sums in the order of ``Invariance``, and gradients of parameters that are exact sums."""
 
     adds_exactly = True

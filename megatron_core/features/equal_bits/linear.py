@@ -27,9 +27,9 @@ from megatron_core.features.equal_bits.fixed_products import (
     sum_of_products_,
 )
 from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
+from megatron_core.features.experts.grouped_linear import Chunks
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.sharding import Range, ShardSpec
-from megatron_core.tensor_parallel.arithmetic import Chunks
 from megatron_core.tensor_parallel.linear import main_grad_of
 from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
 

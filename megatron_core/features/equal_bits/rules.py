@@ -35,7 +35,7 @@ def invariance_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "cross_entropy_fusion_impl=linear cannot be used with layout_invariant=True: it cuts tokens by memory; "
             "use native"
         )
-    if config.model.num_experts is not None and config.model.add_bias_linear:
+    if config.optional("num_experts") is not None and config.model.add_bias_linear:
         yield (
             "disable_bias_linear=False cannot be used with layout_invariant=True and experts, whose biases have no "
             "canonical parts; add --disable-bias-linear"
@@ -56,9 +56,10 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
         sizes["ffn_hidden_size"] = model.ffn_size
     if model.added_layers:
         sizes["hidden_size"] = model.hidden_size
-    if model.num_experts is not None:
-        sizes["moe_ffn_hidden_size"] = model.expert_ffn_size
-        sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or count
+    has_experts = config.optional("num_experts") is not None
+    if has_experts:
+        sizes["moe_ffn_hidden_size"] = config.optional("expert_ffn_size")
+        sizes["moe_shared_expert_intermediate_size"] = config.optional("moe_shared_expert_intermediate_size") or count
     for name, size in sizes.items():
         if size % count:
             yield (
@@ -78,7 +79,7 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
         )
     legal = [count // size for size in reversed(subtree_sizes(count))]
     tensor = {"tensor_model_parallel_size": parallel.tensor_model_parallel_size}
-    if model.num_experts is not None:
+    if has_experts:
         tensor["expert_tensor_parallel_size"] = parallel.expert_tensor_size
     for name, size in tensor.items():
         if size not in legal:
@@ -112,7 +113,8 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
     chunks = parallel.layout_invariant_chunks
     cp = parallel.context_parallel_size
     needed = 2 * cp
-    if config.model.num_experts is not None or (config.model.multi_latent_attention and parallel.sequence_parallel):
+    has_experts = config.optional("num_experts") is not None
+    if has_experts or (config.model.multi_latent_attention and parallel.sequence_parallel):
         needed = max(needed, cp * parallel.tensor_model_parallel_size)
     if chunks % needed:
         yield (

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
+from megatron_core.features.experts.grouped_linear import ExpertArithmetic
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.gather import start_fp8_gather
 from megatron_core.features.fp8.products import FP8Products
@@ -39,7 +40,7 @@ class FP8Arithmetic(LayerArithmetic):
         return PLAIN if layer_number in self._kept else self._layers
 
 
-class FP8LayerArithmetic(LayerArithmetic):
+class FP8LayerArithmetic(LayerArithmetic, ExpertArithmetic):
     """Linear layers of attention, MLP and experts in FP8; router and gates as they are."""
 
     def __init__(self, settings: FP8Config, sequence: Group = ALONE, backend: Backend = "auto") -> None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.experts.grouped_linear import Chunks, GroupedGradients, GroupedProducts, grouped_linear
 from megatron_core.features.fp8.casts import Quantised
 from megatron_core.features.fp8.grouped_product import add_fp8_weight_grads_, grouped_fp8_product
 from megatron_core.features.fp8.products import FP8Products
-from megatron_core.tensor_parallel.arithmetic import Chunks
-from megatron_core.tensor_parallel.grouped_linear import GroupedGradients, GroupedProducts, grouped_linear
 from megatron_core.tensor_parallel.linear import main_grad_of
 
 

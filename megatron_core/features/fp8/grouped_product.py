@@ -12,16 +12,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_core.features.experts.grouped import ends_of, runs
 from megatron_core.features.fp8.casts import COLUMNS, E4M3, ROWS, WHOLE, Quantised, quantise
 from megatron_core.features.fp8.scaled_product import CUDA_MULTIPLE, dequantised_product, product
-from megatron_core.ops.grouped import ends_of, runs
 
 
 def grouped_fp8_product(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """y_r = x_r W_e in ``dtype``: ``rows`` ``[R, K]`` with scales per row or one scale, ``matrices`` ``[E, K, N]``.
 
-    Row r belongs to group e; ``counts`` as in ``ops.grouped``. One call of torch if ``dtype`` is bfloat16, the only
-    dtype that its product returns, and ``is_grouped_scaled`` holds.
+    Row r belongs to group e; ``counts`` as in ``features.experts.grouped``. One call of torch if ``dtype`` is
+    bfloat16, the only dtype that its product returns, and ``is_grouped_scaled`` holds.
     """
     if dtype == torch.bfloat16 and is_grouped_scaled(rows, matrices):
         return _scaled_grouped_mm(rows, matrices, counts)

@@ -73,10 +73,11 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     blocks = map(model.block_of, range(model.num_layers))
     if model.added_layers or any(sublayer.linear for block in blocks for sublayer in (block.attention, block.mlp)):
         widths.append(("hidden_size", model.hidden_size, tp))
-    if model.num_experts is not None:
-        widths.append(("moe_ffn_hidden_size", model.expert_ffn_size, etp))
-        if model.moe_shared_expert_intermediate_size is not None:
-            widths.append(("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size, tp))
+    if config.optional("num_experts") is not None:
+        widths.append(("moe_ffn_hidden_size", config.optional("expert_ffn_size"), etp))
+        shared = "moe_shared_expert_intermediate_size"
+        if config.optional(shared) is not None:
+            widths.append((shared, config.optional(shared), tp))
     for name, width, ranks in widths:
         if ranks > 1 and width % (ranks * size):
             yield (

@@ -10,5 +10,7 @@ LAYER_SIZES = Feature(
     is_used=lambda config: config.model.heterogeneous_layers_config_encoded_json is not None,
     spellings="megatron_core.features.layer_sizes.spellings:LayerSizesSpellings",
     problems=heterogeneous_problems,
+    attention_kinds={"linear": "megatron_core.features.layer_sizes.sizes:LinearMixer"},
+    feed_forwards={"linear": "megatron_core.features.layer_sizes.sizes:LinearFeedForward"},
     layers={"linear": "megatron_core.features.layer_sizes.linear_replacement:LinearReplacement"},
 )

@@ -19,7 +19,8 @@ class LinearReplacement(ColumnParallelLinear):
     ``ColumnParallelLinearGathered``.
     """
 
-    def __init__(self, context: LayerContext, layer_number: int) -> None:
+    def __init__(self, context: LayerContext, layer_number: int, **of_attention: Any) -> None:
+        """``of_attention``: constructors of parts that it does not have."""
         size = context.config.hidden_size
         super().__init__(
             size,

@@ -65,7 +65,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
     """Settings whose layers have sizes of their own, or that change the parts of a layer."""
     model = config.model
     excluded = {
-        "num_experts": model.num_experts,
+        "num_experts": config.optional("num_experts"),
         "multi_latent_attention": model.multi_latent_attention,
         "experimental_attention_variant": model.experimental_attention_variant,
         "hybrid_layer_pattern": config.optional("hybrid_layer_pattern"),

@@ -75,6 +75,10 @@ class HeterogeneousConfig(ModelConfig):
         blocks = self.blocks
         return blocks[layer_number] if layer_number < len(blocks) else super().block_of(layer_number)
 
+    def feed_forward_name(self, layer_number: int) -> str | None:
+        """The kind of the feed-forward part of a layer (numbered from 0), here "linear"."""
+        return "linear" if self.block_of(layer_number).mlp.linear else super().feed_forward_name(layer_number)
+
     def of_layer(self, layer_number: int) -> ModelConfig:
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
         block = self.block_of(layer_number)

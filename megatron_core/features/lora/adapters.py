@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
+from megatron_core.features.experts.experts import GroupedLinear
 from megatron_core.features.lora.layer import LoRA
 from megatron_core.features.lora.settings import PARTS, WHOLE, TuningConfig
 from megatron_core.models.gpt.model import GPTModel
@@ -24,7 +25,6 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe.experts import GroupedLinear
 
 MARK = ".adapter."
 """Occurs in the names of all parameters of adapters, and in no other name."""

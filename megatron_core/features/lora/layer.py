@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.experts.grouped_linear import grouped_linear
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.parallel.collectives import (
     all_reduce_,
@@ -24,7 +25,6 @@ from megatron_core.parallel.collectives import (
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import Range, Split, allocate, spec_of
-from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 
 Side = Literal["outputs", "inputs"]
 Product = Callable[[Tensor], Tensor]

@@ -1,12 +1,11 @@
 """Rules for low-rank adapters."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from megatron_core.config.linear_layers import LinearLayer, linear_layers, mlp_layers
+from megatron_core.config.linear_layers import linear_layers
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rule_helpers import exclusive, shown
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_single import illegal_values
 from megatron_core.config.run import RunConfig
 from megatron_core.feature import features
@@ -41,7 +40,7 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         if value := config.optional(name):
             yield f"{name}={value} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
     yield from _target_problems(config, world_size)
-    adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
+    adapts_experts = _adapts(config, experts=True)
     if tuning.use_dora and adapts_experts:
         yield (
             "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
@@ -68,7 +67,7 @@ def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
     # As in PEFT, some names may stand for no layer: lists are used for many models. If there are faults in the settings
     # of layers, the layers are not known.
-    elif not any(_faults_of_layers(config, world_size)) and not _adapts(config, linear_layers):
+    elif not any(_faults_of_layers(config, world_size)) and not _adapts(config):
         yield (
             f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
         )
@@ -106,18 +105,17 @@ def _faults_of_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """Faults of the settings that determine the layers of a model."""
     yield from illegal_values(config.flat())
     yield from model_problems(config)
-    yield from moe_problems(config)
     for feature in features():
         if feature.layers and feature.problems is not None:
             yield from feature.problems(config, world_size)
 
 
-def _adapts(config: RunConfig, layers: Callable[..., Iterable[LinearLayer]], *, experts: bool = False) -> bool:
-    """Whether a name stands for one of the linear ``layers`` of the model; ``experts``: for one in an expert."""
+def _adapts(config: RunConfig, *, experts: bool = False) -> bool:
+    """Whether a name stands for one of the linear layers of the model; ``experts``: for one in an expert."""
     tuning = config.section(TuningConfig)
     return any(
         tuning.parts_of(f"decoder.layers.{number}.{layer.path}", fused=len(layer.pieces))
         for number in range(config.model.num_layers)
-        for layer in layers(config.model, ParallelConfig(), number)
+        for layer in linear_layers(config.model, ParallelConfig(), number)
         if layer.experts or not experts
     )

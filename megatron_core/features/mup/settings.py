@@ -71,8 +71,9 @@ class MuPConfig(ModelConfig):
 
 def mup_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Experts with projections of their inputs and outputs."""
-    if config.model.section(MuPConfig).use_mup and config.model.moe_latent_size is not None:
+    latent = config.optional("moe_latent_size")
+    if config.model.section(MuPConfig).use_mup and latent is not None:
         yield (
-            f"use_mup=True cannot be used with moe_latent_size={config.model.moe_latent_size}: its multipliers are "
+            f"use_mup=True cannot be used with moe_latent_size={latent}: its multipliers are "
             "those of experts as wide as the hidden state; remove --use-mup"
         )

@@ -14,6 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.features.outer_steps import state
 from megatron_core.features.outer_steps.optimizer import OuterOptimizer
 from megatron_core.features.outer_steps.settings import OuterConfig
+from megatron_core.training.driver import StepOutcome
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
@@ -58,7 +59,7 @@ class OuterSteps(RunPart):
         """Whether groups do not report in the next step."""
         return self.run.groups.outer.size() > 1 and not groups_report(self.run.config, self.run.state.iteration + 1)
 
-    def after_step(self) -> None:
+    def after_step(self, outcome: StepOutcome) -> None:
         """Start and end the exchanges that are due."""
         self.outer.after_step(self.run.state.iteration)
 

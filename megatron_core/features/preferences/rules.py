@@ -24,7 +24,7 @@ def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "full_validation=True cannot be used with dpo=True, whose last batch would be cut; use --eval-iters"
     if (size := config.training.micro_batch_size) % 2:
         yield f"micro_batch_size={size} would separate pairs of answers, with dpo=True; use an even number"
-    if config.model.num_experts is not None and (config.model.balancing_loss or config.model.router_z_loss):
+    if config.optional("num_experts") is not None and any(map(config.optional, ("balancing_loss", "router_z_loss"))):
         yield (
             "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
             "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"

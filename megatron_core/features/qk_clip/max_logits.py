@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config.attention import QUERY_BLOCK
-from megatron_core.ops.grouped import copied_to
+from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.groups import Group
 from megatron_core.transformer.context import PackedDocuments, SequenceContext

@@ -100,13 +100,14 @@ def _pattern_problems(config: RunConfig) -> Iterator[str]:
         yield f"parallel_residual=True cannot be used with {named}: a layer has one part; remove one of them"
     if model.linear_attention_freq is not None and variant in (None, "dsa"):
         yield f"linear_attention_freq={model.linear_attention_freq} cannot be used with {named}; remove one of them"
-    if model.moe_layer_freq != (1,):
-        yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
-    if "E" in pattern + (model.mtp_layer_pattern or "") and model.num_experts is None:
+    frequency, experts = config.optional("moe_layer_freq"), config.optional("num_experts")
+    if frequency not in (None, (1,)):
+        yield f"moe_layer_freq={frequency} cannot be used with {named}, where E means experts; remove it"
+    if "E" in pattern + (model.mtp_layer_pattern or "") and experts is None:
         yield f"{named} has layers E with experts, and num_experts=None; add --num-experts N"
-    if model.num_experts is not None and not model.may_have_experts:
+    if experts is not None and not model.may_have_feed_forward("experts"):
         yield (
-            f"num_experts={model.num_experts} has no effect with {named}, which has no layer E; write E for each layer "
+            f"num_experts={experts} has no effect with {named}, which has no layer E; write E for each layer "
             "with experts, or remove --num-experts"
         )
     if AHEAD not in pattern and (model.mtp_num_layers is None) != (model.mtp_layer_pattern is None):

@@ -12,6 +12,8 @@ RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short
 """Letter of a layer with a recurrence -> its kind in ``Feature.attention_kinds``."""
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
+FEED_FORWARDS = {DENSE: "mlp", EXPERTS: "experts"}
+"""Letter of a layer with a feed-forward part -> its kind (``ModelConfig.feed_forward_name``)."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
 """Letters of layers with a Mamba-2 mixer, and with attention."""
 CONVOLUTION = "C"
@@ -136,10 +138,9 @@ class HybridConfig(ModelConfig):
         """Whether a layer may have an MLP or experts."""
         return self.may_have(DENSE, EXPERTS)
 
-    @property
-    def may_have_experts(self) -> bool:
-        """Whether a layer may have experts."""
-        return self.may_have(EXPERTS)
+    def may_have_feed_forward(self, name: str) -> bool:
+        """Whether a layer may have a feed-forward part of this kind."""
+        return self.may_have(*(letter for letter, kind in FEED_FORWARDS.items() if kind == name))
 
     @property
     def has_mamba(self) -> bool:
@@ -171,16 +172,12 @@ class HybridConfig(ModelConfig):
         letter = self.letter_of(layer_number)
         return super().has_attention(layer_number) if letter is None else any(part in ATTENTION for part in letter)
 
-    def has_mlp(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has an MLP or experts."""
-        return super().has_mlp(layer_number) and self.has_part(layer_number, (DENSE, EXPERTS))
-
-    def has_experts(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has experts."""
-        letter = self.letter_of(layer_number)
-        if letter is None:
-            return super().has_experts(layer_number)
-        return EXPERTS in letter and self.num_experts is not None
+    def feed_forward_name(self, layer_number: int) -> str | None:
+        """The kind of the feed-forward part of a layer (numbered from 0); None: the layer has none."""
+        letters = self.letter_of(layer_number)
+        if letters is None:
+            return super().feed_forward_name(layer_number)
+        return next((kind for letter, kind in FEED_FORWARDS.items() if letter in letters), None)
 
     def recurrence_of(self, layer_number: int) -> str | None:
         """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""

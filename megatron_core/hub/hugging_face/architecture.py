@@ -12,6 +12,7 @@ from megatron_core.config.run import field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.feature import extended
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON, HeterogeneousConfig
 from megatron_core.features.mup.settings import MuPConfig
 from megatron_core.features.recurrent.kinds import Mamba2
@@ -201,6 +202,7 @@ class Architecture:
 
         A model without experts has those of an architecture with experts in none of its layers.
         """
+        config = config.section(MoEConfig)
         if config.num_experts is None and self.has_experts:
             config = replace(
                 config,
@@ -293,6 +295,7 @@ def _type_of(setting: str) -> KeyType:
 
 def function_settings(config: ModelConfig) -> Settings:
     """The settings that determine the logits of trained weights, with defaults filled in."""
+    config = config.section(MoEConfig)
     names = names_by_resume(ModelConfig, Resume.TENSORS, Resume.FUNCTION)
     settings = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
@@ -365,10 +368,11 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
 def architecture_for(config: ModelConfig, model_type: str | None = None) -> Architecture:
     """The architecture ``model_type``, or by default the first one, that can express a model's settings."""
     candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
+    has_experts = config.section(MoEConfig).num_experts is not None
     nearest: tuple[Architecture, Settings] | None = None
     refusals: list[str] = []
     for candidate_architecture in candidates:
-        if candidate_architecture.has_experts and config.num_experts is None and model_type is None:
+        if candidate_architecture.has_experts and not has_experts and model_type is None:
             continue
         try:
             changed = candidate_architecture.changed_settings(config)

@@ -20,6 +20,7 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.ranges import token_ids_json
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.architecture import FP8, Architecture, architecture_of
 from megatron_core.hub.hugging_face.files import TensorFiles, read_json
 from megatron_core.hub.hugging_face.quantized import Fp8BlockFiles, Mxfp4Files
@@ -133,10 +134,9 @@ class HuggingFaceReader(StateReader):
         layers = range(self.model.num_layers)
         last_layer = max((n for n in layers if not self.model.block_of(n).is_empty), default=len(layers) - 1)
         self._check_last("layers", len(layers), last_layer, 0)
-        if self.model.num_experts and self.model.expert_layers:
-            self._check_last(
-                "experts", self.model.num_experts, self.model.expert_layers[-1], self.model.num_experts - 1
-            )
+        model = self.model.section(MoEConfig)
+        if model.num_experts and model.expert_layers:
+            self._check_last("experts", model.num_experts, model.expert_layers[-1], model.num_experts - 1)
 
     def _check_last(self, unit: str, count: int, layer: int, expert: int) -> None:
         """``CheckpointError`` unless a matrix of the last layer, or of its last expert, is stored."""

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from megatron_core.config import ModelConfig
 from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import (
     COUNT,
     COUNT_OR_ZERO,
@@ -44,7 +45,7 @@ class KeyRule:
 
     read: Callable[[Settings], Settings]
     """config.json -> settings."""
-    write: Callable[[ModelConfig], Settings]
+    write: Callable[[Any], Settings]
     """The inverse: configuration -> keys of config.json."""
     types: Mapping[str, KeyType] = field(default_factory=dict)
     """Types of the keys that ``read`` uses."""
@@ -348,7 +349,7 @@ def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
             "moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"],
         }
 
-    def write(config: ModelConfig) -> Settings:
+    def write(config: MoEConfig) -> Settings:
         sparse = config.expert_layers
         width = config.expert_ffn_size
         return {
@@ -372,7 +373,7 @@ def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:
     }
 
 
-def groups_json(config: ModelConfig) -> Settings:
+def groups_json(config: MoEConfig) -> Settings:
     """``n_group`` and ``topk_group``; 1 if the choice is not limited to groups."""
     if config.group_score_topk is None:
         return {"n_group": 1, "topk_group": 1}

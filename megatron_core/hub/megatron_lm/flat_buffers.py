@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.megatron_lm.tensor_map import (
     FROZEN,
     TIED,
@@ -190,7 +191,9 @@ class FlatState:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
         layout = self.layout
         # Without expert parallelism the experts' matrices are in the buffers of the dense layers.
-        inside: tuple[bool | None, ...] = (None,) if self.buffers[True] or not self.model.num_experts else (False, True)
+        inside: tuple[bool | None, ...] = (
+            (None,) if self.buffers[True] or not self.model.section(MoEConfig).num_experts else (False, True)
+        )
         splits = not any(groups % layout.tp for groups in self.model.all_query_groups)
         complete = len(self.buffers[False]) == layout.tp * layout.pp and splits
         for order, mixers in zip(ORDERS, MIXERS, strict=True) if complete else ():
@@ -289,7 +292,7 @@ class FlatState:
         """Places of the experts' matrices; nothing if the sizes do not fit."""
         layout = self.layout
         slots = list[BufferSlot]()
-        per_rank = (self.model.num_experts or 0) // layout.ep
+        per_rank = (self.model.section(MoEConfig).num_experts or 0) // layout.ep
         for rank, buffers in self.buffers[True].items():
             etp = rank % layout.etp
             ep = rank // layout.etp % layout.ep
@@ -330,7 +333,7 @@ class FlatState:
         if not experts:
             yield ParameterKey(name)
         elif grouped is not None and name.endswith(".weight"):
-            yield from self._keys_of_experts(root, self.model.num_experts or 0, grouped=grouped)
+            yield from self._keys_of_experts(root, self.model.section(MoEConfig).num_experts or 0, grouped=grouped)
 
     def _agrees(self, slot: BufferSlot) -> bool:
         """Whether the main weights at ``slot`` are the stored weights."""

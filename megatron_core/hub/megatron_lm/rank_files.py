@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.hub.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
 from megatron_core.hub.megatron_lm.pickles import load_tensors
@@ -201,7 +202,7 @@ class RankFiles:
         tp, etp, ep = ranks
         number: int | None = None
         if expert is not None:
-            number = int(expert[1] or expert[4]) + ep * ((model.num_experts or 0) // self._sizes.ep)
+            number = int(expert[1] or expert[4]) + ep * ((model.section(MoEConfig).num_experts or 0) // self._sizes.ep)
             local_name = f"{prefix}mlp.experts.{expert[2] or expert[3]}"
         if layer is not None:
             first = before if layer[1] == "decoder" else 0

@@ -29,6 +29,7 @@ from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
 from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.errors import CheckpointError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.megatron_lm.arguments import common_state
@@ -82,13 +83,14 @@ def megatron_names(name: str, model: ModelConfig) -> Iterator[tuple[str, int | N
     if prefix and model.hybrid_layer_pattern is not None:
         layer_part = int("mlp" in local_name.partition(".")[0])
         prefix = f"{inner}layers.{layer_part}."
-    of_experts = (number if layer[1] == "decoder" else model.num_layers) in model.expert_layers
+    experts = model.section(MoEConfig)
+    of_experts = (number if layer[1] == "decoder" else model.num_layers) in experts.expert_layers
     stacked = (
         model.hybrid_layer_pattern is None
         and not model.section(HeterogeneousConfig).blocks
         and layer[1] == "decoder"
         and not rows_of_ranks(model)
-        and (model.num_experts is None or model.moe_layer_freq == (1,))
+        and (experts.num_experts is None or experts.moe_layer_freq == (1,))
     )
     every = layer_names(local_name, model, of_experts=of_experts)
     if model.layers_differ_in_size and "layernorm." in local_name:

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, choices of experts, and indexers."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import COUNT, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
@@ -46,7 +47,7 @@ def _groups(hf_config: Settings) -> Settings:
     return {} if method == GREEDY else limited_to_groups(hf_config["n_group"], hf_config["topk_group"], 1)
 
 
-def _groups_json(config: ModelConfig) -> Settings:
+def _groups_json(config: MoEConfig) -> Settings:
     return groups_json(config) | {"topk_method": GREEDY if config.group_score_topk is None else LIMITED}
 
 
@@ -67,7 +68,7 @@ def _expert_layers(hf_config: Settings) -> Settings:
     return {} if kinds is None else {"moe_layer_freq": tuple(int(mlp_type == SPARSE) for mlp_type in kinds)}
 
 
-def _expert_layers_json(config: ModelConfig) -> Settings:
+def _expert_layers_json(config: MoEConfig) -> Settings:
     return {"mlp_layer_types": [SPARSE if config.has_experts(n) else DENSE for n in range(config.num_layers)]}
 
 

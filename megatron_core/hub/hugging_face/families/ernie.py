@@ -1,6 +1,6 @@
 """ERNIE 4.5: Llama with rotary positions of adjacent channels; with experts that are chosen by a softmax and a bias."""
 
-from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, KeyType
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings
 
@@ -21,7 +21,7 @@ def _layers(hf_config: Settings) -> Settings:
     }
 
 
-def _layers_json(config: ModelConfig) -> Settings:
+def _layers_json(config: MoEConfig) -> Settings:
     sparse = config.expert_layers
     shared = config.moe_shared_expert_intermediate_size or 0
     return {

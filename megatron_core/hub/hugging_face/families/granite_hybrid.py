@@ -1,6 +1,7 @@
 """Granite 4: layers of a Mamba-2 mixer or attention, and an MLP or experts, which are two layers each here."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.foreign_json import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.families.bamba import MIXER_KEYS, MIXER_TYPES, mixer_sizes, mixer_sizes_json
@@ -50,7 +51,7 @@ def _mlps(hf_config: Settings) -> Settings:
     }
 
 
-def _mlps_json(config: ModelConfig) -> Settings:
+def _mlps_json(config: MoEConfig) -> Settings:
     if config.num_experts is None:
         sizes = dict.fromkeys(("intermediate_size", "shared_intermediate_size"), config.ffn_size)
         return {"num_local_experts": 0, "num_experts_per_tok": 0, **sizes}

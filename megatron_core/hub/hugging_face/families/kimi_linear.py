@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.recurrent.kinds import KimiDelta
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
@@ -67,7 +68,7 @@ def _experts(hf_config: Settings) -> Settings:
     }
 
 
-def _experts_json(config: ModelConfig) -> Settings:
+def _experts_json(config: MoEConfig) -> Settings:
     groups = groups_json(config)
     return {
         **EXPERT_LAYERS.write(config),

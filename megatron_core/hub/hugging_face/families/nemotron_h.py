@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.foreign_json import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
@@ -58,7 +59,7 @@ def _experts(hf_config: Settings) -> Settings:
     }
 
 
-def _experts_json(config: ModelConfig) -> Settings:
+def _experts_json(config: MoEConfig) -> Settings:
     if config.num_experts is None:
         return {}
     return {

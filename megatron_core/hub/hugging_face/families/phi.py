@@ -5,6 +5,7 @@ optional biases, and experts that are chosen one after the other (sparsemixer)."
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import NUMBER
 from megatron_core.hub.hugging_face.rules import (
     LONGROPE_MSCALES,
@@ -62,7 +63,7 @@ def _routing(hf_config: Settings) -> Settings:
     }
 
 
-def _routing_json(config: ModelConfig) -> Settings:
+def _routing_json(config: MoEConfig) -> Settings:
     return {
         "router_jitter_noise": config.moe_sparsemixer_threshold,
         "input_jitter_noise": config.moe_input_jitter_eps or 0.0,

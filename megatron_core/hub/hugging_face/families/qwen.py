@@ -2,6 +2,7 @@
 with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
 from megatron_core.hub.hugging_face.rules import WINDOW_OF_ALL_LAYERS, WINDOWS, KeyRule, Settings, refuse, windows_where
 
@@ -43,7 +44,7 @@ def _expert_layers(hf_config: Settings) -> Settings:
     return {"moe_layer_freq": tuple(int(n not in dense and (n + 1) % every == 0) for n in layers)}
 
 
-def _expert_layers_json(config: ModelConfig) -> Settings:
+def _expert_layers_json(config: MoEConfig) -> Settings:
     dense = [n for n in range(config.num_layers) if not config.has_experts(n)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 

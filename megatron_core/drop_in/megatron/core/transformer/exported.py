@@ -12,12 +12,14 @@ from megatron.core.transformer.layer_context import SampleNumbers, draw_weights,
 from megatron.core.transformer.module import MegatronModule, mark_keep_in_fp32
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts.part import update_expert_biases
+from megatron_core.features.experts.router import TopKRouter
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import Group
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses, MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.moe import TopKRouter, update_expert_biases
 
 _UNSUPPORTED = """
     context context_mask key_value_states rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias
@@ -64,7 +66,8 @@ class LossCollector(nn.Module):
         None if layers add no losses, in evaluation and without gradients. With ``per_token`` the caller divides the
         gradients by the number of all tokens, so a loss is weighted by the tokens of its micro-batch.
         """
-        adds = names or (self.expert_layers and model.moe_router_enable_expert_bias)
+        experts = model.section(MoEConfig)
+        adds = names or (self.expert_layers and experts.moe_router_enable_expert_bias)
         if not adds or not self.training or not torch.is_grad_enabled():
             return None
         self._sum_loads(tokens.device)
@@ -74,8 +77,7 @@ class LossCollector(nn.Module):
             tokens=tokens.clamp_min(1.0),
             counts=dict(counts or {}),
             loss_scale=self.auxiliary_loss_scale * (tokens if per_token else 1.0),
-            expert_layers=self.expert_layers,
-            num_experts=model.num_experts or 0,
+            counting_layers=(self.expert_layers, (experts.num_experts or 0) + 1),
         )
         return self.auxiliary_losses.of_micro_batch(0)
 

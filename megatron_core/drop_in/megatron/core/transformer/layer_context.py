@@ -17,6 +17,7 @@ from megatron_core.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_core.config.layer_settings import LayerPart
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.experts.layer import MoELayer
 from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.parallel.current import current
@@ -29,7 +30,6 @@ from megatron_core.transformer.context import LayerContext, PackedDocuments, Seq
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe import MoELayer
 from megatron_core.transformer.norm import Norm
 
 
@@ -205,7 +205,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     if block.mlp.no_op or block.mlp.linear:
         _check_replaced(number, "mlp", block.mlp, parts.mlp)
     elif is_ours(parts.mlp, MLP, MoELayer):
-        if has_experts != model.has_experts(number):
+        if has_experts != (model.feed_forward_name(number) == "experts"):
             raise ConfigError(
                 f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, contrary to "
                 f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq}; use "

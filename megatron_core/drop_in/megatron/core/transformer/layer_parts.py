@@ -20,10 +20,11 @@ from megatron.core.transformer.layer_context import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts import router
+from megatron_core.features.experts.layer import moe_loss_names
 from megatron_core.transformer import attention, mlp
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.moe import moe_loss_names, router
 
 
 class SelfAttention(ExportedModule, attention.SelfAttention):

@@ -61,7 +61,7 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         context = layer_context(config, model, pg_collection)
         multi_token.MultiTokenPredictionBlock.__init__(self, context, 1, specs, own_embedding=False)
         self._loss_names = auxiliary_loss_names(model, specs)
-        self.expert_layers = model.expert_layers
+        self.expert_layers = model.counting_layers[0]
         adopt(self, (*LAYER_PARTS, TransformerLayer), config, context, "mtp.")
 
     _loss_names: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ class TransformerBlock(LayerCall, block.TransformerBlock):  # type: ignore[misc]
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
         """Bind the block and number its layers from 1."""
         super().bind(config, context, samples)
-        self.expert_layers = context.config.expert_layers
+        self.expert_layers = context.config.counting_layers[0]
         for number, layer in self.layers_by_number():
             layer.layer_number = number + 1
 

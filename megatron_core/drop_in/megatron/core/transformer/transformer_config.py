@@ -14,10 +14,10 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config_changes import ChangingConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_sharding import RECOMPUTABLE
 from megatron_core.errors import ConfigError
 from megatron_core.feature import extended, setting_names
+from megatron_core.features.experts.settings import LoadBalancing
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.fp8.arithmetic import fp8_arithmetic
 from megatron_core.features.fp8.rules import fp8_problems

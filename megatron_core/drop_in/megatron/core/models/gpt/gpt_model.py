@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts.layer import moe_loss_names
 from megatron_core.features.offload.activations import offload_activations
 from megatron_core.models.gpt import model
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
@@ -39,7 +40,6 @@ from megatron_core.transformer import context
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
-from megatron_core.transformer.moe import moe_loss_names
 
 _CLASSES = (LanguageModelEmbedding, TransformerBlock, TransformerLayer, *LAYER_PARTS, MultiTokenPredictionBlock)
 
@@ -126,7 +126,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         self.position_embedding_type = position_embedding_type
         self.samples, self._groups, self._context_group = SampleNumbers(groups), groups, groups.group("cp")
         self._loss_names = auxiliary_loss_names(own, specs)
-        self.expert_layers = own.expert_layers
+        self.expert_layers = own.counting_layers[0]
         adopt(self, _CLASSES, config, layer_context(config, own, pg_collection), None, self.samples)
         self._replay = None
         if config.moe_enable_routing_replay:

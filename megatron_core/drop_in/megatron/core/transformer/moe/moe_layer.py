@@ -17,8 +17,8 @@ from megatron.core.transformer.layer_context import (
 from megatron.core.transformer.layer_parts import PARTS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.experts import experts, layer
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.moe import experts, layer
 
 
 class TEGroupedMLP(ExportedModule, experts.Experts):

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts import choice
+from megatron_core.features.experts.choice import sinkhorn
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron_core.transformer.moe import choice
-from megatron_core.transformer.moe.choice import sinkhorn
 
 
 def topk_routing_with_score_function(
@@ -35,7 +35,7 @@ def topk_routing_with_score_function(
     records or repeats the choice, and ``precomputed_indices`` ``[T, k]`` replace it; ``fused`` has no effect. Scores
     are computed at least in float32.
     """
-    config = ModelConfig(
+    config = MoEConfig(
         moe_router_topk=topk,
         moe_router_pre_softmax=use_pre_softmax,
         moe_router_num_groups=num_groups,
@@ -60,7 +60,7 @@ def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
     """Return scores and numbers ``[T, k]`` of the best experts in the best groups, see ``choice.choose_experts``."""
-    config = ModelConfig(
+    config = MoEConfig(
         moe_router_topk=topk,
         moe_router_num_groups=num_groups,
         moe_router_group_topk=group_topk,
@@ -77,7 +77,7 @@ def compute_routing_scores_for_aux_loss(
 
     Both are zero for tokens with a True ``padding_mask`` ``[T]``; ``fused`` has no effect. Scores are at least float32.
     """
-    config = ModelConfig(moe_router_topk=topk, moe_router_score_function=score_function)  # type: ignore[arg-type]
+    config = MoEConfig(moe_router_topk=topk, moe_router_score_function=score_function)  # type: ignore[arg-type]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = choice.log_scores(wide, config).softmax(-1)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, scores.topk(topk).indices, True)

@@ -9,18 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_core.config import ModelConfig
+from megatron_core.features.experts.choice import log_scores
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.transformer.context import SequenceContext
-from megatron_core.transformer.moe.choice import log_scores
 
 Total = Callable[[Tensor], Tensor]
 BALANCING = "load_balancing_loss"
 Z_LOSS = "z_loss"
 
 
-def balancing_names(config: ModelConfig) -> dict[str, str]:
+def balancing_names(config: MoEConfig) -> dict[str, str]:
     """Return the type of each balancing loss and the name of its auxiliary loss; further ones have their type's."""
     names = config.balancing_losses
     return {loss_type: loss_type if number else BALANCING for number, loss_type in enumerate(names)}
@@ -36,7 +36,7 @@ def count_choices(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
 def balancing_loss(
     logits: Tensor,
     counted: Tensor,
-    config: ModelConfig,
+    config: MoEConfig,
     loss_type: str,
     sequence_group: Group,
     batch_group: Group,

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.model import ModelConfig
-from megatron_core.config.rule_helpers import divisors
+from megatron_core.config.rule_helpers import divisors, uneven
 from megatron_core.config.run import RunConfig
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.schedules.table import PAIRED
 
 
-def moe_problems(config: RunConfig) -> Iterator[str]:
+def moe_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of experts that contradict each other or the layout."""
-    model = config.model
+    model = config.model.section(MoEConfig)
     if model.num_experts is None:
         return
     if model.num_experts < 1 or model.moe_router_topk < 1:
@@ -20,18 +20,19 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
             "disable_bias_linear=False, but shared experts have no biases; add --disable-bias-linear, and "
             "--add-qkv-bias if the QKV projection is to keep its own"
         )
-    yield from _layer_problems(config)
-    yield from _choice_problems(config)
-    yield from _balance_problems(config)
-    yield from _capacity_problems(config)
-    if config.model.moe_latent_size is not None:
-        yield from _latent_problems(config)
-    yield from _overlap_problems(config)
+    yield from _layer_problems(model)
+    yield from _choice_problems(model)
+    yield from _balance_problems(model)
+    yield from _capacity_problems(model)
+    if model.moe_latent_size is not None:
+        yield from _latent_problems(model, layout_invariant=config.parallel.layout_invariant)
+    yield from _split_problems(config, model)
+    yield from _overlap_problems(config, model)
 
 
-def _layer_problems(config: RunConfig) -> Iterator[str]:
+def _layer_problems(model: MoEConfig) -> Iterator[str]:
     """Which layers have experts, and the shared ones."""
-    model, pattern = config.model, config.model.moe_layer_freq
+    pattern = model.moe_layer_freq
     if len(pattern) == 1 and pattern[0] < 1:
         yield f"moe_layer_freq={pattern} must be 1 or more: layers 0, n, 2n, ... have experts"
     elif len(pattern) != 1 and (len(pattern) != model.num_layers or set(pattern) - {0, 1}):
@@ -39,7 +40,7 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"moe_layer_freq={pattern} must be one number n (layers 0, n, 2n, ... have experts), or 1 (experts) or 0 "
             f"(dense) for each of num_layers={model.num_layers}"
         )
-    elif model.may_have_experts and not model.expert_layers:
+    elif model.may_have_feed_forward("experts") and not model.expert_layers:
         yield (
             f"num_experts={model.num_experts} has no effect with moe_layer_freq={pattern}, which gives no layer "
             "experts; write a 1 for each layer with experts, or remove --num-experts"
@@ -57,9 +58,8 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _choice_problems(config: RunConfig) -> Iterator[str]:
+def _choice_problems(model: MoEConfig) -> Iterator[str]:
     """The router's choice."""
-    model = config.model
     experts, k = model.num_experts or 1, model.moe_router_topk
     groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
     softmax = model.moe_router_score_function == "softmax"
@@ -74,7 +74,7 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
         )
     elif groups is not None and group_topk is not None and min(groups, group_topk) >= 1:
         yield from _group_problems(model, experts, groups, group_topk)
-    if softmax and k == 1 and not model.moe_router_pre_softmax and not _is_sinkhorn(config):
+    if softmax and k == 1 and not model.moe_router_pre_softmax and not _is_sinkhorn(model):
         yield (
             "moe_router_topk=1: the softmax over one chosen expert is always 1, so the router would learn "
             "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
@@ -86,14 +86,14 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
                     f"{name}={value} cannot be used with moe_router_score_function=sparsemixer, which chooses by the "
                     "logits alone; remove one of them"
                 )
-    if model.moe_router_enable_expert_bias and _is_sinkhorn(config):
+    if model.moe_router_enable_expert_bias and _is_sinkhorn(model):
         yield (
             "moe_router_enable_expert_bias=True cannot be used with moe_router_load_balancing_type="
             f"{model.moe_router_load_balancing_type}; legal: types without sinkhorn"
         )
 
 
-def _group_problems(model: ModelConfig, experts: int, groups: int, group_topk: int) -> Iterator[str]:
+def _group_problems(model: MoEConfig, experts: int, groups: int, group_topk: int) -> Iterator[str]:
     """Group-limited routing."""
     k, counted = model.moe_router_topk, model.moe_router_group_score_topk
     if experts % groups:
@@ -120,14 +120,14 @@ def _group_problems(model: ModelConfig, experts: int, groups: int, group_topk: i
         )
 
 
-def _is_sinkhorn(config: RunConfig) -> bool:
-    return config.model.moe_router_load_balancing_type.endswith("sinkhorn")
+def _is_sinkhorn(model: MoEConfig) -> bool:
+    return model.moe_router_load_balancing_type.endswith("sinkhorn")
 
 
-def _balance_problems(config: RunConfig) -> Iterator[str]:
+def _balance_problems(model: MoEConfig) -> Iterator[str]:
     """Load balancing."""
-    model, balance = config.model, config.model.moe_router_load_balancing_type
-    if _is_sinkhorn(config) and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
+    balance = model.moe_router_load_balancing_type
+    if _is_sinkhorn(model) and (model.moe_router_num_groups or model.moe_router_score_function != "softmax"):
         yield (
             f"moe_router_load_balancing_type={balance} has its own scores and no groups; remove "
             "moe_router_score_function, moe_router_num_groups and moe_router_group_topk"
@@ -146,35 +146,51 @@ def _balance_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _capacity_problems(config: RunConfig) -> Iterator[str]:
+def _capacity_problems(model: MoEConfig) -> Iterator[str]:
     """Rules for expert capacity."""
-    model = config.model
     factor, balance = model.moe_expert_capacity_factor, model.moe_router_load_balancing_type
-    if factor is not None and _is_sinkhorn(config):
+    if factor is not None and _is_sinkhorn(model):
         yield (
             f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type={balance}; legal: "
             "seq_aux_loss, aux_loss, global_aux_loss, none"
         )
 
 
-def _latent_problems(config: RunConfig) -> Iterator[str]:
+def _latent_problems(model: MoEConfig, *, layout_invariant: bool) -> Iterator[str]:
     """Settings that experts with projections of their inputs and outputs do not support."""
-    latent = f"moe_latent_size={config.model.moe_latent_size}"
-    if config.model.add_bias_linear:
+    latent = f"moe_latent_size={model.moe_latent_size}"
+    if model.add_bias_linear:
         yield f"{latent} needs linear layers without biases; add --disable-bias-linear"
-    if config.parallel.layout_invariant:
+    if layout_invariant:
         yield (
             f"layout_invariant=True cannot be used with {latent}: the projections' gradients are not exact sums; "
             "remove --layout-invariant"
         )
 
 
-def _overlap_problems(config: RunConfig) -> Iterator[str]:
+def _split_problems(config: RunConfig, model: MoEConfig) -> Iterator[str]:
+    """Experts and their widths that cannot be split evenly over ranks."""
+    parallel = config.parallel
+    if (shared := model.moe_shared_expert_intermediate_size) is not None:
+        tp = parallel.tensor_model_parallel_size
+        yield from uneven("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
+    size = parallel.expert_model_parallel_size
+    yield from uneven("num_experts", model.num_experts or 1, "expert_model_parallel_size", size)
+    yield from uneven(
+        "moe_ffn_hidden_size",
+        model.expert_ffn_size,
+        "expert_tensor_parallel_size",
+        parallel.expert_tensor_size,
+        " (the default is tensor_model_parallel_size)",
+    )
+
+
+def _overlap_problems(config: RunConfig, model: MoEConfig) -> Iterator[str]:
     """Layouts in which a forward and a backward cannot run together."""
-    parallel, exchange = config.parallel, config.model.moe_token_dispatcher_type
-    if not parallel.overlap_moe_expert_parallel_comm or config.model.num_layers < 1:
+    parallel, exchange = config.parallel, model.moe_token_dispatcher_type
+    if not parallel.overlap_moe_expert_parallel_comm or model.num_layers < 1:
         return
-    schedule = parallel.schedule(config.model.num_layers)
+    schedule = parallel.schedule(model.num_layers)
     if parallel.pipeline_plan is not None:
         yield (
             f"overlap_moe_expert_parallel_comm=True chooses the pairs of a schedule, and pipeline_plan="

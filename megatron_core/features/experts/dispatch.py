@@ -19,7 +19,12 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from megatron_core.ops.grouped import copied_to, runs
+from megatron_core.features.experts.counts import ArrivingCounts
+from megatron_core.features.experts.grouped import runs
+from megatron_core.features.experts.grouped_linear import Chunks, TokenNumbers
+from megatron_core.features.experts.router import Routing
+from megatron_core.features.experts.row_exchange import RowExchange, exchange_rows
+from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.collectives import (
     all_reduce_,
     all_to_all_rows,
@@ -27,11 +32,7 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.row_exchange import RowExchange, exchange_rows
 from megatron_core.parallel.tree_sum import tree_sum
-from megatron_core.tensor_parallel.arithmetic import Chunks, TokenNumbers
-from megatron_core.transformer.moe.counts import ArrivingCounts
-from megatron_core.transformer.moe.router import Routing
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.grouped import copied_to
+from megatron_core.features.experts.grouped_linear import Chunks, expert_arithmetic
+from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
-from megatron_core.tensor_parallel.arithmetic import Chunks
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_of
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
@@ -62,7 +63,7 @@ class Experts(nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(MoEConfig)
         groups = context.groups
         assert config.num_experts is not None
         ffn = config.expert_ffn_size
@@ -87,7 +88,7 @@ class Experts(nn.Module):
         self.activation = activation_of(config)
         self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
-        self.arithmetic = context.parallel.arithmetic
+        self.arithmetic = expert_arithmetic(context.parallel.arithmetic)
         self.etp_group = groups.group("etp")
         split_inner = partial(split_fused, first, pieces, index=0, dim=1, axis="etp")
         product = self.arithmetic.expert_output_product(inner, split_inner, self.etp_group)

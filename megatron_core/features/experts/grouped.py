@@ -11,15 +11,15 @@ over groups, which is its definition and runs where no product of torch computes
 #   product returns the dtype of its factors (torch 2.13), so its weight gradients would be rounded to 16 bits before
 #   the addition. The batched product adds in the dtype of ``main_grad``.
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from megatron_core.ops.matmul import accumulate_weight_grad_
+from megatron_core.ops.rows import copied_to
 
 ALIGNMENT = 16
 """torch's grouped product requires rows whose size is a multiple of this number of bytes."""
@@ -40,13 +40,6 @@ def runs(counts: Sequence[int]) -> Iterator[slice]:
 def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
     """The first row after each group, int32 ``[E]``."""
     return copied_to(accumulate(counts), torch.int32, device)
-
-
-def copied_to(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host, or rows of them, on a device; a copy to a GPU does not block the host."""
-    # Pinned memory: a copy from pageable memory waits for all work of the GPU.
-    on_host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:

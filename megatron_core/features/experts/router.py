@@ -1,22 +1,14 @@
 """The router: choice of experts for each token, with losses and statistics for load balancing."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.grouped import copied_to
-from megatron_core.ops.reference import uniform
-from megatron_core.ops.rows import wide
-from megatron_core.parallel.collectives import all_gather_flat_
-from megatron_core.parallel.initialization import name_seed
-from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
-from megatron_core.transformer.moe.choice import (
+from megatron_core.features.experts.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
+from megatron_core.features.experts.choice import (
     choose_experts,
     draw_sparsemixer,
     probabilities,
@@ -24,6 +16,13 @@ from megatron_core.transformer.moe.choice import (
     sinkhorn_probabilities,
     within_capacity,
 )
+from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.ops.reference import uniform
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.collectives import all_gather_flat_
+from megatron_core.parallel.initialization import name_seed
+from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.transformer.context import LayerContext, SequenceContext
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class TopKRouter(nn.Module):
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(MoEConfig)
         parallel = context.parallel
         tp_rank = context.tp_group.rank()
         assert config.num_experts is not None, "a layer without experts has no router"
@@ -240,22 +239,6 @@ class TopKRouter(nn.Module):
         counts = count_choices(experts, counted, self.config.num_experts or 1).sum(0)
         dropped = counted.new_zeros(1) if within is None else (~within * counted.unsqueeze(-1)).sum().view(1)
         return torch.cat([counts, dropped])
-
-
-@torch.no_grad()
-def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Sequence[int]]) -> None:
-    """Increase the bias of experts with less than the mean load of the global batch, and decrease the other biases.
-
-    bias_e += rate sign(mean(n) - n_e), once per step (Wang et al. 2024, algorithm 1). ``loads``: number of choices of
-    each expert, by layer, equal on all ranks.
-    """
-    for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
-        if router.expert_bias is not None:
-            applied = [loads[number] for number in router.applications]
-            # The same on all ranks, so replicas of the bias stay equal without a broadcast.
-            load = copied_to(applied, torch.float64, router.expert_bias.device).sum(0)
-            rate = router.config.moe_router_bias_update_rate
-            router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
 
 
 Router = TopKRouter

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_core.config import ModelConfig
+from megatron_core.features.experts.settings import MoEConfig
 
 SINKHORN_EPSILON = 1e-8
 SINKHORN_TOLERANCE = 1e-4
 
 
-def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
+def log_scores(logits: Tensor, config: MoEConfig) -> Tensor:
     """Return the logarithms of the scores ``[..., E]``; for softmax, up to a constant per token.
 
     Logarithms keep the ratios of scores that are all tiny; dividing by a sum plus an epsilon would not.
@@ -29,7 +29,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
     return 0.5 * functional.softplus(logits).clamp_min(tiny).log()
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
+def choose_experts(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
     """Return the experts of each token, int64 ``[..., k]``, from logits ``[..., E]``.
 
     ``bias`` ``[E]`` is added to the scores; it affects only the choice, not the probabilities. Group-limited choice
@@ -57,7 +57,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> 
     return ranking.topk(k).indices
 
 
-def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn: Tensor | None = None) -> Tensor:
+def probabilities(logits: Tensor, experts: Tensor, config: MoEConfig, *, drawn: Tensor | None = None) -> Tensor:
     """Return the factors on the outputs of the chosen ``experts`` ``[..., k]``, from logits ``[..., E]``.
 
     For softmax, the softmax over the chosen experts, or over all experts with ``moe_router_pre_softmax``. For other
@@ -134,7 +134,7 @@ def _near(left: Tensor, logits: Tensor, threshold: float) -> Tensor:
     return left.masked_fill(far, -inf)
 
 
-def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
     """Return the factors for sinkhorn choices: sigmoid if k = 1, else softmax over all experts (Megatron Core)."""
     scores = logits.sigmoid() if config.moe_router_topk == 1 else logits.softmax(-1)
     return scores.gather(-1, experts)

@@ -6,22 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.experts.balance import Z_LOSS, balancing_names
+from megatron_core.features.experts.dispatch import AllGatherDispatcher, AllToAll
+from megatron_core.features.experts.experts import Experts
+from megatron_core.features.experts.grouped_linear import expert_arithmetic
+from megatron_core.features.experts.router import Tokens, TopKRouter
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe.balance import Z_LOSS, balancing_names
-from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
-from megatron_core.transformer.moe.experts import Experts
-from megatron_core.transformer.moe.router import Tokens, TopKRouter
 from megatron_core.transformer.recompute import recomputed
 
 
 def moe_loss_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the auxiliary losses added by a mixture-of-experts layer."""
-    return (*balancing_names(config).values(), *(Z_LOSS,) * config.router_z_loss)
+    experts = config.section(MoEConfig)
+    return (*balancing_names(experts).values(), *(Z_LOSS,) * experts.router_z_loss)
 
 
 class MoELayer(nn.Module):
@@ -34,9 +37,11 @@ class MoELayer(nn.Module):
     latents as in Megatron Core's layer of this name.
     """
 
+    auxiliary_loss_names = staticmethod(moe_loss_names)
+
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(MoEConfig)
         assert config.num_experts is not None, "a layer without experts is an MLP"
         self.router = TopKRouter(context, layer_number)
         self.fc1_latent_proj: DownProjection | None
@@ -51,7 +56,7 @@ class MoELayer(nn.Module):
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
-        self.token_numbers = context.parallel.arithmetic.token_numbers
+        self.token_numbers = expert_arithmetic(context.parallel.arithmetic).token_numbers
         self.tp_group = context.tp_group
         self.sequence_parallel = context.sequence_parallel
 

@@ -21,24 +21,25 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer as their_spar
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import LayoutError
-from megatron_core.ops.grouped import grouped_product, is_grouped
-from megatron_core.parallel import ParallelGroups
-from megatron_core.parallel.groups import LocalGroup
-from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.tensor_parallel.grouped_linear import grouped_linear
-from megatron_core.transformer import LayerContext, SequenceContext
-from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.moe import MoELayer, moe_loss_names, update_expert_biases
-from megatron_core.transformer.moe.balance import balancing_loss, z_loss
-from megatron_core.transformer.moe.choice import (
+from megatron_core.features.experts.balance import balancing_loss, z_loss
+from megatron_core.features.experts.choice import (
     choose_experts,
     draw_sparsemixer,
     probabilities,
     sinkhorn,
     within_capacity,
 )
-from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
-from megatron_core.transformer.moe.router import Routing, Tokens
+from megatron_core.features.experts.dispatch import AllGatherDispatcher, AllToAll
+from megatron_core.features.experts.grouped import grouped_product, is_grouped
+from megatron_core.features.experts.grouped_linear import grouped_linear
+from megatron_core.features.experts.layer import MoELayer, moe_loss_names
+from megatron_core.features.experts.part import update_expert_biases
+from megatron_core.features.experts.router import Routing, Tokens
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer import LayerContext, SequenceContext
+from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from tests.defects.plant import planted
 
 N, B, E, K, H = 7, 3, 8, 2, 8
@@ -325,8 +326,9 @@ def check_auxiliary_gradients() -> None:
     for factor in (0.0, 1.0):
         layer = _layer(moe_aux_loss_coeff=0.5 * factor, moe_z_loss_coeff=0.1 * factor)
         x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-        losses = AuxiliaryLosses(("load_balancing_loss", "z_loss"), B, torch.tensor(float(N * B)), expert_layers=[0],
-                                 num_experts=E)  # fmt: skip
+        losses = AuxiliaryLosses(
+            ("load_balancing_loss", "z_loss"), B, torch.tensor(float(N * B)), counting_layers=([0], E + 1)
+        )
         output, _ = layer(x, SequenceContext(auxiliary_losses=losses.of_micro_batch(0)))
         output.sum().backward()
         gradients.append(layer.router.weight.grad)
@@ -381,8 +383,9 @@ def check_two_balancing_losses() -> None:
     }.items():
         layer = _layer(**settings)
         x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-        losses = AuxiliaryLosses(moe_loss_names(layer.router.config), B, torch.tensor(float(N * B)), expert_layers=[0],
-                                 num_experts=E)  # fmt: skip
+        losses = AuxiliaryLosses(
+            moe_loss_names(layer.router.config), B, torch.tensor(float(N * B)), counting_layers=([0], E + 1)
+        )
         layer(x, SequenceContext(auxiliary_losses=losses.of_micro_batch(0)))[0].sum().backward()
         gradients[name] = layer.router.weight.grad
     assert losses.names == ("load_balancing_loss", "aux_loss")
@@ -438,8 +441,8 @@ def check_grouped_product() -> None:
 
 
 CHECKS = [function for name, function in list(globals().items()) if name.startswith("check_")]
-LAYER, ROUTER = "transformer.moe.layer:MoELayer", "transformer.moe.router:TopKRouter"
-CHOICE, BALANCE = "transformer.moe.choice", "transformer.moe.balance"
+LAYER, ROUTER = "features.experts.layer:MoELayer", "features.experts.router:TopKRouter"
+CHOICE, BALANCE = "features.experts.choice", "features.experts.balance"
 # name: the check that must fail, the function, its fragment, the defect
 DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     "groups are masked with zeros": (
@@ -499,7 +502,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "sinkhorn balances each sequence alone": (
         check_sinkhorn_of_a_micro_batch,
-        "transformer.moe.router:TopKRouter._sinkhorn_choice",
+        "features.experts.router:TopKRouter._sinkhorn_choice",
         'self.config.moe_router_load_balancing_type == "seq_sinkhorn"',
         "True",
     ),
@@ -542,7 +545,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "probabilities are applied to outputs": (
         check_probabilities_on_inputs,
-        "transformer.moe.experts:Experts.forward",
+        "features.experts.experts:Experts.forward",
         "if self.probs_on_input:",
         "if False:",
     ),
@@ -590,7 +593,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "the bias drives load to where it is": (
         check_bias_update,
-        "transformer.moe.router:update_expert_biases",
+        "features.experts.part:update_expert_biases",
         "load.mean() - load",
         "load - load.mean()",
     ),
@@ -602,25 +605,25 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "probabilities have no gradient": (
         check_masked_choices_have_no_gradient,
-        "transformer.moe.dispatch:AllToAll.dispatch",
+        "features.experts.dispatch:AllToAll.dispatch",
         "routing.probs.flatten()",
         "routing.probs.detach().flatten().requires_grad_()",
     ),
     "the last choice of a token is forgotten": (
         check_layer,
-        "transformer.moe.dispatch:_plain_total",
+        "features.experts.dispatch:_plain_total",
         "slots.sum(1)",
         "slots[:, :1].sum(1)",
     ),
     "an expert begins at the end of the one before the last": (
         check_grouped_product,
-        "ops.grouped:runs",
+        "features.experts.grouped:runs",
         "start += count",
         "start += count - (count == 3)",
     ),
     "shared experts skip their gate": (
         check_layer,
-        "transformer.moe.layer:SharedExperts.forward",
+        "features.experts.layer:SharedExperts.forward",
         "if self.gate_weight is None:",
         "if True:",
     ),

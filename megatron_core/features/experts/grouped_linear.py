@@ -1,14 +1,18 @@
-"""y = x W_e^T for contiguous rows per expert, with gradients added to ``main_grad``."""
+"""y = x W_e^T for contiguous rows per expert, with gradients added to ``main_grad``; other products in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
+from megatron_core.features.experts.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.sharding import ShardSpec
+from megatron_core.tensor_parallel.arithmetic import LayerArithmetic, SplitOver
 from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 
 
@@ -84,3 +88,58 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 grad_weight = gradients.of_weight(x)
         return gradients.of_input() if ctx.needs_input_grad[0] else None, grad_weight, None, None, None
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Numbers of this rank's tokens that give the rows of an expert one order in every layout."""
+
+    of_tokens: Tensor
+    """``[T]`` int64: sequence x its length + position."""
+    chunk: int
+    """Tokens in a chunk of a sequence."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The rows of each expert in chunks of sequences: rows are ordered by expert, sequence and position."""
+
+    experts: tuple[slice, ...]
+    """The rows of each expert."""
+    of_expert: tuple[tuple[slice, ...], ...]
+    """For each expert, the rows of each chunk of a sequence that has any."""
+
+
+class ExpertArithmetic:
+    """Plain products of experts; base class of a ``LayerArithmetic`` with others."""
+
+    def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
+        """As ``output_product`` for a stack of experts, called as ``grouped_linear`` with the chunks of the rows."""
+        return expert_product
+
+    def expert_input_product(self, inputs: int, group: Group) -> Callable[..., Tensor]:
+        """As ``input_product`` for a stack of experts."""
+        return expert_product
+
+    def times_probs(self, activated: Tensor, probs: Tensor, group: Group) -> Tensor:
+        """Rows ``[R, n]``, of which the ranks of ``group`` have other columns, times their probabilities ``[R]``."""
+        # Probabilities are float32 or wider; the product keeps the dtype of the rows.
+        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
+
+    def token_numbers(self, positions: Tensor, sample_index: Tensor | None, ranks: int) -> TokenNumbers | None:
+        """Numbers of tokens that order the rows of experts; None: any order.
+
+        ``positions`` are those of tokens of each sequence, which are divided over ``ranks`` tensor-parallel ranks;
+        ``sample_index`` the numbers of the sequences, or None in generation.
+        """
+        return None
+
+
+def expert_arithmetic(arithmetic: LayerArithmetic) -> ExpertArithmetic:
+    """The products of experts in layers with ``arithmetic``."""
+    return arithmetic if isinstance(arithmetic, ExpertArithmetic) else ExpertArithmetic()
+
+
+def expert_product(x: Tensor, weight: nn.Parameter, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
+    """``grouped_linear`` with the arguments of the products of experts."""
+    return grouped_linear(x, weight, counts)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatron_core.features.experts.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
+from megatron_core.features.experts.grouped_linear import grouped_linear
 from megatron_core.features.fp8.casts import E4M3, E5M2
 from megatron_core.features.fp8.experts import FP8ExpertProducts
 from megatron_core.features.fp8.grouped_product import grouped_unavailable_reason
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
-from megatron_core.ops.grouped import accumulate_grouped_weight_grad_, grouped_product, grouped_weight_grad
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from tests.defects.plant import planted
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -106,10 +106,14 @@ def test_on_this_gpu(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("place", "old", "new"),
     [
-        ("ops.grouped:_padded", "number * longest - run.start", "number * longest"),
-        ("ops.grouped:_padded", "right=True", "right=False"),
-        ("ops.grouped:grouped_weight_grad", "total[group].zero_()", "pass"),
-        ("ops.grouped:grouped_product", "ends_of(counts, x.device)", "ends_of([0, *counts[:-1]], x.device)"),
+        ("features.experts.grouped:_padded", "number * longest - run.start", "number * longest"),
+        ("features.experts.grouped:_padded", "right=True", "right=False"),
+        ("features.experts.grouped:grouped_weight_grad", "total[group].zero_()", "pass"),
+        (
+            "features.experts.grouped:grouped_product",
+            "ends_of(counts, x.device)",
+            "ends_of([0, *counts[:-1]], x.device)",
+        ),
     ],
     ids=["places", "boundaries", "no rows", "ends"],
 )
