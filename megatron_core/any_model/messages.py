@@ -107,6 +107,10 @@ class StructuredMessages:
         """Return the structure of a stage's output."""
         return self.structures[stage, self.kinds[micro]]
 
+    def received(self, stage: int, micro: int, message: Message | None) -> Any:
+        """Return the input of a stage: the output of the stage before, from its message; None on the first stage."""
+        return None if message is None else self.structure_of(stage - 1, micro).fill(tensors_of(message))
+
     def learn(self, action: Action, structure: Structure) -> None:
         """Store the structure of a forward's output; ``LayoutError`` if it was another one before."""
         # Receivers allocate buffers by the structure: another one would fill only a part, or overflow.

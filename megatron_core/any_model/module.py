@@ -34,13 +34,8 @@ READ = frozenset(
     {
         *(setting.name for setting in fields(OptimizerConfig)),
         *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
-        *(
-            "zero3_param_persistence_threshold",
-            "zero3_param_offload_dir",
-            "num_distributed_optimizer_instances",
-            "grad_reduce_in_bf16",
-        ),
-        *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression"),
+        *("zero3_param_persistence_threshold", "zero3_param_offload_dir", "num_distributed_optimizer_instances"),
+        *("grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation", "grad_compression"),
         *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
         *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),

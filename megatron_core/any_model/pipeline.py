@@ -39,7 +39,7 @@ from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
 from megatron_core.parallel.world import World
 from megatron_core.pipeline_parallel.executor import ForwardStep
-from megatron_core.pipeline_parallel.messages import Message, tensors_of
+from megatron_core.pipeline_parallel.messages import Message
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
@@ -303,7 +303,7 @@ class PipelineEngine(Engine):
         pipeline = replace(self._trainable, message=message, overlap_p2p=True)
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
-            output = trial.compare(partial(cut.call, stage), received_value(message, stage, micro, tensors))
+            output = trial.compare(partial(cut.call, stage), message.received(stage, micro, tensors))
             if stage == len(self.plans.stage_to_rank) - 1:
                 return torch.zeros((), device=self.world.device)
             structure, sent = flatten(output)
@@ -336,7 +336,7 @@ class PipelineEngine(Engine):
 
         def forward(stage: int, micro: int, tensors: Message | None) -> Message:
             batch = micros[micro] if micros else None
-            received = received_value(message, stage, micro, tensors)
+            received = message.received(stage, micro, tensors)
             if isinstance(self.staged, ModelCut):
                 self.staged.checks_values = message.posts_late
             output = self.stages[stage](batch, received)
@@ -398,8 +398,3 @@ class PipelineEngine(Engine):
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank saves a buffer."""
         return self.staged.owns_buffer(name) and self.groups.index("dp") == self.groups.index("tp") == 0
-
-
-def received_value(messages: StructuredMessages, stage: int, micro: int, message: Message | None) -> Any:
-    """The input of a stage: the output of the stage before, from its message; None on the first stage."""
-    return None if message is None else messages.structure_of(stage - 1, micro).fill(tensors_of(message))

@@ -234,6 +234,7 @@ def _remaining(latest: StepEvent, milliseconds: float) -> list[str]:
 
 
 def utilisation(events: Sequence[StepEvent]) -> float | None:
+    """Model FLOP/s / FLOP/s of matrix products on the reporting rank, if known."""
     rate = events[-1].product_rate
     return mean([event.model_flops_per_second for event in events]) / rate if rate else None
 
