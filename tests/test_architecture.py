@@ -40,7 +40,6 @@ LEVELS = {
     "parallel": 2,
     "parallel_state": 3,
     "tensor_parallel": 3,
-    "context_parallel": 3,
     "datasets": 3,
     "checkpoint": 3,
     "monitor": 3,
@@ -71,6 +70,9 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
     "outer_steps": {"averages"},  # evaluations with other weights
+    "equal_bits": {"context_parallelism"},  # attention in tiles, with another order of sums
+    "qk_clip": {"latent_attention"},  # which rows of its matrices are those of queries and keys
+    "sparse_attention": {"latent_attention"},  # selected keys are those of latents
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""

@@ -13,7 +13,7 @@ from megatron_core.config.rules_data import (
     tokenizer_problems,
 )
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_parallel import context_problems, parallel_problems, split_problems
+from megatron_core.config.rules_parallel import parallel_problems, split_problems
 from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
@@ -48,7 +48,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from moe_problems(config)
     yield from split_problems(config)
     yield from parallel_problems(config, world_size)
-    yield from context_problems(config)
     yield from stage_problems(config)
     yield from schedule_problems(config)
     yield from recompute_problems(config)

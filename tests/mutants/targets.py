@@ -16,7 +16,6 @@ ROOT = Path(megatron_core.__file__).parent
 PACKAGES: dict[str, tuple[str, ...]] = {
     "ops": ("operator", "native", "libraries", "backend"),
     "tensor_parallel": (),
-    "context_parallel": (),
     "transformer": ("flex_attention",),
     "models": (),
     "pipeline_parallel": (),
@@ -42,6 +41,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("reports", "saving", "stop", "data", "parts", "setup", "state"),
     ),
     "datasets": ("header", "paths", "build"),
+    "features/context_parallelism": ("settings",),
+    "features/latent_attention": ("settings", "kinds"),
 }
 """Packages that compute, and their modules that compute nothing of a training: libraries and devices that a CPU lacks,
 processes, messages, files."""

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, choices of experts, and indexers."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
     KeyRule,
@@ -28,7 +29,8 @@ def _check_positions(hf_config: Settings) -> Settings:
 
 
 def _heads_json(config: ModelConfig) -> Settings:
-    return {"num_key_value_heads": config.num_attention_heads, "head_dim": config.qk_pos_emb_head_dim}
+    head_dim = config.section(LatentAttentionConfig).qk_pos_emb_head_dim
+    return {"num_key_value_heads": config.num_attention_heads, "head_dim": head_dim}
 
 
 LATENT_POSITIONS = KeyRule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})
