@@ -68,10 +68,10 @@ class Feature:
     spellings: str | None = None
     """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
-    """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. The
-    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds; those that
-    ``ModelConfig.head_name`` returns are heads, constructed as ``models.gpt.model.VocabularyHead``."""
+    """Hooks: the layer of each kind of attention or recurrence that it adds, by its name in ``attention_kinds``,
+    constructed as ``transformer.attention.SelfAttention``. Further names: "multi_token", the layers after the last one,
+    whose losses ``models.gpt.model`` adds; "tiled_attention", the core attention of sequences over several ranks; and
+    those of ``ModelConfig.head_name``, heads constructed as ``models.gpt.model.VocabularyHead``."""
     attention_kinds: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.

@@ -1,8 +1,7 @@
-"""All kinds of attention and their table: projections, parameters, FLOPs and activations, without torch.
+"""Kinds of attention: projections, parameters, FLOPs and activations, without torch.
 
-To add a kind, add a subclass of ``AttentionKind`` and its row here, and its layer to ``ATTENTION_LAYERS`` in
-``megatron_core/transformer/layer_spec.py``. The window of a layer and the kernel are independent of the kind: they
-belong to the core attention of queries, keys and values, which all kinds share.
+Features add kinds, which ``Feature.attention_kinds`` names. The window of a layer and the kernel are independent of the
+kind: they belong to the core attention of queries, keys and values, which all kinds share.
 """
 
 from __future__ import annotations
