@@ -21,7 +21,7 @@ PACKAGES = {
     "planner": "Memory and time of a layout",
     "parallel": "Ranks, groups and launch",
     "tensor_parallel": "Parallel layers and their collectives",
-    "context_parallel": "Attention over split sequences",
+    "features.context_parallelism": "Attention over split sequences",
     "ops": "Fused operations",
     "transformer": "Layers",
     "data_parallel": "Gradients and ZeRO",
@@ -48,7 +48,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 def exported_names(package: str) -> list[str]:
     """Public names that a package's ``__init__`` imports, by the path of their definition, in its order."""
-    folder = ROOT / PACKAGE / package
+    folder = ROOT.joinpath(PACKAGE, *package.split("."))
     stub = folder / "__init__.pyi"
     tree = ast.parse((stub if stub.is_file() else folder / "__init__.py").read_text(encoding="utf-8"))
     dotted = f"{PACKAGE}.{package}" if package else PACKAGE
@@ -63,7 +63,7 @@ def exported_names(package: str) -> list[str]:
 
 def is_of_torch(package: str, node: ast.ImportFrom, name: str) -> bool:
     """Whether the module that ``node`` imports ``name`` from has it from torch, whose documentation describes it."""
-    path = (ROOT / PACKAGE / package / f"{node.module}".replace(".", "/")).with_suffix(".py")
+    path = ROOT.joinpath(PACKAGE, *package.split("."), *f"{node.module}".split(".")).with_suffix(".py")
     if not node.level or not path.is_file():
         return False
     imports = [each for each in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(each, ast.ImportFrom)]

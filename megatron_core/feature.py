@@ -68,12 +68,12 @@ class Feature:
     spellings: str | None = None
     """Class derived from ``config.flags.Spellings``: flags, and entries of files, that it reads as settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
-    """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or in ``attention_kinds``; constructed as ``transformer.attention.SelfAttention``. Those of
-    ``feed_forwards`` are constructed as ``transformer.mlp.MLP``, but with the number of the layer. The
-    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds; those that
-    ``ModelConfig.head_name`` returns are heads, constructed as ``models.gpt.model.VocabularyHead``;
-    "linear" replaces attention or the MLP."""
+    """Hooks: the layer of each kind of attention or recurrence that it adds, by its name in ``attention_kinds``,
+    constructed as ``transformer.attention.SelfAttention``, and of each of ``feed_forwards``, constructed as
+    ``transformer.mlp.MLP``, but with the number of the layer. Further names: "multi_token", the layers after the last
+    one, whose losses ``models.gpt.model`` adds; "tiled_attention", the core attention of sequences over several ranks;
+    "linear", in place of attention or the MLP; and those of ``ModelConfig.head_name``, heads constructed as
+    ``models.gpt.model.VocabularyHead``."""
     attention_kinds: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.

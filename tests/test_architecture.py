@@ -41,7 +41,6 @@ LEVELS = {
     "parallel": 2,
     "parallel_state": 3,
     "tensor_parallel": 3,
-    "context_parallel": 3,
     "datasets": 3,
     "checkpoint": 3,
     "monitor": 3,
@@ -71,11 +70,13 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "fp8": {"experts"},  # other products of experts
-    "equal_bits": {"experts"},
+    "equal_bits": {"experts", "context_parallelism"},  # sums in another order
     "lora": {"experts"},  # adapters of experts
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
     "compilation": {"layer_sizes"},  # layers of which a part is one linear layer
     "outer_steps": {"averages", "lamb"},  # evaluations with other weights; sums over whole tensors
+    "qk_clip": {"latent_attention"},  # which rows of its matrices are those of queries and keys
+    "sparse_attention": {"latent_attention"},  # selected keys are those of latents
     "preferences": {"conversations", "lora"},  # lines have two conversations; the reference is without adapters
 }
 """The features which a feature imports, as its page says."""

@@ -21,11 +21,11 @@ from megatron_core.any_model.context_attention import (
 )
 from megatron_core.any_model.router_loss import split_balancing_loss
 from megatron_core.config import RunConfig
-from megatron_core.context_parallel import AllGatherExchange, HeadExchange, RingExchange
 from megatron_core.errors import ConfigError
 from megatron_core.features.compilation.settings import CompilationConfig
+from megatron_core.features.context_parallelism.exchange import HeadExchange, exchanges_of
 from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
-from megatron_core.parallel.groups import ALONE, ParallelGroups
+from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import listed
 
@@ -50,10 +50,7 @@ class ContextParallel:
         self.size = groups.size("cp")
         self.split_of = SequenceSplit.of(groups, sequence_parallel=False)
         context = groups.context
-        kind = config.parallel.cp_comm_type[0]
-        heads = {"a2a": context.whole, "a2a+p2p": context.heads}.get(kind)
-        ring = {"a2a": ALONE, "a2a+p2p": context.ring}.get(kind, context.whole)
-        exchange = AllGatherExchange(ring) if kind == "all_gather" else RingExchange(ring)
+        exchange, heads = exchanges_of(config.value("cp_comm_type")[0], context)
         self.groups = SequenceGroups(context.whole, exchange, None if heads is None else HeadExchange(heads))
         self.configs = configs_of(model)
         if config.section(CompilationConfig).compile:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron_core.context_parallel import Exchange, HeadExchange, SplitSequence, Tile, Unfused, fused_products
-from megatron_core.context_parallel import split_attention as attend
 from megatron_core.errors import ConfigError
+from megatron_core.features.context_parallelism.attention import SplitSequence
+from megatron_core.features.context_parallelism.attention import split_attention as attend
+from megatron_core.features.context_parallelism.exchange import Exchange, HeadExchange
+from megatron_core.features.context_parallelism.products import Unfused, fused_products
+from megatron_core.features.context_parallelism.tiles import Tile
 from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit

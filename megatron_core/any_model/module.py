@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import read_config
-from megatron_core.config.parallel import CPCommType
 from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
 from megatron_core.config.values import convert, describe, perhaps
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.context_parallelism.settings import ContextParallelConfig
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.parallel.compiled import DerivedForward
@@ -143,7 +143,7 @@ def check_engine_settings(config: RunConfig, world_size: int) -> RunConfig:
         training=_without_blocks(training),
         # Its heads and tokens are divided elsewhere.
         model=_model_of(config.parallel),
-        parallel=replace(config.parallel, cp_comm_type=_without_heads(config.parallel)),
+        parallel=_without_heads(config.parallel),
         data=replace(config.data, mock_data=True, vocab_size=64, seq_length=config.parallel.sequence_unit[0]),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
     )
@@ -176,15 +176,16 @@ def _without_blocks(training: TrainingConfig) -> TrainingConfig:
     return replace(settings, fp8_recipe=same.get(settings.fp8_recipe, settings.fp8_recipe))
 
 
-def _without_heads(parallel: ParallelConfig) -> tuple[CPCommType, ...]:
-    """Return kinds of communication without rules about the heads of the GPT.
+def _without_heads(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the settings with a kind of communication without rules about the heads of the GPT.
 
     Errors: ``ConfigError`` for several kinds, because the layers of the caller's model have no numbers.
     """
-    kinds = parallel.cp_comm_type
+    split = parallel.section(ContextParallelConfig)
+    kinds = split.cp_comm_type
     if len(kinds) > 1:
         raise ConfigError(f"cp_comm_type={' '.join(kinds)} on a model of your own must be one kind for all layers")
-    return ("p2p",) if kinds == ("a2a",) else kinds
+    return replace(split, cp_comm_type=("p2p",)) if kinds == ("a2a",) else split
 
 
 def _layers_of(parallel: ParallelConfig) -> int:

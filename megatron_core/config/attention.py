@@ -1,8 +1,7 @@
-"""All kinds of attention and their table: projections, parameters, FLOPs and activations, without torch.
+"""Kinds of attention: projections, parameters, FLOPs and activations, without torch.
 
-To add a kind, add a subclass of ``AttentionKind`` and its row here, and its layer to ``ATTENTION_LAYERS`` in
-``megatron_core/transformer/layer_spec.py``. The window of a layer and the kernel are independent of the kind: they
-belong to the core attention of queries, keys and values, which all kinds share.
+Features add kinds, which ``Feature.attention_kinds`` names. The window of a layer and the kernel are independent of the
+kind: they belong to the core attention of queries, keys and values, which all kinds share.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class AttentionKind:
 
     name: ClassVar[str]
     """The value of --attention-kind."""
-    flag: ClassVar[str | None] = None
-    """Setting that selects this kind instead of --attention-kind."""
     has_own_head_sizes: ClassVar[bool] = False
     """Whether the sizes of heads do not follow from --kv-channels or --hidden-size."""
     refused: ClassVar[Mapping[str, str]] = {}
@@ -207,75 +204,8 @@ class GroupedQuery(AttentionKind):
         return 0, self.core_elements() + normed + 2 * outputs * model.attention_output_gate
 
 
-class MultiLatent(AttentionKind):
-    """Keys and values from one latent of each token (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1)."""
-
-    name = "latent"
-    flag = "multi_latent_attention"
-    has_own_head_sizes = True
-
-    @property
-    def query_head_size(self) -> int:
-        """Channels without and with rotary positions."""
-        return self.model.qk_head_dim + self.model.qk_pos_emb_head_dim
-
-    @property
-    def value_head_size(self) -> int:
-        """Channels of a value head, and of a head's attention output."""
-        return self.model.v_head_dim
-
-    @property
-    def has_rotary(self) -> bool:
-        """True: some channels of each head have rotary positions in any case."""
-        return True
-
-    @property
-    def rotary_head(self) -> tuple[int, str]:
-        """The channels with rotary positions."""
-        return self.model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim"
-
-    def cached_elements(self, tp: int) -> int:
-        """The latent and the key channels with rotary positions, the same on every rank."""
-        return self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim
-
-    def projections(self, tp: int) -> list[Projection]:
-        """Projections down to the latents, on every rank, and up to the heads."""
-        model, heads = self.model, self.model.num_attention_heads // tp
-        hidden, rank, q_rank = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
-        queries = "heads x (qk_head_dim + qk_pos_emb_head_dim)"
-        down = [] if q_rank is None else [Projection(hidden, q_rank, module="linear_q_down_proj")]
-        query_module = "linear_q_proj" if q_rank is None else "linear_q_up_proj"
-        return [
-            *down,
-            Projection(q_rank or hidden, heads * self.query_head_size, "outputs", False, queries, query_module),
-            Projection(hidden, rank + model.qk_pos_emb_head_dim, module="linear_kv_down_proj"),
-            Projection(
-                rank,
-                heads * (model.qk_head_dim + model.v_head_dim),
-                "outputs",
-                width="heads x (qk_head_dim + v_head_dim)",
-                module="linear_kv_up_proj",
-            ),
-            self.output_projection(tp),
-        ]
-
-    def norms(self, tp: int) -> tuple[int, ...]:
-        """Norms of the latents."""
-        ranks = [rank for rank in (self.model.q_lora_rank, self.model.kv_lora_rank) if rank is not None]
-        return tuple(ranks) if self.model.qk_layernorm else ()
-
-    def saved(self) -> tuple[int, int]:
-        """The latents, twice if they are normalized; inputs and outputs of the core attention."""
-        model = self.model
-        latents = ((model.q_lora_rank or 0) + model.kv_lora_rank) * (2 if model.qk_layernorm else 1)
-        if model.recomputes("mla_up_proj"):
-            return latents, model.num_attention_heads * self.value_head_size
-        return latents, self.core_elements()
-
-
-_KINDS: tuple[type[AttentionKind], ...] = (GroupedQuery, MultiLatent)
-ATTENTION_KINDS: dict[str, type[AttentionKind]] = {row.name: row for row in _KINDS}
-"""All kinds of attention by name."""
+ATTENTION_KINDS: dict[str, type[AttentionKind]] = {GroupedQuery.name: GroupedQuery}
+"""The kinds of attention of the core and of programs by name: the values of --attention-kind."""
 
 
 def add_attention(row: type[AttentionKind]) -> None:
@@ -287,10 +217,7 @@ def add_attention(row: type[AttentionKind]) -> None:
 
 def attention_of(model: ModelConfig) -> AttentionKind:
     """The attention of the layers of ``model``; while rules are checked, an unknown kind counts as grouped-query."""
-    name = model.attention_name
-    hooks = kinds_of_features()
-    attention_class = loaded_kind(hooks[name]) if name in hooks else ATTENTION_KINDS.get(name, GroupedQuery)
-    return attention_class(model)
+    return kind_named(model.attention_name)(model)
 
 
 def kinds_of_features() -> dict[str, str]:
@@ -298,11 +225,13 @@ def kinds_of_features() -> dict[str, str]:
     return {name: hook for feature in features() for name, hook in feature.attention_kinds.items()}
 
 
-@cache
-def loaded_kind(hook: str) -> type[AttentionKind]:
-    """The class that a feature's hook names."""
-    attention_class: type[AttentionKind] = load_hook(hook)
-    return attention_class
+def kind_named(name: str) -> type[AttentionKind]:
+    """The class of a kind of attention or recurrence; grouped-query for an unknown name."""
+    hook = kinds_of_features().get(name)
+    return ATTENTION_KINDS.get(name, GroupedQuery) if hook is None else _loaded(hook)
+
+
+_loaded = cache(load_hook)
 
 
 QUERY_BLOCK = 256

@@ -13,8 +13,7 @@ SEVERAL_EXPERT_RANKS = Condition("experts split over ranks", lambda run: run.exp
 GPU = Condition("a GPU", lambda run: run.device != "cpu")
 
 # The model.
-LATENT_ATTENTION = given("multi_latent_attention")
-NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
+NO_LATENT_ATTENTION = without("multi_latent_attention")
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)
 ROPE_SCALING = given("use_rope_scaling")
@@ -28,7 +27,7 @@ SOFTMAX_SCALE_FROM_YARN = unless(
     "--yarn-attention-factor",
     lambda run: (
         run.model.yarn_attention_factor is not None
-        and not (run.model.multi_latent_attention and run.model.softmax_scale is None)
+        and not (run.optional("multi_latent_attention") and run.model.softmax_scale is None)
     ),
 )
 WINDOW = given("window_size", "BEFORE 0")
@@ -83,7 +82,6 @@ ZERO = Condition("--zero-stage 1, 2 or 3", lambda run: run.parallel.dp_zero_stag
 ZERO_3 = Condition("--zero-stage 3", lambda run: run.parallel.dp_zero_stage == 3)
 TENSOR_PARALLEL = Condition("--tensor-model-parallel-size N", lambda run: run.parallel.tensor_model_parallel_size > 1)
 PIPELINE = Condition("--pipeline-model-parallel-size N", lambda run: run.parallel.pipeline_model_parallel_size > 1)
-CONTEXT_PARALLEL = Condition("--context-parallel-size N", lambda run: run.parallel.context_parallel_size > 1)
 ZERO_IN_BF16 = Condition(
     "gradients in bfloat16 and --zero-stage 1 or more",
     lambda run: run.parallel.reduces_in_bf16 and run.parallel.dp_zero_stage,

@@ -1,4 +1,4 @@
-"""Settings of the parts of a layer: norms, activation, latent attention, positions, recompute; sizes of parts."""
+"""Settings of the parts of a layer: norms, activation, positions, recompute; sizes of parts."""
 
 from __future__ import annotations
 
@@ -102,28 +102,6 @@ class ActivationConfig:
     def gated_linear_unit(self) -> bool:
         """Whether the MLP's first projection computes a gate and a value."""
         return self.swiglu or self.geglu or self.quick_geglu
-
-
-@dataclass(frozen=True, kw_only=True)
-@section(needs=c.LATENT_ATTENTION, resume=Resume.FUNCTION)
-class LatentAttentionConfig:
-    """Attention whose keys and values are projections of one small latent per token (DeepSeek-AI 2024, arXiv
-    2405.04434, section 2.1). It always has rotary positions, in separate channels."""
-
-    multi_latent_attention: bool = setting(False, when=ALWAYS)
-    """Use multi-latent attention in all layers; default: one projection to queries, keys and values."""
-    q_lora_rank: int | None = setting(None, r.SIZE)
-    """Width of the latent of queries; default: queries are projections of the hidden state."""
-    kv_lora_rank: int = setting(32, r.SIZE)
-    """Width of the latent of keys and values."""
-    qk_head_dim: int = setting(128, r.SIZE)
-    """Channels of a query or key head without positions."""
-    qk_pos_emb_head_dim: int = setting(64, r.SIZE)
-    """Channels of a query head with rotary positions; all heads share these channels of the key."""
-    v_head_dim: int = setting(128, r.SIZE)
-    """Channels of a value head."""
-    latent_norm_epsilon: float | None = setting(None, r.POSITIVE, when=c.QK_LAYERNORM)
-    """Added to the variance in the norms of latents; default: --norm-epsilon."""
 
 
 @dataclass(frozen=True, kw_only=True)

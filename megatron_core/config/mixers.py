@@ -1,6 +1,6 @@
 """The kind of each layer: attention, a recurrence, both, or neither."""
 
-from megatron_core.config.attention import AttentionKind, Projection, attention_of, kinds_of_features, loaded_kind
+from megatron_core.config.attention import AttentionKind, Projection, attention_of, kind_named
 from megatron_core.config.model import ModelConfig
 
 
@@ -39,14 +39,10 @@ class NoMixer(AttentionKind):
         return 0, 0
 
 
-def _of_a_feature(name: str) -> type[AttentionKind]:
-    return loaded_kind(kinds_of_features()[name])
-
-
 def recurrence_of(model: ModelConfig, layer_number: int) -> AttentionKind | None:
     """The recurrence of a layer (numbered from 0); None: it has none."""
     name = model.recurrence_of(layer_number)
-    return None if name is None else _of_a_feature(name)(model)
+    return None if name is None else kind_named(name)(model)
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
@@ -54,7 +50,7 @@ def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
     recurrence = model.recurrence_of(layer_number)
     has_attention = model.has_attention(layer_number)
     if recurrence is not None:
-        return _of_a_feature(f"attention_and_{recurrence}" if has_attention else recurrence)(model)
+        return kind_named(f"attention_and_{recurrence}" if has_attention else recurrence)(model)
     if has_attention:
         return attention_of(model.of_layer(layer_number))
-    return _of_a_feature("linear")(model) if model.block_of(layer_number).attention.linear else NoMixer(model)
+    return kind_named("linear")(model) if model.block_of(layer_number).attention.linear else NoMixer(model)

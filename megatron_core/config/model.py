@@ -11,7 +11,6 @@ from megatron_core.config import ranges as r
 from megatron_core.config.layer_settings import (
     WHOLE_BLOCK,
     ActivationConfig,
-    LatentAttentionConfig,
     LayerBlock,
     NormConfig,
     RecomputeConfig,
@@ -24,7 +23,6 @@ from megatron_core.feature import Extensible
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
-    LatentAttentionConfig,
     NormConfig,
     RotaryConfig,
     ActivationConfig,
@@ -189,7 +187,7 @@ class ModelConfig(
     @property
     def attention_name(self) -> str:
         """The name of the kind of attention in all layers."""
-        return "latent" if self.multi_latent_attention else self.attention_kind
+        return self.attention_kind
 
     @property
     def layers_differ_in_size(self) -> bool:

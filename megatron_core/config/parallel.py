@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, section, setting
-from megatron_core.feature import features
+from megatron_core.feature import Extensible, features
 from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.stage_notation import parse_layout
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     PipelineSchedule = str
 else:
     PipelineSchedule = Literal[TRAINING]  # a row in the table of schedules adds one
-
-CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 BALANCED_STAGES: dict[str, bool | None] = {
     "pipeline_model_parallel_layout": None,
@@ -38,7 +36,7 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @dataclass(frozen=True, kw_only=True)
 @section()
-class ParallelConfig:
+class ParallelConfig(Extensible):
     """The layout: sizes of the parallel axes, pipeline schedule, sharding, and overlap of communication."""
 
     tensor_model_parallel_size: int = setting(1, r.COUNT, when=ALWAYS, aliases="model_parallel_size")
@@ -47,12 +45,6 @@ class ParallelConfig:
     """Ranks over which the layers are split, as stages of a pipeline (PP)."""
     context_parallel_size: int = setting(1, r.COUNT, when=ALWAYS)
     """Ranks over which each sequence is split (CP). Each rank has two chunks, so that all ranks have equal work."""
-    cp_comm_type: tuple[CPCommType, ...] = setting(("p2p",), when=c.CONTEXT_PARALLEL)
-    """Communication of attention over the CP ranks: one word, or one for each layer. p2p: keys and values are passed
-    around a ring during the computation. all_gather: every rank gathers all keys and values. a2a: each rank computes
-    some heads of the whole sequence. a2a+p2p: a2a within groups of neighbouring ranks, p2p between the groups."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, when=BY_RULE)
-    """With --cp-comm-type a2a+p2p: size of an a2a group, and size of a ring; their product is the CP size."""
     expert_model_parallel_size: int = setting(1, r.COUNT, needs=c.EXPERTS, aliases="moe_expert_parallel_size")
     """Ranks over which the experts of a layer are split (EP)."""
     expert_tensor_parallel_size: int | None = setting(None, r.COUNT, when=c.EXPERTS)
@@ -172,8 +164,8 @@ class ParallelConfig:
 
     @property
     def a2a_size(self) -> int:
-        """Number of ranks that exchange heads with --cp-comm-type a2a+p2p."""
-        return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
+        """Number of neighbouring CP ranks that exchange heads before rings exchange keys and values."""
+        return 1
 
     @property
     def reduces_in_bf16(self) -> bool:

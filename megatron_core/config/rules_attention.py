@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.attention import ATTENTION_KINDS, AttentionKind, GroupedQuery, attention_of
+from megatron_core.config.attention import ATTENTION_KINDS, AttentionKind, attention_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.run import RunConfig
@@ -22,7 +22,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         )
     if model.group_query_attention:
         yield from uneven("num_attention_heads", model.num_attention_heads, "num_query_groups", model.query_groups)
-    yield from _kind_problems(model, attention)
+    if model.attention_kind not in ATTENTION_KINDS:
+        yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(ATTENTION_KINDS)}"
+    for name, reason in attention.refused.items():
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with attention_kind={attention.name}, {reason}; remove it"
     if model.parallel_residual_shared_norm and model.norm_placement != "pre":
         yield (
             f"parallel_residual_shared_norm=True cannot be used with norm_placement={model.norm_placement}, which has "
@@ -57,37 +61,15 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _kind_problems(model: ModelConfig, attention: AttentionKind) -> Iterator[str]:
-    """Check the choice of the kind, and the settings that it refuses."""
-    legal = [row.name for row in ATTENTION_KINDS.values() if row.flag is None]
-    if model.attention_kind not in legal:
-        yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
-        return
-    if model.multi_latent_attention and model.attention_kind != GroupedQuery.name:
-        yield (
-            f"attention_kind={model.attention_kind} and multi_latent_attention=True exclude one another; keep one of "
-            "them"
-        )
-        return
-    chosen = attention.flag or f"attention_kind={attention.name}"
-    for name, reason in attention.refused.items():
-        if value := getattr(model, name):
-            yield f"{name}={value} cannot be used with {chosen}, {reason}; remove it"
-
-
 def _flex_problems(config: RunConfig) -> Iterator[str]:
     """Settings that FlexAttention excludes."""
-    model, kinds = config.model, set(config.parallel.cp_comm_type)
+    model = config.model
     if model.attention_backend != "flex":
         return
     excluded = {
         f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
         "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
         f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
-        f"context_parallel_size={config.parallel.context_parallel_size}": (
-            config.parallel.context_parallel_size > 1 and kinds != {"a2a"},
-            "it needs whole sequences; add --cp-comm-type a2a",
-        ),
     }
     for setting, (is_given, reason) in excluded.items():
         if is_given:
@@ -148,7 +130,7 @@ def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[
     model, seq_length = config.model, config.data.seq_length
     if model.position_embedding_type == "alibi":
         excluded = {
-            "multi_latent_attention": model.multi_latent_attention,
+            "multi_latent_attention": config.optional("multi_latent_attention"),
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "layout_invariant": config.parallel.layout_invariant,
         }

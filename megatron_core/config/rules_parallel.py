@@ -3,13 +3,19 @@
 from collections.abc import Iterator
 from math import prod
 
-from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest, nearest_multiples, uneven, unused
+from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest, nearest_multiples, uneven
 from megatron_core.config.run import RunConfig
 
 
 def split_problems(config: RunConfig) -> Iterator[str]:
-    """Key-value groups that cannot be split evenly over ranks."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    """Sequences and key-value groups that cannot be split evenly over ranks."""
+    model, parallel = config.model, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    length = config.data.seq_length
+    unit, required_by = parallel.sequence_unit
+    if parallel.context_parallel_size > 1 and leaves_rest(length, unit):
+        nearest = nearest_multiples(length, unit)
+        yield f"seq_length={length} is not a multiple of {required_by}; nearest legal: {nearest}"
     # A gate and these norms have rows for each group, which no rank may share; without them, ranks may share a group.
     if model.attention_output_gate or model.qk_layernorm_over_heads or model.qk_layernorm_weight_per_head:
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", tp)
@@ -179,48 +185,4 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             yield (
                 f"rank_order={parallel.rank_order} places neighbouring stages {apart[0]} ranks apart for dense layers "
                 f"and {apart[1]} for experts; legal: any order that ends with pp"
-            )
-
-
-def context_problems(config: RunConfig) -> Iterator[str]:
-    """Sequence lengths, heads and communication kinds that do not fit the context-parallel size."""
-    parallel, length = config.parallel, config.data.seq_length
-    cp, sizes = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
-    if cp <= 1:
-        if sizes is not None and set(sizes) != {1}:
-            yield f"hierarchical_context_parallel_sizes={sizes} needs context_parallel_size={cp} above 1; give both"
-        return
-    unit, required_by = parallel.sequence_unit
-    if leaves_rest(length, unit):
-        nearest = nearest_multiples(length, unit)
-        yield f"seq_length={length} is not a multiple of {required_by}; nearest legal: {nearest}"
-    kinds, layers = parallel.cp_comm_type, config.model.num_layers
-    if len(kinds) not in (1, layers):
-        yield (
-            f"cp_comm_type={' '.join(kinds)} names {len(kinds)} kinds for num_layers={layers}; give one for all layers "
-            "or one for each"
-        )
-    if "a2a+p2p" in kinds and (sizes is None or len(sizes) != 2 or prod(sizes) != cp or min(sizes) < 1):
-        legal = ", ".join(f"{size} {cp // size}" for size in divisors(cp))
-        yield (
-            f"hierarchical_context_parallel_sizes={sizes} are not the two sizes (a2a, p2p) of cp_comm_type=a2a+p2p, "
-            f"whose product is context_parallel_size={cp}; legal: {legal}"
-        )
-    elif sizes is not None and "a2a+p2p" not in kinds:
-        way_out = "add --cp-comm-type a2a+p2p or remove it"
-        yield unused("hierarchical_context_parallel_sizes", sizes, "cp_comm_type", " ".join(kinds), way_out)
-    else:
-        yield from _head_problems(config, {"a2a": cp, "a2a+p2p": parallel.a2a_size})
-
-
-def _head_problems(config: RunConfig, ranks: dict[str, int]) -> Iterator[str]:
-    """Numbers of heads that cannot be exchanged evenly; ``ranks``: number of ranks that exchange heads, by kind."""
-    heads, tp = config.model.num_attention_heads, max(config.parallel.tensor_model_parallel_size, 1)
-    for cp_type in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have_attention else ()):
-        if leaves_rest(heads // tp, ranks.get(cp_type, 1)):
-            legal = ", ".join(map(str, divisors(heads // tp)))
-            yield (
-                f"cp_comm_type={cp_type} exchanges the {heads // tp} heads of a rank (num_attention_heads={heads} / "
-                f"tensor_model_parallel_size={tp}) among {ranks[cp_type]} ranks, which must divide them; legal: "
-                f"{legal} ranks, or cp_comm_type=p2p"
             )

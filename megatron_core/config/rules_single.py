@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_core.config.model import ModelConfig
 from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
@@ -112,18 +111,19 @@ def unread_settings(
             by_reason.setdefault(reason, []).append(f"{name}={shown(values[name])}")
     sentences = [f"{', '.join(assigned)} ({reason})" for reason, assigned in by_reason.items()]
     if "recompute_modules" in names and config.model.recompute_granularity == "selective":
-        sentences += _absent_parts(config.model)
+        sentences += _absent_parts(config)
     return "; ".join(sentences)
 
 
-def _absent_parts(model: ModelConfig) -> Iterator[str]:
+def _absent_parts(config: RunConfig) -> Iterator[str]:
     """Parts for selective recompute that no layer has."""
+    model = config.model
     layers = range(model.num_layers)
     experts = "experts" in map(model.feed_forward_name, range(model.num_layers + model.added_layers))
     shared = experts and vars(model)["moe_shared_expert_intermediate_size"]
     needed = {
         "layernorm": (model.norm_placement != "post", "norms before attention and MLP"),
-        "mla_up_proj": (model.multi_latent_attention, "--multi-latent-attention"),
+        "mla_up_proj": (config.optional("multi_latent_attention"), "--multi-latent-attention"),
         "mlp": (any(map(model.has_dense_mlp, layers)), "a layer without experts"),
         "moe": (experts, "--num-experts N"),
         "moe_act": (experts, "--num-experts N"),

@@ -12,7 +12,7 @@ from megatron_core.config.rules_data import (
     data_problems,
     tokenizer_problems,
 )
-from megatron_core.config.rules_parallel import context_problems, parallel_problems, split_problems
+from megatron_core.config.rules_parallel import parallel_problems, split_problems
 from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
@@ -46,7 +46,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from model_problems(config)
     yield from split_problems(config)
     yield from parallel_problems(config, world_size)
-    yield from context_problems(config)
     yield from stage_problems(config)
     yield from schedule_problems(config)
     yield from recompute_problems(config)

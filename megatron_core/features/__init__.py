@@ -6,6 +6,7 @@ from megatron_core.features.averages import AVERAGES
 from megatron_core.features.batch_growth import BATCH_GROWTH
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
+from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
@@ -15,6 +16,7 @@ from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
 from megatron_core.features.lamb import LAMB
+from megatron_core.features.latent_attention import LATENT_ATTENTION
 from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.length_warmup import LENGTH_WARMUP
 from megatron_core.features.local_copies import LOCAL_COPIES
@@ -42,6 +44,7 @@ FEATURES = (
     BATCH_GROWTH,
     COMPILATION,
     COMPRESSION,
+    CONTEXT_PARALLELISM,
     CONVERSATIONS,
     CUDA_GRAPHS,
     DISTILLATION,
@@ -50,6 +53,7 @@ FEATURES = (
     FP8,
     HYPER_CONNECTIONS,
     LAMB,
+    LATENT_ATTENTION,
     LAYER_SIZES,
     LENGTH_WARMUP,
     LOCAL_COPIES,

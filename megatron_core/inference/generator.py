@@ -208,7 +208,7 @@ def start_generator(
                 "the tokenizer.json of the Hugging Face model"
             )
         faults = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
-        if config.parallel.layout_invariant and config.model.multi_latent_attention:
+        if config.parallel.layout_invariant and config.optional("multi_latent_attention"):
             faults.append(
                 "layout_invariant=True cannot be used to generate with multi_latent_attention=True: cached latents are "
                 "attended to in another order than in training; remove --layout-invariant"

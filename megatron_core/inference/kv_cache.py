@@ -1,15 +1,15 @@
 """Memory of keys and values in blocks, which the texts of a step use through tables of block numbers, and of states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_core.inference.paged_attention import attend_heads, attend_latents
+from megatron_core.inference.paged_attention import attend_cached, attend_fresh
 from megatron_core.inference.paged_step import PagedStep, TokenChunk
-from megatron_core.transformer.latent_attention import LatentAttention
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,27 @@ class KVCache:
         layers = (*self._layers.values(), *self._states.values())
         return sum(memory.nbytes for layer in layers for memory in layer)
 
-    def attend(self, layer: Any, *tensors: Any) -> Tensor:
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
         """See ``KeyValueStore.attend``."""
-        if hasattr(layer, "attend_in_generation"):
-            attended: Tensor = layer.attend_in_generation(self, *tensors)
-            return attended
-        attend = attend_latents if isinstance(layer, LatentAttention) else attend_heads
-        return attend(layer, self, *tensors)
+        keys, values = self.write(layer.layer_number, key, value)
+        cached = self.step.cached
+        outputs = []
+        if cached:
+            outputs.append(self.attend_cached(layer.core_attention, query[:cached], keys, values, *sinks))
+        if self.step.fresh:
+            fresh = (tensor[cached:] for tensor in (query, key, value))
+            outputs.append(self.attend_fresh(layer.core_attention, *fresh, *sinks))
+        return torch.cat(outputs)
+
+    def attend_cached(self, core: Any, query: Tensor, keys: Tensor, values: Tensor, *sinks: Tensor) -> Tensor:
+        """See ``KeyValueStore.attend_cached``."""
+        attend: Callable[..., Tensor] = getattr(core, "attend_cached", partial(attend_cached, core))
+        return attend(query, keys, values, self.step, *sinks)
+
+    def attend_fresh(self, core: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
+        """See ``KeyValueStore.attend_fresh``."""
+        attend: Callable[..., Tensor] = getattr(core, "attend_fresh", partial(attend_fresh, core))
+        return attend(query, key, value, self.step, *sinks)
 
     def begin(self, spans: Sequence[CachedSpan]) -> Tensor:
         """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.

@@ -1,13 +1,11 @@
 """Attention of a generation step to keys and values in blocks (Kwon et al. 2023, PagedAttention).
 
-A layer gives the cache the tensors of the step's tokens; these functions store them and compute its attention. A layer
-or a core attention of a feature has methods with the same names instead.
+A core attention of a feature may have methods with the same names instead of ``attend_cached`` and ``attend_fresh``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor
 from megatron_core.inference.paged_step import PagedStep
 from megatron_core.ops import native
 from megatron_core.ops.backend import Backend
-from megatron_core.transformer.attention import SelfAttention
-from megatron_core.transformer.context import KeyValueStore, SequenceContext, chunk_lengths
+from megatron_core.transformer.context import SequenceContext, chunk_lengths
 from megatron_core.transformer.core_attention import (
     CoreAttention,
     TokenSpan,
@@ -25,62 +22,6 @@ from megatron_core.transformer.core_attention import (
     causal_products,
     fused_attention,
 )
-from megatron_core.transformer.latent_attention import LatentAttention
-
-
-def attend_heads(
-    layer: SelfAttention, cache: KeyValueStore, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor
-) -> Tensor:
-    """Store the keys and values of a step's tokens ``[tokens, heads, d]``; return their attention."""
-    keys, values = cache.write(layer.layer_number, key, value)
-    step = cache.step
-    outputs = []
-    if step.cached:
-        outputs.append(_function_of(layer, attend_cached)(query[: step.cached], keys, values, step, *sinks))
-    if step.fresh:
-        fresh = (tensor[step.cached :] for tensor in (query, key, value))
-        outputs.append(_function_of(layer, attend_fresh)(*fresh, step, *sinks))
-    return torch.cat(outputs)
-
-
-def attend_latents(
-    layer: LatentAttention,
-    cache: KeyValueStore,
-    query: Tensor,
-    latent: Tensor,
-    shared_key: Tensor,
-    context: SequenceContext,
-) -> Tensor:
-    """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
-    (memory,) = cache.write(layer.layer_number, torch.cat([latent, shared_key], dim=-1))
-    step = cache.step
-    outputs = []
-    if step.cached:
-        outputs.append(_attend_to_latents(layer, query[: step.cached, 0], memory, step))
-    if step.fresh:
-        key, value = layer.key_and_value(latent[step.cached :], shared_key[step.cached :])
-        outputs.append(_function_of(layer, attend_fresh)(query[step.cached :, 0], key[:, 0], value[:, 0], step))
-    return torch.cat(outputs)[:, None]
-
-
-def _attend_to_latents(layer: LatentAttention, query: Tensor, memory: Tensor, step: PagedStep) -> Tensor:
-    """Compute the same attention without expanding the cached latents to keys and values.
-
-    q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
-    appendix C.
-    """
-    query, up_value = layer.of_latents(query)
-    query = query * math.sqrt((layer.rank + layer.turned) / (layer.plain + layer.turned))
-    out = _function_of(layer, attend_cached)(query, memory, memory[..., : layer.rank], step)
-    return torch.einsum("sac,avc->sav", out.unflatten(-1, (layer.heads, -1)), up_value).flatten(1)
-
-
-def _function_of(layer: SelfAttention | LatentAttention, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The method of the layer's core attention that replaces ``default``, or ``default`` with this core attention."""
-    core = layer.core_attention
-    assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
-    method: Callable[..., Tensor] | None = getattr(core, default.__name__, None)
-    return partial(default, core) if method is None else method
 
 
 def attend_cached(

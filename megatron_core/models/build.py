@@ -67,7 +67,7 @@ def build_stages(
         params_dtype=getattr(torch, config.training.compute_dtype),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         tp_comm_overlap_chunks=config.parallel.tp_comm_overlap_chunks,
-        cp_comm_type=config.parallel.cp_comm_type,
+        cp_comm_type=config.optional("cp_comm_type"),
         perform_initialization=initialise and not deferred,
         kernel_backend=config.model.kernel_backend,
         device=torch.device("meta") if deferred else device,

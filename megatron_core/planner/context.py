@@ -75,7 +75,7 @@ def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
 
 
 def _attention_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
-    comm_type = _kind(config, layer_number)
+    comm_type = comm_type_of(config, layer_number)
     cp = config.parallel.context_parallel_size
     sizes = _Sizes.of(config, layer_number)
     if comm_type == "p2p":
@@ -124,7 +124,7 @@ def most_layer_pairs(config: RunConfig, layer_number: int) -> float:
 def _exchanged_heads(config: RunConfig, layer_number: int) -> int:
     parallel = config.parallel
     sizes = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
-    return sizes.get(_kind(config, layer_number), 1)
+    return sizes.get(comm_type_of(config, layer_number), 1)
 
 
 def _width(config: RunConfig, layer_number: int) -> int:
@@ -180,7 +180,7 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
 
 
 def _arriving_keys(config: RunConfig, layer_number: int) -> float:
-    comm_type = _kind(config, layer_number)
+    comm_type = comm_type_of(config, layer_number)
     cp = config.parallel.context_parallel_size
     sizes = _Sizes.of(config, layer_number)
     block = sizes.groups * sizes.head * sizes.tokens
@@ -201,6 +201,7 @@ def _ring(ranks: int, block: float, sizes: _Sizes) -> AttentionTraffic:
     return AttentionTraffic(forward, forward + ranks * block * sizes.gradient)
 
 
-def _kind(config: RunConfig, layer_number: int) -> str:
-    kinds = config.parallel.cp_comm_type
+def comm_type_of(config: RunConfig, layer_number: int) -> str:
+    """The kind of communication of a layer."""
+    kinds: tuple[str, ...] = config.optional("cp_comm_type") or ("p2p",)
     return kinds[0] if len(kinds) == 1 else kinds[layer_number]

@@ -14,7 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
-from megatron_core.planner.context import layer_traffic, most_layer_pairs
+from megatron_core.planner.context import comm_type_of, layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
 from megatron_core.planner.parameters import joins_parts, padded_vocabulary
@@ -172,8 +172,7 @@ class LayerClock:
             for seconds_by_kind, passes_over in zip(kinds, (3, 2), strict=True):
                 seconds_by_kind["elements"] = seconds_by_kind.get("elements", 0.0) + self.elements(passes_over * joined)
         # Exposed communication and launches.
-        comm_types = config.parallel.cp_comm_type
-        overlaps = (comm_types[layer] if len(comm_types) > 1 else comm_types[0]) in ("p2p", "a2a+p2p")
+        overlaps = comm_type_of(config, layer) in ("p2p", "a2a+p2p")
         for seconds_by_kind, seconds, launched in zip(kinds, comm, kernels, strict=True):
             if self.cp > 1:
                 seconds_by_kind["cp"] = self.exposed(seconds, seconds_by_kind["attention"]) if overlaps else seconds
@@ -336,7 +335,8 @@ class LayerClock:
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes(feed_forward_of(model, number).recomputed_as) else []
         again += [before] if model.recomputes("layernorm") else []
-        if model.recomputes("mla_up_proj") and model.multi_latent_attention and model.has_attention(number):
+        has_latents = self.config.optional("multi_latent_attention") and model.has_attention(number)
+        if has_latents and model.recomputes("mla_up_proj"):
             again.append({"products": 0.5 * attention.forward["products"]})
         if model.recomputes("moe_act") and has_experts:
             again.append({"elements": 0.3 * mlp.forward["elements"]})

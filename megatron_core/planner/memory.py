@@ -98,7 +98,7 @@ def _score_bytes(config: RunConfig) -> int:
     n = _number_size(config)
     if model.recomputes("core_attn") or model.attention_name == "sparse_latent":
         return 0
-    shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
+    shared = config.parallel.context_parallel_size > 1 and set(config.value("cp_comm_type")) != {"a2a"}
     if shared or (model.attention_backend != "unfused" and not model.attention_dropout):
         return 4 * model.num_attention_heads
     keys = computed_weights(model, config.data.seq_length) / config.data.seq_length

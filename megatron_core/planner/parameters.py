@@ -14,6 +14,7 @@ from megatron_core.config.linear_layers import AddedTensor, feed_forward_of, mlp
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.feature import load_hook, used_features
+from megatron_core.planner.context import comm_type_of
 
 Computed = TypeVar("Computed")
 
@@ -178,13 +179,12 @@ def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
 def layer_kinds(config: RunConfig) -> list[int]:
     """A number for each layer, equal for layers with the same computation and the same tensor sizes."""
     model = config.model
-    comm = config.parallel.cp_comm_type
     in_eight_bits = config.training.eight_bit_layers(model.num_layers)
     seen: dict[object, int] = {}
     numbers = []
     for layer in range(model.num_layers):
         eight_bit = layer in in_eight_bits
-        comm_type = comm[layer if len(comm) > 1 else 0]
+        comm_type = comm_type_of(config, layer)
         added = added_parameters(config, layer)
         mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
         blocks = model.feed_forward_name(layer), mixer, model.block_of(layer)

@@ -77,7 +77,7 @@ class RolloutSampler:
         )
         config = layout.applied(run.config)
         faults = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
-        if config.parallel.layout_invariant and config.model.multi_latent_attention:
+        if config.parallel.layout_invariant and config.optional("multi_latent_attention"):
             faults.append("layout_invariant=True cannot be used to sample with multi_latent_attention=True: cached "
                           "latents are attended to in another order than in training")  # fmt: skip
         if config.optional("fp8_format") is not None:

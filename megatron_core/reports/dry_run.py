@@ -264,7 +264,7 @@ def _attention(estimate: RankEstimate) -> str:
     return "\n".join(
         [
             f"attention of this rank's layers in a micro-batch of {config.data.seq_length} tokens, cp_comm_type="
-            f"{' '.join(config.parallel.cp_comm_type)}",
+            f"{' '.join(config.value('cp_comm_type'))}",
             f"  work         {work_of_rank:.3g} FLOPs forward; largest rank {most:.3f} times the mean",
             f"  sent         {readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward",
         ]

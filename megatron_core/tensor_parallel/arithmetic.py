@@ -42,7 +42,7 @@ class LayerArithmetic:
     adds_exactly = False
     """Whether gradients are sums in float64 without rounding errors; then layers add their biases themselves."""
     core_attention: Callable[..., nn.Module] | None = None
-    """Constructor from (context, layer number, window size) that replaces those of ``core_attention_of``."""
+    """Constructor from (context, layer number, *, window_size) that replaces those of ``core_attention_of``."""
 
     def of_layer(self, layer_number: int) -> LayerArithmetic:
         """The arithmetic inside of a transformer layer; embeddings and the output layer use this object."""

@@ -33,6 +33,8 @@ class SelfAttention(nn.Module):
 
     is_joinable = True
     """See ``transformer.joined``."""
+    fits_in_graph = True
+    """Whether ``torch.compile`` can trace it with its layer."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError, LayoutError
@@ -116,8 +116,16 @@ class KeyValueStore(Protocol):
     step: Any
     """The tokens of the current step."""
 
-    def attend(self, layer: nn.Module, *tensors: Any) -> Tensor:
-        """Store the tensors of the step's tokens for an attention layer, and return its attention."""
+    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
+        """Store keys and values ``[tokens, heads, d]`` of the step's tokens; return the layer's attention."""
+        ...
+
+    def attend_cached(self, core: Any, query: Tensor, keys: Tensor, values: Tensor, *sinks: Tensor) -> Tensor:
+        """Attention of the tokens with earlier positions, ``[tokens, heads, d]``, over the memory of a layer."""
+        ...
+
+    def attend_fresh(self, core: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
+        """Attention of the tokens of new texts, ``[tokens, heads, d]``, over these tokens."""
         ...
 
     def write(self, layer: int, *values: Tensor) -> tuple[Tensor, ...]:

@@ -18,8 +18,12 @@ from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
-from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
+from megatron_core.transformer.flex_attention import (
+    flex_attention,
+    takes_variable_lengths,
+    unsupported_reason,
+    variable_length_attention,
+)
 
 
 @dataclass(frozen=True)

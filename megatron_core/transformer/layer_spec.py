@@ -6,22 +6,18 @@ from functools import partial
 
 from torch import nn
 
-from megatron_core import context_parallel
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
 from megatron_core.config.mixers import mixer_of
 from megatron_core.feature import layer_hooks, load_hook
-from megatron_core.parallel.groups import ALONE
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, NormOfEachHead, norm_of
 
-# Hooks of parts that few models have, so that other models do not import them.
-LATENT_ATTENTION = "megatron_core.transformer.latent_attention:LatentAttention"
-SPLIT_ATTENTION = "megatron_core.transformer.context_parallel_attention:ContextParallelAttention"
-HEAD_PARALLEL_ATTENTION = "megatron_core.transformer.context_parallel_attention:HeadParallelAttention"
+TILED_ATTENTION = "tiled_attention"
+"""Name in ``Feature.layers`` of the core attention of layers with sinks, and of sequences over several ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +43,8 @@ class LayerSpec:
     """Names of the auxiliary losses added by the layer; every rank needs the names of all layers."""
 
 
-ATTENTION_LAYERS: dict[str, Callable[..., nn.Module] | str] = {
-    "grouped_query": SelfAttention,
-    "latent": LATENT_ATTENTION,
-}
-"""The layer of each kind of attention in the core, or a hook that names it, by the names in
-``config.attention.ATTENTION_KINDS``; features have others.
+ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {"grouped_query": SelfAttention}
+"""The layer of each kind of attention in ``config.attention.ATTENTION_KINDS``, by name; features have others.
 
 Its constructor is called as ``SelfAttention``'s: with the context, the layer's number, and the constructors
 ``core_attention`` and ``qk_layernorm`` (None without ``qk_layernorm``).
@@ -61,9 +53,7 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 
 def mixer_layer(name: str) -> Callable[..., nn.Module]:
     """Return the layer of a kind of attention or recurrence, which a feature may provide (``Feature.layers``)."""
-    layer = ATTENTION_LAYERS[name] if name in ATTENTION_LAYERS else layer_hooks()[name]
-    loaded: Callable[..., nn.Module] = load_hook(layer) if isinstance(layer, str) else layer
-    return loaded
+    return ATTENTION_LAYERS[name] if name in ATTENTION_LAYERS else load_hook(layer_hooks()[name])
 
 
 def register_attention(attention: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
@@ -78,35 +68,14 @@ def register_attention(attention: type[AttentionKind], layer: Callable[..., nn.M
 def core_attention_of(
     context: LayerContext, layer_number: int, *, window_size: tuple[int, int] | None = None
 ) -> nn.Module:
-    """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
-    groups = context.cp
-    parallel = context.parallel
-    if (replacement := parallel.arithmetic.core_attention) is not None:
-        return replacement(context, layer_number, window_size)
-    # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
-    by_tiles = context.config.has_sinks and context.config.attention_backend != "unfused"
-    if groups.whole.size() == 1 and not by_tiles:
-        return CoreAttention(context, layer_number, window_size=window_size)
-    split = partial(load_hook(SPLIT_ATTENTION), context, layer_number, window_size=window_size)
-    if groups.whole.size() == 1:
-        return split(exchange=context_parallel.RingExchange(ALONE))
-    comm_type = comm_type_of(parallel.cp_comm_type, layer_number)
-    if comm_type == "a2a":
-        # The all-to-all gives a rank whole sequences of its heads, so that the core needs no exchange of its own.
-        plain = partial(CoreAttention, context, layer_number, window_size=window_size)
-        make = partial(split, exchange=context_parallel.RingExchange(ALONE)) if by_tiles else plain
-        return load_hook(HEAD_PARALLEL_ATTENTION)(make(heads_over=groups.whole), groups.whole, ring=ALONE)
-    if comm_type == "a2a+p2p":
-        inner = split(exchange=context_parallel.RingExchange(groups.ring), heads_over=groups.heads)
-        return load_hook(HEAD_PARALLEL_ATTENTION)(inner, groups.heads, ring=groups.ring)
-    if comm_type == "p2p":
-        return split(exchange=context_parallel.RingExchange(groups.whole))
-    return split(exchange=context_parallel.AllGatherExchange(groups.whole))
-
-
-def comm_type_of(comm_types: tuple[str, ...], layer_number: int) -> str:
-    """The communication of a layer, given that of all layers or of each; further layers are like the last."""
-    return comm_types[min(layer_number, len(comm_types) - 1)]
+    """Return a layer's core attention: ``CoreAttention``, or that of a feature."""
+    config = context.config
+    # The log-sum-exp of each query, which attention in tiles computes, merges the parts of a sequence, and adds a sink.
+    in_tiles = context.cp.whole.size() > 1 or (config.has_sinks and config.attention_backend != "unfused")
+    core_attention = context.parallel.arithmetic.core_attention
+    if core_attention is None:
+        core_attention = load_hook(layer_hooks()[TILED_ATTENTION]) if in_tiles else CoreAttention
+    return core_attention(context, layer_number, window_size=window_size)
 
 
 LayerSpecs = Callable[[ModelConfig, int], LayerSpec]

@@ -13,6 +13,7 @@ from megatron_core.config.setting import declarations
 from megatron_core.config.training import BadStepConfig
 from megatron_core.config.validate import problems
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig, write_blocks
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.features.recurrent.kinds import Mamba2
@@ -119,7 +120,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     model = config.model.section(RecurrentConfig)
     large = max(layout.world_size for layout in layouts) >= LARGE_WORLD
     head_size, sequence = (LARGE_WORLD_HEAD_SIZE, LARGE_WORLD_SEQUENCE) if large else (HEAD_SIZE, SEQUENCE)
-    head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # a2a exchanges heads
+    head_ranks = tp if set(config.value("cp_comm_type")) <= {"p2p", "all_gather"} else tp * cp  # a2a exchanges heads
     heads, groups = _heads(model, tp, head_ranks)
     layers = max(min(model.num_layers, MOST_LAYERS), stages)
     if model.num_layers > layers:
@@ -145,8 +146,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes |= _experts(experts, layouts, layers, hidden)
     if model.num_query_groups is not None:
         sizes["num_query_groups"] = groups
-    if model.multi_latent_attention:
-        rank = None if model.q_lora_rank is None else 12
+    if (latent := model.section(LatentAttentionConfig)).multi_latent_attention:
+        rank = None if latent.q_lora_rank is None else 12
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
     if model.section(SparseAttentionConfig).has_sparse_attention:
         sizes |= {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 10}
@@ -170,8 +171,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes |= _recurrence(model, tp, layers) if model.may_have("G") else {}
         needed = 2 * cp * (model.linear_conv_kernel_dim - 1)  # tokens of each part for the convolution
         sizes["seq_length"] = max(sizes["seq_length"], -(-needed // unit) * unit)
-    if len(config.parallel.cp_comm_type) > 1:
-        sizes["cp_comm_type"] = (config.parallel.cp_comm_type * layers)[:layers]
+    if len(config.value("cp_comm_type")) > 1:
+        sizes["cp_comm_type"] = (config.value("cp_comm_type") * layers)[:layers]
     if model.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
     return sizes

@@ -66,7 +66,7 @@ IN_CONTEXT = (
     # Computation.
     Defect(
         "keys after a query are seen when they are on another rank",
-        "context_parallel.tiles:_of_pieces",
+        "features.context_parallelism.tiles:_of_pieces",
         condition("key.start != query.start", number=2),
         "cp2 p2p, fused",
         "C23",
@@ -74,7 +74,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "attention crosses documents",
-        "context_parallel.attention:SplitSequence.tiles_with",
+        "features.context_parallelism.attention:SplitSequence.tiles_with",
         argument("tiles", 2, "None"),
         "cp2 p2p, packed",
         "C45",
@@ -82,14 +82,14 @@ IN_CONTEXT = (
     ),
     Defect(
         "the window is that of a rank's own tokens",
-        "context_parallel.attention:SplitSequence.tiles_with",
+        "features.context_parallelism.attention:SplitSequence.tiles_with",
         argument("tiles", 3, "OLD if owner == rank else None"),
         "cp2 p2p, window",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # torch's operator gives a row without keys the log-sum-exp 0
         "rows without keys take part in the merge",
-        "context_parallel.tiles:_with_window",
+        "features.context_parallelism.tiles:_with_window",
         call("cut", "SELF", number=3),
         "cp2 p2p, window",
         "C23",
@@ -97,7 +97,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "parts of a softmax are added without their weights",
-        "context_parallel.products:merge_",
+        "features.context_parallelism.products:merge_",
         argument("addcmul_", 1, "(part_lse - part_lse).exp_().unsqueeze(FIRST)"),
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -105,7 +105,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "the log-sum-exp is that of the last part",
-        "context_parallel.products:merge_",
+        "features.context_parallelism.products:merge_",
         argument("copy_", 0, "part_lse"),
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -113,7 +113,7 @@ IN_CONTEXT = (
     ),
     Defect(  # Transformer Engine's issue 1557
         "backward of a part takes the part's own softmax",
-        "context_parallel.attention:_SplitAttention.backward",
+        "features.context_parallelism.attention:_SplitAttention.backward",
         assigned(
             "operands",
             "(grad[rows], query[rows], keys[read], values[read], *sequence.products.forward("
@@ -128,7 +128,7 @@ IN_CONTEXT = (
     ),
     Defect(  # diffusers' issue 14265
         "backward begins with the keys that came last",
-        "context_parallel.attention:_SplitAttention.forward",
+        "features.context_parallelism.attention:_SplitAttention.forward",
         argument("save_for_backward", 1, "block"),
         "cp2 p2p, fused",
         "C23",
@@ -139,7 +139,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "ring blocks are assigned to the next ranks instead of the previous ones",
-        "context_parallel.exchange:_from_own",
+        "features.context_parallelism.exchange:_from_own",
         returned("[(group.rank() + step) % group.size() for step in range(group.size())]"),
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -147,7 +147,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "the last ring step, which returns key gradients to their owner, is missing",
-        "context_parallel.exchange:RingExchange.backward",
+        "features.context_parallelism.exchange:RingExchange.backward",
         returned("contribution"),
         "cp2 p2p, fused",
         "C23",
@@ -158,7 +158,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients of keys omit the contributions of earlier ranks",
-        "context_parallel.exchange:RingExchange.backward",
+        "features.context_parallelism.exchange:RingExchange.backward",
         without_statement("contribution += total"),
         "cp4 p2p, fused, 2 groups",
         "C23",
@@ -169,7 +169,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "gradients of gathered keys are each rank's own part",
-        "context_parallel.exchange:AllGatherExchange.backward",
+        "features.context_parallelism.exchange:AllGatherExchange.backward",
         call("start_reduce_scatter_sequence", "(FIRST[SECOND.rank()][None], Done())"),
         "cp2 all_gather",
         "C22 C23",
@@ -181,7 +181,7 @@ IN_CONTEXT = (
     # Exchange of heads.
     Defect(
         "tokens are put together in the order of ranks",
-        "context_parallel.heads:HeadExchange._ascending",
+        "features.context_parallelism.exchange:HeadExchange._ascending",
         argument("cat", 0, "[by_rank.flatten(0, 1)]"),
         "cp2 a2a",
         "C24",
@@ -189,7 +189,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "copies of key-value heads go with other query heads",
-        "context_parallel.heads:HeadExchange.to_heads",
+        "features.context_parallelism.exchange:HeadExchange.to_heads",
         call("repeat_interleave", "SELF.repeat(1, 1, FIRST, 1)"),
         "cp4 a2a, fused, 2 groups",
         "C19",
@@ -217,7 +217,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "weights are dropped as if all keys were the rank's own",
-        "transformer.context_parallel_attention:ContextParallelAttention._products",
+        "features.context_parallelism.core_attention:ContextParallelAttention._products",
         argument("_positions", 0, "self.exchange.group.rank()"),
         "cp2 p2p",
         "C26",

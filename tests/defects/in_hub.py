@@ -141,7 +141,7 @@ IN_HUB = (
     ),
     Defect(
         "chunks are counted from the first token of a sequence, not of a document",
-        "transformer.context_parallel_attention:ContextParallelAttention.forward",
+        "features.context_parallelism.core_attention:ContextParallelAttention.forward",
         attribute("lengths", "((5, 5, 5, 1),) * query.shape[1]"),
         "llama 4, packed, cp2 tp2",
         culprit="output of decoder.layers.0.self_attention",

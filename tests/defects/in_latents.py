@@ -32,7 +32,7 @@ IN_LATENTS = (
     ),
     Defect(
         "gradients of down projections are not summed over a split sequence",
-        "transformer.latent_attention:DownProjection.__init__",
+        "transformer.down_projection:DownProjection.__init__",
         argument("replicated", "partial_grad", "False"),
         "latent attention, tp2 sp",
         "C17",
@@ -40,7 +40,7 @@ IN_LATENTS = (
     ),
     Defect(
         "gradients of the latents' norms are summed without sequence parallelism, too",
-        "transformer.latent_attention:LatentAttention.__init__",
+        "features.latent_attention.attention:LatentAttention.__init__",
         argument("norm", "partial_grad", "True", number=2),
         "latent attention, tp2",
         "C17",

@@ -144,14 +144,14 @@ IN_RECURRENCES = (
     ),
     Defect(
         "latent attention rotates in layers without positions",
-        "transformer.latent_attention:LatentAttention.__init__",
+        "features.latent_attention.attention:LatentAttention.__init__",
         call("has_rotary", "True"),
         "kimi linear, tp2",
         culprit="output of decoder.layers.1.self_attention",
     ),
     Defect(
         "norms of latents have the epsilon of the others",
-        "transformer.latent_attention:LatentAttention.__init__",
+        "features.latent_attention.attention:LatentAttention.__init__",
         argument("partial", "epsilon", "None"),
         "kimi linear, tp2",
         culprit="output of decoder.layers.1.self_attention",

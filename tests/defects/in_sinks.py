@@ -15,14 +15,14 @@ IN_SINKS = (
     ),
     Defect(
         "every rank of an all-to-all has the sinks of the first heads",
-        "transformer.context_parallel_attention:HeadParallelAttention.forward",
+        "features.context_parallelism.core_attention:HeadParallelAttention.forward",
         call("rank", "0", number=1),
         "gpt-oss, cp2 a2a, dropout",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the gradient of a sink counts the queries of one sequence",
-        "context_parallel.attention:_SplitAttention.backward",
+        "features.context_parallelism.attention:_SplitAttention.backward",
         call("sum", "SELF[0].sum(-1)", number=1),
         "sinks, micro-batches of 2",
         culprit="gradient of the parameter *softmax_offset",

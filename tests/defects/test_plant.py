@@ -7,7 +7,7 @@ import ast
 import pytest
 import torch
 
-from megatron_core.context_parallel.tiles import tiles
+from megatron_core.features.context_parallelism.tiles import tiles
 from megatron_core.optimizer.clip import clip_factor
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.initialization import initialise
@@ -46,7 +46,7 @@ def test_every_reference_sees_the_change_until_the_end() -> None:
 def test_results_kept_from_before_are_forgotten() -> None:
     whole = ((0, 8),)
     expected = tiles(whole, whole, None, 2)
-    with planted("context_parallel.tiles:_with_window", "rows.start - window + 1", "rows.start"):
+    with planted("features.context_parallelism.tiles:_with_window", "rows.start - window + 1", "rows.start"):
         assert tiles(whole, whole, None, 2) is not expected
     assert tiles(whole, whole, None, 2) == expected
 

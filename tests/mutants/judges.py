@@ -21,13 +21,14 @@ from tests.plain.training import Record, train
 
 STEPS = 3
 FOLDERS = (
-    *("ops", "tensor_parallel", "context_parallel", "transformer", "models", "pipeline_parallel", "data_parallel"),
-    *("optimizer", "parallel", "training", "datasets", "parity"),
+    *("ops", "tensor_parallel", "transformer", "models", "pipeline_parallel", "data_parallel"),
+    *("features/context_parallelism", "optimizer", "parallel", "training", "datasets", "parity"),
     # The only tests of sums with other bytes on the wire, of means over groups of ranks, of adapters, and of updates of
     # whole matrices; of units of a user's own model; and of what a shard stores.
     *("features/compression", "features/outer_steps", "features/lora", "features/matrix_optimizers"),
     *("features/equal_bits", "features/fp8", "features/qk_clip", "features/multi_token", "any_model", "checkpoint"),
     "features/experts",
+    "features/context_parallelism",
 )
 """Folders of tests that claim the mutated packages."""
 FILES = tuple(f"tests/plain/test_{name}.py" for name in ("initial", "loop", "data", "groups", "precisions"))

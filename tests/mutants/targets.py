@@ -16,7 +16,6 @@ ROOT = Path(megatron_core.__file__).parent
 PACKAGES: dict[str, tuple[str, ...]] = {
     "ops": ("operator", "native", "backend"),
     "tensor_parallel": (),
-    "context_parallel": (),
     "transformer": ("flex_attention",),
     "models": (),
     "pipeline_parallel": (),
@@ -43,6 +42,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "datasets": ("header", "paths", "build"),
     "features/experts": ("settings", "rules", "sizes"),
     "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
+    "features/context_parallelism": ("settings",),
+    "features/latent_attention": ("settings", "kinds"),
 }
 """Packages that compute, and their modules that compute nothing of a training: libraries and devices that a CPU lacks,
 processes, messages, files."""

@@ -109,7 +109,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "transformer.rotary:yarn_magnitude", returned("yarn_mscale(factor, config.mscale)", number=2), "yarn"
     ),
     "YaRN's factor on scores not squared": CommonDefect(
-        "transformer.latent_attention:query_factor",
+        "features.latent_attention.attention:query_factor",
         returned("yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim)", number=2),
         "latent attention without norms, yarn",
     ),

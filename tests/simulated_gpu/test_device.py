@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_core.context_parallel.products import Unfused, fused_products
-from megatron_core.context_parallel.tiles import Tile
+from megatron_core.features.context_parallelism.products import Unfused, fused_products
+from megatron_core.features.context_parallelism.tiles import Tile
 from megatron_core.features.fp8.casts import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
 from megatron_core.features.fp8.scaled_product import dequantised_product, product, scaled_product_unavailable_reason
 from megatron_core.verify.ranks import run_ranks

@@ -118,11 +118,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_every_kind_is_compared(output_gate: None) -> None:
-    assert ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
+    assert ATTENTION_LAYERS.keys() == {"grouped_query", "output_gate"}
     assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys()
     recurrences = RECURRENT.attention_kinds.keys() - {"attention_and_mamba2"}
     assert recurrences == {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
-    for name in (*ATTENTION_KINDS, "sparse_latent", *recurrences):
+    for name in (*ATTENTION_KINDS, "latent", "sparse_latent", *recurrences):
         assert issubclass(mixer_layer(name), nn.Module)
 
 

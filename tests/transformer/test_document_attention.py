@@ -64,7 +64,7 @@ def test_what_flash_attention_refuses_runs_by_documents(dtype: torch.dtype, sett
 )
 def test_finds(old: str, new: str) -> None:
     expected = attended("cpu", torch.float32, window_size=(3, 0))
-    with planted("transformer.document_attention:variable_length_attention", old, new), simulated_gpu():
+    with planted("transformer.flex_attention:variable_length_attention", old, new), simulated_gpu():
         try:
             found = attended("cuda", torch.bfloat16, window_size=(3, 0))
         except RuntimeError:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.context_parallelism.core_attention import ContextParallelAttention
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron_core.transformer.layer_spec import core_attention_of
 
 HEADS, GROUPS, SIZE, BATCH, LENGTH = 4, 2, 8, 2, 13

@@ -11,12 +11,10 @@ from megatron_core.config import RunConfig
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.tensor_parallel import ColumnParallelLinear
-from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.joined import separate_parts
-from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 
 DIVIDED = "the layers run as several graphs with {parts} between them"
@@ -58,7 +56,7 @@ def _eager_parts(layer: TransformerLayer, *, packs_documents: bool) -> Iterable[
     attention = layer.self_attention
     if attention is None or isinstance(attention, ColumnParallelLinear):
         pass
-    elif not isinstance(attention, SelfAttention | LatentAttention):
+    elif not getattr(attention, "fits_in_graph", False):
         yield "registered kinds of attention", attention
     elif type(attention.core_attention) is not CoreAttention:
         yield "attention over context-parallel ranks", attention.core_attention

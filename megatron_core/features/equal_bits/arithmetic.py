@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
-from megatron_core.context_parallel import AllGatherExchange, RingExchange
+from megatron_core.features.context_parallelism.core_attention import tiled_attention
 from megatron_core.features.equal_bits.attention import InvariantAttention
 from megatron_core.features.equal_bits.exact_sum import (
     BALANCING_UNIT,
@@ -39,14 +39,11 @@ from megatron_core.features.equal_bits.linear import (
 from megatron_core.features.experts.grouped_linear import Chunks, ExpertArithmetic, TokenNumbers
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
-from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import ShardSpec
 from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.tensor_parallel.arithmetic import LayerArithmetic, Product, SplitOver
 from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
-from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.context_parallel_attention import HeadParallelAttention
-from megatron_core.transformer.layer_spec import comm_type_of
 
 ROWS_OF_EXPERTS = 32
 """Rows of a product of an expert: the last of them is filled with zeros."""
@@ -88,7 +85,7 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
 
     def __init__(self, invariance: Invariance) -> None:
         self.invariance = invariance
-        self.core_attention = partial(core_attention, invariance)
+        self.core_attention = partial(tiled_attention, attention=partial(InvariantAttention, invariance=invariance))
 
     def parts_on(self, group: Group) -> int:
         """Number of canonical parts on each rank."""
@@ -196,21 +193,6 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
         words = exact_squares(gradients, scale).to(device)
         all_reduce_(words, group)
         return sum_of_squares(words, scale).sqrt()
-
-
-def core_attention(
-    invariance: Invariance, context: LayerContext, layer_number: int, window_size: tuple[int, int] | None
-) -> nn.Module:
-    """As ``core_attention_of``; ring kinds store the blocks of all ranks first."""
-    groups = context.cp
-    exchange = comm_type_of(context.parallel.cp_comm_type, layer_number)
-    attention = partial(InvariantAttention, context, layer_number, invariance=invariance, window_size=window_size)
-    if groups.whole.size() == 1 or exchange == "all_gather":
-        return attention(exchange=AllGatherExchange(groups.whole))
-    if exchange == "p2p":
-        return attention(exchange=RingExchange(groups.whole))
-    heads, ring = (groups.whole, ALONE) if exchange == "a2a" else (groups.heads, groups.ring)
-    return HeadParallelAttention(attention(exchange=RingExchange(ring), heads_over=heads), heads, ring=ring)
 
 
 def _grouped_product(

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fused_products
-from megatron_core.context_parallel.products import finite, merge_
-from megatron_core.context_parallel.tiles import Documents, tiles
 from megatron_core.errors import LayoutError
+from megatron_core.features.context_parallelism.core_attention import ContextParallelAttention
+from megatron_core.features.context_parallelism.exchange import Exchange
+from megatron_core.features.context_parallelism.products import Products, finite, merge_
+from megatron_core.features.context_parallelism.tiles import Documents, Tile, tiles
 from megatron_core.features.equal_bits.invariance import Invariance, reduce_scatter_in_tree
 from megatron_core.ops.rows import wide
-from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import Range, zigzag
 from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.core_attention import CoreAttention
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,11 @@ def _tiles_of(chunk: Range, documents: Documents | None, window: int | None) -> 
     return tiles((chunk,), (*before, chunk), documents, window)
 
 
-class InvariantAttention(CoreAttention):
+class InvariantAttention(ContextParallelAttention):
     """``CoreAttention`` by chunks of queries, over the keys of all ranks of ``exchange``."""
 
-    def __init__(
-        self,
-        context: LayerContext,
-        layer_number: int,
-        *,
-        exchange: Exchange,
-        invariance: Invariance,
-        window_size: tuple[int, int] | None = None,
-        heads_over: Group = ALONE,
-    ) -> None:
-        super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
-        self.exchange = exchange
+    def __init__(self, context: LayerContext, layer_number: int, *, invariance: Invariance, **options: Any) -> None:
+        super().__init__(context, layer_number, **options)
         self.invariance = invariance
 
     def forward(
@@ -109,7 +99,7 @@ class InvariantAttention(CoreAttention):
     ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         assert sinks is None, "validated: softmax_type=vanilla"
-        sequence = self._sequence(query, context, self.invariance)
+        sequence = self._sequence(query, context)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = _ChunkedAttention.apply(query, key, value, sequence)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -149,7 +139,7 @@ class InvariantAttention(CoreAttention):
         padded = key.new_zeros(1, key.shape[1], -(-length // size) * size, channels + value.shape[-1])
         padded[0, :, :length] = torch.cat((key, value), dim=-1).transpose(0, 1)
         keys, values = padded.tensor_split([channels], dim=-1)
-        products = self._products(query, SequenceContext())
+        products = self._products(query, length, SequenceContext())
         outputs = []
         for start in range(first // size * size, length, size):
             begin, end = max(first, start), min(length, start + size)
@@ -168,9 +158,9 @@ class InvariantAttention(CoreAttention):
             outputs.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
-    def _sequence(self, query: Tensor, context: SequenceContext, invariance: Invariance) -> ChunkedSequence:
+    def _sequence(self, query: Tensor, context: SequenceContext) -> ChunkedSequence:
         length = query.shape[0] * self.exchange.group.size()
-        chunks = invariance.chunks
+        chunks = self.invariance.chunks
         if context.attention_mask is not None and context.documents is None:
             raise LayoutError("layout_invariant=True: attention_mask is not supported; give document_lengths instead")
         if length % chunks:
@@ -179,27 +169,16 @@ class InvariantAttention(CoreAttention):
                 f"{chunks} chunks; choose a length that is a multiple of them"
             )
         documents = None if context.documents is None else context.documents.lengths
-        return ChunkedSequence(length, chunks, self.exchange, self._products(query, context), documents, self.window)
+        products = self._products(query, length, context)
+        return ChunkedSequence(length, chunks, self.exchange, products, documents, self.window)
 
-    def _products(self, query: Tensor, context: SequenceContext) -> Products:
-        if not (self.by_formula or self.dropout.active):
-            return fused_products(query.device, query.dtype)
-        if not self.dropout.active:
-            return Unfused(softcap=self.softcap)
-        samples = context.sample_index
-        device = query.device
-        assert samples is not None, "dropout is keyed by positions and samples"
+    def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
+        positions = self._positions(0, length, query.device)
+        return super()._products(query, length, replace(context, attention_mask=None, positions=positions))
 
-        def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
-            return self.dropout(
-                weights,
-                samples[tile.rows],
-                position_ids=torch.arange(*tile.queries, device=device),
-                key_positions=torch.arange(*tile.keys, device=device),
-                first_head=self.first_head,
-            )
-
-        return Unfused(drop, self.softcap)
+    def _positions(self, rank: int, length: int, device: torch.device) -> Tensor:
+        """Positions of whole sequences, in which tiles are counted."""
+        return torch.arange(length, device=device)
 
 
 class _ChunkedAttention(torch.autograd.Function):

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_core.config.run import RunConfig
 from megatron_core.config.tree import subtree_sizes
+from megatron_core.features.context_parallelism.settings import ContextParallelConfig
 from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
@@ -94,7 +95,7 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
 
 def _head_problems(config: RunConfig) -> Iterator[str]:
     """Keys and values that an all-to-all would replicate."""
-    parallel = config.parallel
+    parallel = config.parallel.section(ContextParallelConfig)
     count = config.invariant_parts
     heads = parallel.context_parallel_size if "a2a" in parallel.cp_comm_type else 1
     heads = max(heads, parallel.a2a_size if "a2a+p2p" in parallel.cp_comm_type else 1)
@@ -113,8 +114,8 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
     chunks = parallel.layout_invariant_chunks
     cp = parallel.context_parallel_size
     needed = 2 * cp
-    has_experts = config.optional("num_experts") is not None
-    if has_experts or (config.model.multi_latent_attention and parallel.sequence_parallel):
+    splits_latents = config.optional("multi_latent_attention") and parallel.sequence_parallel
+    if config.optional("num_experts") is not None or splits_latents:
         needed = max(needed, cp * parallel.tensor_model_parallel_size)
     if chunks % needed:
         yield (

@@ -16,7 +16,7 @@ from megatron_core.parallel.collectives import copy_to_region, reduce_from_regio
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.latent_attention import DownProjection
+from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.recompute import recomputed
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.rules_attention import model_problems
-from megatron_core.config.rules_parallel import context_problems, parallel_problems
+from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.feature import used_features
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON as NAME
@@ -55,7 +55,6 @@ def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterato
     uniform = replace(config, model=model)
     yield from model_problems(uniform)
     yield from parallel_problems(uniform, world_size)
-    yield from context_problems(uniform)
     for feature in used_features(uniform):
         if feature.problems is not None and feature.problems is not heterogeneous_problems:
             yield from feature.problems(uniform, world_size)
@@ -66,7 +65,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
     model = config.model
     excluded = {
         "num_experts": config.optional("num_experts"),
-        "multi_latent_attention": model.multi_latent_attention,
+        "multi_latent_attention": config.optional("multi_latent_attention"),
         "experimental_attention_variant": model.experimental_attention_variant,
         "hybrid_layer_pattern": config.optional("hybrid_layer_pattern"),
         "mtp_num_layers": model.added_layers,

@@ -22,8 +22,8 @@ from megatron_core.parallel.sharding import Range, ShardSpec, spec_of
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.joined import separate_parts
-from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
 
 MARK = ".adapter."

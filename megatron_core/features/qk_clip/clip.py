@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import ConfigError
+from megatron_core.features.latent_attention.attention import LatentAttention
 from megatron_core.features.qk_clip.max_logits import MaxLogits
 from megatron_core.features.qk_clip.settings import QKClipConfig, recording_setting
 from megatron_core.parallel.collectives import all_reduce_
@@ -23,7 +24,6 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 from megatron_core.transformer.attention import SelfAttention
-from megatron_core.transformer.latent_attention import LatentAttention
 
 Attention = SelfAttention | LatentAttention
 Blocks = tuple[tuple[Tensor, int], ...]
@@ -88,7 +88,7 @@ class QKClip(RunPart):
         # The factors of the rows of each layer with a large logit.
         rows: dict[nn.Parameter, Tensor] = {}
         for layer, row in zip(self.layers, largest, strict=True):
-            shared = heads if model.multi_latent_attention else model.of_layer(layer.layer_number).query_groups
+            shared = heads if isinstance(layer, LatentAttention) else model.of_layer(layer.layer_number).query_groups
             groups = row.view(shared, -1).amax(-1)
             factors = (self.settings.qk_clip_threshold / groups).where(groups > self.settings.qk_clip_threshold, 1.0)
             if (factors < 1.0).any():

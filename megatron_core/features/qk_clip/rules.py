@@ -15,7 +15,6 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _record_problems(config, recording_setting(settings))
     if not settings.qk_clip:
         return
-    model = config.model
     flat = config.flat()
     reasons = {
         "dsa_indexer_warmup": "the weights of queries and keys are frozen",
@@ -30,7 +29,7 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with qk_clip=True: {reason}; remove one of them"
     for name in ("qk_layernorm", "qk_l2_norm"):
-        if flat[name] and not model.multi_latent_attention:
+        if flat[name] and not flat["multi_latent_attention"]:
             yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
     compression = compression_of(config.parallel)
     if compression is not None and compression.updates_outside_of_steps:

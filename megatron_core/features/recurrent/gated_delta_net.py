@@ -15,7 +15,7 @@ from megatron_core.ops import rms_norm
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.latent_attention import DownProjection
+from megatron_core.transformer.down_projection import DownProjection
 
 NORM_EPSILON = 1e-6
 """Added to the squared norms of queries and keys (Qwen3-Next)."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import QUERY_BLOCK
+from megatron_core.features.latent_attention.attention import LatentAttention
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.sparse_attention.index_scores import (
     index_divergence,
     index_scores,
@@ -25,7 +27,7 @@ from megatron_core.parallel.collectives import gather_from_sequence, reduce_from
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import zigzag
 from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
-from megatron_core.transformer.latent_attention import DownProjection, LatentAttention
+from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed
 
@@ -54,10 +56,11 @@ class Indexer(nn.Module):
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
         config = context.config.section(SparseAttentionConfig)
+        latent = config.section(LatentAttentionConfig)
         self.heads = config.dsa_indexer_n_heads
         self.channels = config.dsa_indexer_head_dim
         self.linear_wq_b = DownProjection(
-            context, self.heads * self.channels, inputs=config.q_lora_rank or config.hidden_size
+            context, self.heads * self.channels, inputs=latent.q_lora_rank or config.hidden_size
         )
         self.linear_wk = DownProjection(context, self.channels)
         plain = replace(config, normalization="LayerNorm", apply_layernorm_1p=False, disable_bias_layernorm=False)
@@ -65,7 +68,7 @@ class Indexer(nn.Module):
         epsilon = config.dsa_indexer_k_norm_epsilon
         self.k_norm = Norm(layer_norm, self.channels, partial_grad=context.sequence_parallel, epsilon=epsilon)
         self.linear_weights_proj = DownProjection(context, self.heads)
-        self.turned = config.qk_pos_emb_head_dim
+        self.turned = latent.qk_pos_emb_head_dim
         self.interleaved = config.dsa_indexer_rope_interleaved
         self.split = context.split
         self.backend = config.kernel_backend
@@ -243,30 +246,23 @@ class SparseLatentAttention(LatentAttention):
         return hidden, query_latent
 
     def attend_in_generation(
-        self,
-        cache: KeyValueStore,
-        query: Tensor,
-        latent: Tensor,
-        shared_key: Tensor,
-        context: SequenceContext,
-        *inputs: Tensor,
+        self, cache: KeyValueStore, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
     ) -> Tensor:
         """Store latents and index keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
         index = self.core_attention.indexer(*inputs, context)
         step = cache.step
-        latents, keys = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1), index.key)
+        memory, keys = cache.write(self.layer_number, latents, index.key)
         index = IndexerOutput(index.query[:, 0], index.key[:, 0], index.weights[:, 0])
         outputs = []
         if step.lengths.numel():
-            outputs.append(self._single_tokens(query[: len(step.lengths), 0], index, latents, keys, step))
+            outputs.append(self._single_tokens(query[: len(step.lengths), 0], index, memory, keys, step))
         for chunk in step.chunks:
-            old, old_keys = (step.gathered(memory, chunk.table, chunk.length)[:, 0] for memory in (latents, keys))
+            old, old_keys = (step.gathered(stored, chunk.table, chunk.length)[:, 0] for stored in (memory, keys))
             outputs.append(self._chunk(query, index, old, old_keys, chunk.row, chunk.count))
         row = step.cached
-        latent = torch.cat([latent, shared_key], dim=-1)
         for count in step.fresh:
             rows = slice(row, row + count)
-            outputs.append(self._chunk(query, index, latent[rows, 0], index.key[rows], row, count))
+            outputs.append(self._chunk(query, index, latents[rows, 0], index.key[rows], row, count))
             row += count
         return torch.cat(outputs)[:, None]
 

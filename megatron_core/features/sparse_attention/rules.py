@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config.run import RunConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 REFUSED = {
@@ -31,26 +32,27 @@ def has_sparse_attention(config: RunConfig) -> bool:
 def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that contradict sparse attention."""
     model = config.model.section(SparseAttentionConfig)
+    latent = config.model.section(LatentAttentionConfig)
     parallel = config.parallel
     flat = config.flat()
     if not model.has_sparse_attention:
         return
     chosen = "experimental_attention_variant=dsa"
-    if not model.multi_latent_attention:
+    if not latent.multi_latent_attention:
         yield f"{chosen} needs multi_latent_attention=True, whose keys it selects; add --multi-latent-attention"
-    if model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
+    if model.dsa_indexer_head_dim < latent.qk_pos_emb_head_dim:
         yield (
             f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} is too small for the qk_pos_emb_head_dim="
-            f"{model.qk_pos_emb_head_dim} channels with rotary positions; use at least as many"
+            f"{latent.qk_pos_emb_head_dim} channels with rotary positions; use at least as many"
         )
     for name, reason in REFUSED.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with {chosen}: {reason}"
     if model.attention_backend == "flex":
         yield f"attention_backend=flex cannot be used with {chosen}: it cannot mask single keys; use auto"
-    if parallel.context_parallel_size > 1 and set(parallel.cp_comm_type) != {"all_gather"}:
+    if parallel.context_parallel_size > 1 and set(flat["cp_comm_type"]) != {"all_gather"}:
         yield (
-            f"cp_comm_type={' '.join(parallel.cp_comm_type)} cannot be used with {chosen}, whose queries choose among "
+            f"cp_comm_type={' '.join(flat['cp_comm_type'])} cannot be used with {chosen}, whose queries choose among "
             "the keys of all ranks; add --cp-comm-type all_gather"
         )
     if model.dsa_indexer_warmup:

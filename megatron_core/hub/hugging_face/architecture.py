@@ -13,6 +13,7 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.feature import extended
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON, HeterogeneousConfig
 from megatron_core.features.mup.settings import MuPConfig
 from megatron_core.features.recurrent.kinds import Mamba2
@@ -303,7 +304,8 @@ def function_settings(config: ModelConfig) -> Settings:
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have_mlp else of_mlps
     unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.layers_differ_in_size else ()
-    scale = None if config.multi_latent_attention or config.section(MuPConfig).use_mup else config.head_size**-0.5
+    has_own_scale = config.section(LatentAttentionConfig).multi_latent_attention or config.section(MuPConfig).use_mup
+    scale = None if has_own_scale else config.head_size**-0.5
     return settings | {
         "softmax_scale": config.softmax_scale or scale,
         "group_query_attention": None,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.hub.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
 from megatron_core.hub.megatron_lm.pickles import load_tensors
@@ -209,7 +210,8 @@ class RankFiles:
             local_name = f"{layer[1]}.layers.{first + int(layer[2])}.{local_name}"
         if has_other_names(model):
             local_name = our_name(local_name)
-        latents = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
+        latent = model.section(LatentAttentionConfig)
+        latents = {"q": latent.q_lora_rank or 0, "kv": latent.kv_lora_rank + latent.qk_pos_emb_head_dim}
         down = (match := DOWN.search(local_name)) is not None and tensor.shape[0] != latents[match[1]]
         rank, size = (tp, self._sizes.tp) if expert is None else (etp, self._sizes.etp)
         split = LocalSplit(rank, size, model.gated_linear_unit, down, rows_of_ranks(model))

@@ -30,6 +30,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.errors import CheckpointError
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.layer_sizes.settings import HeterogeneousConfig
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.megatron_lm.arguments import common_state
@@ -52,7 +53,7 @@ Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str,
 def layer_names(local_name: str, model: ModelConfig, *, of_experts: bool) -> tuple[str, ...]:
     """The names of a tensor of a layer in Megatron Core: with Transformer Engine, then without it if they differ."""
     module, _, suffix = local_name.rpartition(".")
-    latent = model.multi_latent_attention
+    latent = model.section(LatentAttentionConfig).multi_latent_attention
     if module == "input_layernorm" and not latent:
         return (f"self_attention.linear_qkv.layer_norm_{suffix}",)
     fused = {

@@ -2,6 +2,7 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.foreign_json import COUNT, STRING, STRINGS, WIDTH
 from megatron_core.hub.hugging_face.rules import (
     GROUP_TYPES,
@@ -29,7 +30,8 @@ def _check_positions(hf_config: Settings) -> Settings:
 
 
 def _heads_json(config: ModelConfig) -> Settings:
-    return {"num_key_value_heads": config.num_attention_heads, "head_dim": config.qk_pos_emb_head_dim}
+    head_dim = config.section(LatentAttentionConfig).qk_pos_emb_head_dim
+    return {"num_key_value_heads": config.num_attention_heads, "head_dim": head_dim}
 
 
 LATENT_POSITIONS = KeyRule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})

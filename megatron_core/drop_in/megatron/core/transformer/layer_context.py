@@ -18,6 +18,8 @@ from megatron_core.config.layer_settings import LayerPart
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts.layer import MoELayer
+from megatron_core.features.latent_attention.attention import LatentAttention
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.layer_sizes.linear_replacement import LinearReplacement
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON
 from megatron_core.parallel.current import current
@@ -27,7 +29,6 @@ from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
@@ -216,11 +217,12 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     else:
         changes["mlp"] = foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
         changes["auxiliary_losses"] = ()
+    has_latents = model.section(LatentAttentionConfig).multi_latent_attention
     if block.attention.no_op or block.attention.linear:
         _check_replaced(number, "self_attention", block.attention, parts.self_attention)
     elif _extends_ours(parts.self_attention, SelfAttention, LatentAttention):
         changes["self_attention"] = _built(config, parts.self_attention)
-    elif is_ours(parts.self_attention, LatentAttention) and not model.multi_latent_attention:
+    elif is_ours(parts.self_attention, LatentAttention) and not has_latents:
         raise ConfigError(
             f"layer {number}: the specification has {get_module(parts.self_attention)}, but multi_latent_attention is "
             "False; pass an MLATransformerConfig"

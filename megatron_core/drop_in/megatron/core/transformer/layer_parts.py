@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.experts import router
 from megatron_core.features.experts.layer import moe_loss_names
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.transformer import attention, mlp
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
@@ -47,7 +48,7 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
         name: str | None = None,
     ) -> None:
         model, number = config.model_config(), layer_number - 1
-        if model.multi_latent_attention:
+        if model.section(LatentAttentionConfig).multi_latent_attention:
             raise ConfigError("SelfAttention: multi_latent_attention=True is not supported; build a TransformerLayer")
         check_submodules(model, submodules)
         context = layer_context(config, model, pg_collection)

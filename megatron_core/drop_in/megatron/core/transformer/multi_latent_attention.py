@@ -11,20 +11,21 @@ from megatron.core.transformer.layer_context import MLASelfAttentionSubmodules, 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.errors import ConfigError
+from megatron_core.features.latent_attention.attention import LatentAttention
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.ops.rows import wide
-from megatron_core.transformer import latent_attention
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
 from megatron_core.transformer.rotary import rotary_table, scaled_frequencies
 
 
-class MLASelfAttention(ExportedModule, latent_attention.LatentAttention):
+class MLASelfAttention(ExportedModule, LatentAttention):
     """Latent attention alone, which rotates by the positions itself. Weights are named by ``layer_number``, from 1.
 
     It is causal: pass a mask for another order.
     """
 
-    stands_for = latent_attention.LatentAttention
+    stands_for = LatentAttention
 
     def __init__(
         self,
@@ -38,12 +39,12 @@ class MLASelfAttention(ExportedModule, latent_attention.LatentAttention):
         name: str | None = None,
     ) -> None:
         model, number = config.model_config(), layer_number - 1
-        if not model.multi_latent_attention:
+        if not model.section(LatentAttentionConfig).multi_latent_attention:
             raise ConfigError("MLASelfAttention: multi_latent_attention=False; pass an MLATransformerConfig")
         check_submodules(model, submodules)
         context = layer_context(config, model, pg_collection)
         given: Any = layer_spec(model, number).self_attention
-        latent_attention.LatentAttention.__init__(self, context, number, **given.keywords)
+        LatentAttention.__init__(self, context, number, **given.keywords)
         adopt(self, (), config, context, f"decoder.layers.{number}.self_attention.")
 
     def forward(

@@ -1,28 +1,21 @@
 """Core attention for sequences split over context-parallel ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.context_parallel import (
-    Exchange,
-    HeadExchange,
-    Mask,
-    Products,
-    SplitSequence,
-    Tile,
-    Unfused,
-    fused_products,
-    split_attention,
-)
 from megatron_core.errors import LayoutError
+from megatron_core.features.context_parallelism.attention import SplitSequence, split_attention
+from megatron_core.features.context_parallelism.exchange import Exchange, HeadExchange, RingExchange, exchanges_of
+from megatron_core.features.context_parallelism.products import Mask, Products, Unfused, fused_products
+from megatron_core.features.context_parallelism.tiles import Tile
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-
-Window = tuple[int, int] | None
 
 
 class ContextParallelAttention(CoreAttention):
@@ -39,7 +32,7 @@ class ContextParallelAttention(CoreAttention):
         layer_number: int,
         *,
         exchange: Exchange,
-        window_size: Window = None,
+        window_size: tuple[int, int] | None = None,
         heads_over: Group = ALONE,
     ) -> None:
         super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
@@ -113,7 +106,7 @@ class HeadParallelAttention(nn.Module):
     (DeepSpeed-Ulysses).
     """
 
-    def __init__(self, inner: CoreAttention, heads: Group, *, ring: Group) -> None:
+    def __init__(self, inner: nn.Module, heads: Group, *, ring: Group) -> None:
         super().__init__()
         self.inner = inner
         self.exchange = HeadExchange(heads)
@@ -130,3 +123,30 @@ class HeadParallelAttention(nn.Module):
         split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())
         positions = split.positions(len(query) * self.ring.size(), query.device)
         return self.exchange.to_sequence(self.inner(query, key, value, replace(context, positions=positions), sinks))
+
+
+def tiled_attention(
+    context: LayerContext,
+    layer_number: int,
+    *,
+    window_size: tuple[int, int] | None = None,
+    attention: Callable[..., nn.Module] | None = None,
+) -> nn.Module:
+    """The core attention of a layer with sinks, or whose sequences are split over ranks, for its ``cp_comm_type``.
+
+    ``attention`` replaces ``ContextParallelAttention``.
+    """
+    config = context.config
+    inner = partial(attention or ContextParallelAttention, context, layer_number, window_size=window_size)
+    if context.cp.whole.size() == 1:
+        return inner(exchange=RingExchange(ALONE))
+    comm_types = context.parallel.cp_comm_type
+    comm_type = comm_types[min(layer_number, len(comm_types) - 1)]  # further layers are like the last one
+    exchange, heads = exchanges_of(comm_type, context.cp)
+    if heads is None:
+        return inner(exchange=exchange)
+    has_sinks = config.has_sinks and config.attention_backend != "unfused"
+    if comm_type == "a2a" and attention is None and not has_sinks:
+        plain = CoreAttention(context, layer_number, window_size=window_size, heads_over=heads)
+        return HeadParallelAttention(plain, heads, ring=ALONE)
+    return HeadParallelAttention(inner(exchange=exchange, heads_over=heads), heads, ring=exchange.group)

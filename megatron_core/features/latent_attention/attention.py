@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.ops.rotary import rope
-from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
 
@@ -24,37 +24,11 @@ def query_factor(config: ModelConfig) -> float:
     rotary table is divided by m (DeepSeek-V2's code), else 1.
     """
     if config.softmax_scale is not None:
-        return config.softmax_scale * math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)
+        latent = config.section(LatentAttentionConfig)
+        return config.softmax_scale * math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)
     if config.use_rope_scaling and config.rope_scaling_type == "yarn":
         return yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim) ** 2
     return 1.0
-
-
-class DownProjection(nn.Module):
-    """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is replicated over the tensor-parallel ranks.
-
-    With sequence parallelism, input and output are this rank's part of the sequence. ``inputs`` replaces h.
-    ``divided``: each tensor-parallel rank computes other tokens, by default with sequence parallelism.
-    """
-
-    def __init__(
-        self, context: LayerContext, size: int, *, inputs: int | None = None, divided: bool | None = None
-    ) -> None:
-        super().__init__()
-        shape = (size, inputs or context.config.hidden_size)
-        # Each rank then sees other tokens, and its gradient of the replicated weight is a part of the sum.
-        divided = context.sequence_parallel if divided is None else divided
-        spec = replicated(shape, context.tp_group.rank(), partial_grad=divided)
-        self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
-        self.weight.init_method = context.init_method
-        self.adapter: Any = None
-        ranks = context.tp_group.size() if divided else 1
-        self.product = context.parallel.arithmetic.whole_product(size, ranks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., h]`` -> ``[..., size]``."""
-        product = partial(self.product, weight=self.weight, bias=None)
-        return product(x) if self.adapter is None else self.adapter(x, product, self.weight)
 
 
 class LatentAttention(nn.Module):
@@ -73,6 +47,8 @@ class LatentAttention(nn.Module):
     # their few channels. In generation the cache stores the latents, which are smaller than keys and values.
     # Layers of ``no_rope_freq`` do not rotate, and keep the split of the channels.
 
+    fits_in_graph = True
+
     def __init__(
         self,
         context: LayerContext,
@@ -82,7 +58,7 @@ class LatentAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config = context.config
+        config = context.config.section(LatentAttentionConfig)
         self.tp_group = context.tp_group
         heads = config.num_attention_heads
         q_rank = config.q_lora_rank
@@ -129,8 +105,9 @@ class LatentAttention(nn.Module):
         # (``of_latents``), so that a step does not expand all earlier tokens.
         if context.cache is not None:
             query = self._query(query_latent, rotate)
+            latents = torch.cat([latent, shared_key], dim=-1)
             inputs = self._core_inputs(hidden, query_latent)
-            return self.linear_proj(context.cache.attend(self, query, latent, shared_key, context, *inputs))
+            return self.linear_proj(self.attend_in_generation(context.cache, query, latents, context, *inputs))
 
         # Queries, keys and values of all heads are many times as large as the latents, from which backward computes
         # them again.
@@ -142,6 +119,31 @@ class LatentAttention(nn.Module):
         with outputs_dropped(heads, project_up, active=self.recompute_up and self.training):
             attended = attend(*heads, context, *self._core_inputs(hidden, query_latent))
         return self.linear_proj(attended)
+
+    def attend_in_generation(
+        self, cache: KeyValueStore, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
+    ) -> Tensor:
+        """Store latents and shared keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
+        (memory,) = cache.write(self.layer_number, latents)
+        cached = cache.step.cached
+        outputs = []
+        if cached:
+            outputs.append(self._attend_to_latents(cache, query[:cached, 0], memory))
+        if cache.step.fresh:
+            key, value = self.key_and_value(*latents[cached:].split([self.rank, self.turned], dim=-1))
+            outputs.append(cache.attend_fresh(self.core_attention, query[cached:, 0], key[:, 0], value[:, 0]))
+        return torch.cat(outputs)[:, None]
+
+    def _attend_to_latents(self, cache: KeyValueStore, query: Tensor, memory: Tensor) -> Tensor:
+        """Compute the same attention without expanding the cached latents to keys and values.
+
+        q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
+        appendix C.
+        """
+        query, up_value = self.of_latents(query)
+        query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
+        out = cache.attend_cached(self.core_attention, query, memory, memory[..., : self.rank])
+        return torch.einsum("sac,avc->sav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(1)
 
     def _core_inputs(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, ...]:
         """Further inputs of the core attention, from the layer's input and the latent of the queries."""

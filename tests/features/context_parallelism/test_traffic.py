@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megatron_core.config import RunConfig
-from megatron_core.context_parallel import attention, exchange
+from megatron_core.features.context_parallelism import attention, exchange
 from megatron_core.parallel import collectives
 from megatron_core.parallel.groups import Group
 from megatron_core.planner.context import attention_flops, layer_pairs, layer_traffic, traffic

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.context_parallel.products import visible_keys
-from megatron_core.context_parallel.tiles import LEAST_BAND, Tile, tiles
 from megatron_core.errors import LayoutError
+from megatron_core.features.context_parallelism.products import visible_keys
+from megatron_core.features.context_parallelism.tiles import LEAST_BAND, Tile, tiles
 from megatron_core.parallel.micro_batch import SequenceSplit, zigzag
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.context_parallel.exchange import Exchange
-from megatron_core.context_parallel.products import Products, finite, merge_
-from megatron_core.context_parallel.tiles import Documents, Tile, tiles
+from megatron_core.features.context_parallelism.exchange import Exchange
+from megatron_core.features.context_parallelism.products import Products, finite, merge_
+from megatron_core.features.context_parallelism.tiles import Documents, Tile, tiles
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import zigzag
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from megatron_core.context_parallel.tiles import Tile
+from megatron_core.features.context_parallelism.tiles import Tile
 from megatron_core.ops.rows import wide
 
 Gradients = tuple[Tensor, Tensor, Tensor]

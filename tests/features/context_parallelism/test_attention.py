@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.context_parallel import HeadExchange, Products, SplitSequence, Unfused, split_attention
-from megatron_core.context_parallel.products import FusedOnCPU, merge_
 from megatron_core.errors import LayoutError
+from megatron_core.features.context_parallelism import HeadExchange, Products, SplitSequence, Unfused, split_attention
+from megatron_core.features.context_parallelism.core_attention import ContextParallelAttention
+from megatron_core.features.context_parallelism.products import FusedOnCPU, merge_
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron_core.transformer.core_attention import CoreAttention
-from tests.context_parallel.test_tiles import lengths_of, seen
 from tests.defects.plant import planted
+from tests.features.context_parallelism.test_tiles import lengths_of, seen
 
 
 @dataclass
@@ -139,8 +139,8 @@ def test_a_mask_of_ones_own(case: str, backend: str, dtype: torch.dtype) -> None
 
 
 MASK, SHARED = (
-    "transformer.context_parallel_attention:ContextParallelAttention._mask",
-    "context_parallel.products:FusedOnCPU",
+    "features.context_parallelism.core_attention:ContextParallelAttention._mask",
+    "features.context_parallelism.products:FusedOnCPU",
 )
 DEFECTS = {
     "keys of another rank are hidden as its own are": (
@@ -157,15 +157,15 @@ DEFECTS = {
         *("tile.rows if len(local) > 1 else slice(None)", "slice(0, 1)"),
     ),
     "a mask comes on top of causality": (
-        *("mask", "context_parallel.attention:SplitSequence.tiles_with"),
+        *("mask", "features.context_parallelism.attention:SplitSequence.tiles_with"),
         *("if not self.causal:", "if False:"),
     ),
     "a mask takes the place of documents": (
-        *("documents", "transformer.context_parallel_attention:ContextParallelAttention.forward"),
+        *("documents", "features.context_parallelism.core_attention:ContextParallelAttention.forward"),
         *(" or documents is not None", ""),
     ),
     "a mask takes the place of a window": (
-        *("window", "transformer.context_parallel_attention:ContextParallelAttention.forward"),
+        *("window", "features.context_parallelism.core_attention:ContextParallelAttention.forward"),
         *(" or self.window is not None", ""),
     ),
     "a query that sees nothing on a rank is averaged there": (
