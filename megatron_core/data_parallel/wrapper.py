@@ -120,13 +120,13 @@ class DataParallel(EarlySums):
         # Graphs have no parameter objects, only their numbers.
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        whole = {parameter: bucket for parameter, bucket in self._bucket_of.items() if not bucket.splits_weights}
-        for stage in stages if self.settings.overlap_param_gather and whole else ():
-            outer_buckets = [bucket for bucket in whole.values() if (bucket.stage, bucket.unit) == (stage, 0)]
+        unsplit = {parameter: bucket for parameter, bucket in self._bucket_of.items() if not bucket.splits_weights}
+        for stage in stages if self.settings.overlap_param_gather and unsplit else ():
+            outer_buckets = [bucket for bucket in unsplit.values() if (bucket.stage, bucket.unit) == (stage, 0)]
             self.hooks += wait_before_forward(
                 stages[stage],
                 self._units[stage],
-                whole,
+                unsplit,
                 self.finish_param_sync,
                 at_root=list(dict.fromkeys(outer_buckets)) if self._has_rest else [],
             )

@@ -197,7 +197,7 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 
 
 def data_parallel_of(
-    kind: type[Wrapper],
+    wrapper: type[Wrapper],
     config: RunConfig,
     stages: Mapping[int, nn.Module],
     groups: ParallelGroups,
@@ -211,7 +211,7 @@ def data_parallel_of(
 
     Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
     enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
-    other optimizers. ``kind``: the class of the result.
+    other optimizers. ``wrapper``: the class of the result.
     """
     parallel, optimizer = config.parallel, config.optimizer
     compression = compression_of(parallel)
@@ -234,7 +234,7 @@ def data_parallel_of(
     for hook in (feature.memory for feature in used_features(config) if feature.memory is not None):
         memory = load_hook(hook)(memory, config, groups.rank)
     compressor = None if compression is None else load_hook(compression.build)(config)
-    return kind(stages, groups, settings, memory=memory, compressor=compressor, units=units)
+    return wrapper(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
 
 def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:
