@@ -61,13 +61,14 @@ def test_marks_change_the_number_of_cases() -> None:
         {},
         {"every_case": True},
         {"drawn": pytest.mark.drawn(5).mark},
+        {"drawn": pytest.mark.drawn(0).mark},
         {"whole_matrix": True},
     ]
     numbers = []
     for mark in marks:
         cases: Any = [Case("test", _directly, mark) for _ in range(9)]
         numbers.append(9 - len(left_out(cases)))
-    assert numbers == [CASES, 9, 5, 0]
+    assert numbers == [CASES, 9, 5, 0, 0]
     cheap: Any = [Case("test", _not_at_all) for _ in range(9)]
     assert left_out(cheap) == set()
 
@@ -81,6 +82,8 @@ def test_marks_change_the_number_of_cases() -> None:
         ("tools/test_serve.py", True),
         ("transformer/test_norm.py", False),
         ("end_to_end/test_pretrain.py", False),
+        ("simulated_gpu/test_cuda_graphs.py", True),
+        ("simulated_gpu/test_training.py", False),
         ("parity/test_matrix.py", False),
         ("test_errors.py", False),
     ],
@@ -104,8 +107,8 @@ def test_a_module_of_an_optional_part_keeps_a_share_of_its_tests() -> None:
 
 
 def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"test_{number}" for number in range(9)]
-    (tmp_path / "long").write_text("\n".join(names))
+    names = [f"test[{number}]" for number in range(9)]
+    (tmp_path / "long").write_text("test\n")
     monkeypatch.setattr(sample, "LONG_TESTS", tmp_path / "long")
     kept = {}
     for file in ("planner/test_search.py", "planner/test_planted.py", "schedules/test_table.py"):
@@ -120,10 +123,16 @@ def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monk
 
 def test_long_tests_are_listed_by_measurement(tmp_path: Path) -> None:
     table = tmp_path / "costs"
-    rows = [("long", 1.0, 0.5), ("short", 0.3, 0.1), ("became short", 0.2, 0.0), (costs.START, 9.0, 0.0)]
-    header = "test\tin all: processor\tin all: waits"
+    rows = [
+        *(("long[0]", 0.0, 0.0, 0.1, 0.0), ("long[1]", 0.0, 0.0, 0.1, 0.2), ("short", 0.0, 0.0, 0.1, 0.0)),
+        *((f"many[{number}]", 0.0, 0.0, 0.1, 0.0) for number in range(11)),
+        *(("b.py::with a long fixture", 0.5, 0.6, 0.1, 0.0), ("b.py::after it", 0.0, 0.0, 0.1, 0.0)),
+        *(("became short", 0.0, 0.0, 0.1, 0.0), (costs.START, 9.0, 0.0, 9.0, 0.0)),
+    ]
+    header = "test\tsetup: processor\tsetup: waits\tin all: processor\tin all: waits"
     table.write_text("\n".join([header, *("\t".join(map(str, row)) for row in rows)]))
-    assert costs.with_measured({"became short", "not run"}, table) == {"long", "not run"}
+    of_fixture = {"b.py::with a long fixture", "b.py::after it"}
+    assert costs.with_measured({"became short", "not run"}, table) == {"long", "many", "not run", *of_fixture}
 
 
 def test_listed_long_tests_exist() -> None:
@@ -131,4 +140,4 @@ def test_listed_long_tests_exist() -> None:
     for name in sample.LONG_TESTS.read_text().splitlines():
         file, _, test = name.partition("::")
         code = (TESTS.parent / file).read_text()
-        assert f"def {test.partition('[')[0].rpartition('::')[2]}(" in code, name
+        assert f"def {test.rpartition('::')[2]}(" in code and is_optional(TESTS.parent / file), name

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,10 +114,15 @@ def test_two_nodes(clone: Path) -> None:
     assert (clone / "two_nodes" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
+SMALLER_VALUES = {"--hidden-size": "32", "--seq-length": "32", "--eval-iters": "1"}
+"""Values of these flags in the trainings of an example: a test shows that its steps fit each other."""
+
+
 def _forked(command: list[str], cwd: Path, **_: object) -> subprocess.CompletedProcess[str]:
     """In place of ``subprocess.run``: a step of an example as a fork of this process, which has loaded torch."""
     assert command[0] == sys.executable
-    ended = run_ranks_of(shlex.join(["python", *command[1:]]), cwd)
+    words = [SMALLER_VALUES.get(flag, word) for flag, word in pairwise(command)]
+    ended = run_ranks_of(shlex.join(["python", *words]), cwd)
     print(ended.stdout, ended.stderr)
     return ended
 

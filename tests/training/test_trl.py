@@ -93,7 +93,7 @@ def _losses(config: RunConfig, packs: Sequence[Sequence[int]]) -> list[float]:
     return [train_step(run).loss for _ in range(inputs.STEPS)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_training_equals_trl(kind: str, layout: str, tmp_path: Path) -> None:
     assert equals_trl(kind, layout, tmp_path)
