@@ -17,7 +17,7 @@ import pytest
 from megatron_core.commands.start import modules
 
 for package in ("build", "scikit_build_core"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,7 +20,7 @@ from tests.programs import run_program
 from tests.storage.server import BUCKET, s3_server
 
 for package in ("s3fs", "moto.server"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 ROOT = Path(__file__).parents[2]
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),

@@ -79,7 +79,7 @@ def _config(folder: Path, kind: str, **layout: Any) -> RunConfig:
     }
     own = {"dpo_beta": inputs.BETA} if "dpo" in kind else {}
     if "adapters" in kind:
-        pytest.importorskip("peft")
+        pytest.importorskip("peft", reason="peft is not installed (make install-test)")
         inputs.with_adapters(inputs.load_model(folder)).save_pretrained(folder / "adapter")
         own |= {"lora_load": str(folder / "adapter"), "lora_target_modules": tuple(inputs.TARGETS)}
     return RunConfig.from_flat(config_of_folder(folder).flat() | common | SETTINGS[kind] | own | layout)
