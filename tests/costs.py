@@ -3,8 +3,8 @@
 Processor time includes that of the processes that a test starts and waits for. It hardly depends on what else runs on
 the machine, as the duration does.
 
-``python -m tests.costs FILE`` adds the long tests of optional parts to ``long_tests.txt``, of which ``make test`` runs
-a part (``sample.py``), and removes those that have become short. Measure on an idle machine: on a busy one tests wait.
+``python -m tests.costs FILE`` adds the long tests of such a table to ``long_tests.txt``, of which ``make test`` runs a
+part (``sample.py``), and removes those that have become short. Measure on an idle machine: on a busy one tests wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from typing import Any
 
 import pytest
 
+from tests import sample
+
 FILE_LIMIT = 8.0
 """Processor seconds or waits in seconds from which on the summary lists a file."""
 SUMMARY_TESTS = 500
 """Tests from which on a run has a summary."""
-LONG_SECONDS = 0.15
-"""Processor seconds and waits, together, from which on a test is long if one of its cases takes them."""
+LONG_SECONDS = {True: 0.15, False: 0.7}
+"""Processor seconds and waits, together, from which on a test is long if one of its cases takes them: of optional
+parts, and of the core."""
 LONG_TOGETHER = 1.0
 """The same of all cases of a test, and of the fixtures of a module, without whose tests they do not run."""
 START = "start and collection"
@@ -138,7 +141,8 @@ def with_measured(names: set[str], table: Path) -> set[str]:
     long_names = {
         test
         for test, seconds in cases.items()
-        if max(seconds) >= LONG_SECONDS or max(sum(seconds), setups[test.partition("::")[0]]) >= LONG_TOGETHER
+        if max(seconds) >= LONG_SECONDS[sample.is_optional(sample.TESTS.parent / test.partition("::")[0])]
+        or max(sum(seconds), setups[test.partition("::")[0]]) >= LONG_TOGETHER
     }
     return long_names | (names - cases.keys())
 
@@ -148,9 +152,6 @@ def _seconds(row: dict[str, str], phase: str) -> float:
 
 
 if __name__ == "__main__":
-    from tests.sample import LONG_TESTS, TESTS, is_optional
-
-    before = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    before = set(sample.LONG_TESTS.read_text(encoding="utf-8").splitlines())
     after = sorted(with_measured(before, Path(sys.argv[1])))
-    of_optional_parts = [name for name in after if is_optional(TESTS.parent / name.partition("::")[0])]
-    LONG_TESTS.write_text("".join(f"{name}\n" for name in of_optional_parts))
+    sample.LONG_TESTS.write_text("".join(f"{name}\n" for name in after))

@@ -114,6 +114,10 @@ def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monk
     for file in ("planner/test_search.py", "planner/test_planted.py", "schedules/test_table.py"):
         cases: Any = [Case(name, _not_at_all, path=TESTS / file, nodeid=name) for name in [*names, "short"]]
         kept[file] = len(cases) - len(left_out(cases))
+    started: Any = [Case(name, _directly, path=TESTS / "schedules/test_table.py", nodeid=name) for name in names]
+    for case in started:
+        case.originalname = "test"
+    assert len(started) - len(left_out(started)) == 1
     assert kept == {
         "planner/test_search.py": -(-len(names) // LONG_SHARE) + 1,
         "planner/test_planted.py": len(names) + 1,
@@ -123,16 +127,28 @@ def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monk
 
 def test_long_tests_are_listed_by_measurement(tmp_path: Path) -> None:
     table = tmp_path / "costs"
+    planner, core = "tests/planner/a.py::", "tests/schedules/a.py::"
     rows = [
-        *(("long[0]", 0.0, 0.0, 0.1, 0.0), ("long[1]", 0.0, 0.0, 0.1, 0.2), ("short", 0.0, 0.0, 0.1, 0.0)),
-        *((f"many[{number}]", 0.0, 0.0, 0.1, 0.0) for number in range(11)),
-        *(("b.py::with a long fixture", 0.5, 0.6, 0.1, 0.0), ("b.py::after it", 0.0, 0.0, 0.1, 0.0)),
-        *(("became short", 0.0, 0.0, 0.1, 0.0), (costs.START, 9.0, 0.0, 9.0, 0.0)),
+        *((f"{planner}long[0]", 0.0, 0.0, 0.1, 0.0), (f"{planner}long[1]", 0.0, 0.0, 0.1, 0.2)),
+        *((f"{planner}many[{number}]", 0.0, 0.0, 0.1, 0.0) for number in range(11)),
+        *(
+            (f"{planner}short", 0.0, 0.0, 0.1, 0.0),
+            (f"{core}short", 0.0, 0.0, 0.5, 0.1),
+            (f"{core}long", 0, 0, 0.5, 0.3),
+        ),
+        *(("tests/planner/b.py::fixture", 0.5, 0.6, 0.1, 0.0), ("tests/planner/b.py::after it", 0.0, 0.0, 0.1, 0.0)),
+        *((f"{planner}became short", 0.0, 0.0, 0.1, 0.0), (costs.START, 9.0, 0.0, 9.0, 0.0)),
     ]
     header = "test\tsetup: processor\tsetup: waits\tin all: processor\tin all: waits"
     table.write_text("\n".join([header, *("\t".join(map(str, row)) for row in rows)]))
-    of_fixture = {"b.py::with a long fixture", "b.py::after it"}
-    assert costs.with_measured({"became short", "not run"}, table) == {"long", "many", "not run", *of_fixture}
+    found = {
+        f"{planner}long",
+        f"{planner}many",
+        f"{core}long",
+        "tests/planner/b.py::fixture",
+        "tests/planner/b.py::after it",
+    }
+    assert costs.with_measured({f"{planner}became short", "not run"}, table) == {*found, "not run"}
 
 
 def test_listed_long_tests_exist() -> None:
@@ -140,4 +156,4 @@ def test_listed_long_tests_exist() -> None:
     for name in sample.LONG_TESTS.read_text().splitlines():
         file, _, test = name.partition("::")
         code = (TESTS.parent / file).read_text()
-        assert f"def {test.rpartition('::')[2]}(" in code and is_optional(TESTS.parent / file), name
+        assert f"def {test.rpartition('::')[2]}(" in code, name

@@ -157,7 +157,7 @@ def test_layers_alone(tmp_path: Path) -> None:
     _run(ROOT, f"torchrun --standalone --nproc-per-node 2 {script}")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0)
 @pytest.mark.parametrize("page", ["debug.md", "continue.md"])
 def test_commands_of_a_page_run(page: str, clone: Path) -> None:
     """In the order of the page; the run with a planted fault ends at its last step."""
