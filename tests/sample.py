@@ -38,7 +38,7 @@ OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
 OPTIONAL_MODULES = ("simulated_gpu/test_cuda_graphs.py",)
 """Tests of a feature in folders of tests of the core."""
-LONG_SHARE = 6
+LONG_SHARE = 8
 LONG_TESTS = TESTS / "long_tests.txt"
 """Names of tests of which a case takes long, which ``python -m tests.costs`` writes; others are short."""
 STARTERS = {

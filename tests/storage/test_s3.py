@@ -61,6 +61,7 @@ def test_an_object_appears_when_its_writer_is_closed(server: dict[str, str]) -> 
     assert [path.name for path in folder.iterdir()] == ["a"]
 
 
+@pytest.mark.drawn(0)
 def test_runs_train_and_resume(server: dict[str, str], tmp_path: Path) -> None:
     disk = write(tmp_path / "corpus", [list(range(1, 60))] * 20)
     remote = f"s3://{BUCKET}/data/corpus"
