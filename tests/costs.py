@@ -4,7 +4,7 @@ Processor time includes that of the processes that a test starts and waits for. 
 the machine, as the duration does.
 
 ``python -m tests.costs FILE`` adds the long tests of such a table to ``long_tests.txt``, of which ``make test`` runs a
-part (``sample.py``), and removes those that have become short.
+part (``sample.py``), and removes those that have become short. Measure on an idle machine: on a busy one tests wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from typing import Any
 
 import pytest
 
+from tests import sample
+
 FILE_LIMIT = 8.0
 """Processor seconds or waits in seconds from which on the summary lists a file."""
 SUMMARY_TESTS = 500
 """Tests from which on a run has a summary."""
-LONG_SECONDS = 1.4
-"""Processor seconds and waits, together, from which on a test is long."""
+LONG_SECONDS = {True: 0.15, False: 0.7}
+"""Processor seconds and waits, together, from which on a test is long if one of its cases takes them: of optional
+parts, and of the core."""
+LONG_TOGETHER = 1.0
+"""The same of all cases of a test, and of the fixtures of a module, without whose tests they do not run."""
 START = "start and collection"
 PHASES = ("setup", "call", "teardown", "in all")
 
@@ -127,14 +132,26 @@ class Costs:
 def with_measured(names: set[str], table: Path) -> set[str]:
     """The long tests after the measurements in ``table``; ``names``: those before, of which it may lack some."""
     with table.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    seconds = {row["test"]: float(row["in all: processor"]) + float(row["in all: waits"]) for row in rows}
-    long_names = {name for name, value in seconds.items() if value >= LONG_SECONDS and not name.startswith(START)}
-    return long_names | (names - seconds.keys())
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if not row["test"].startswith(START)]
+    cases: dict[str, list[float]] = defaultdict(list)
+    setups: dict[str, float] = defaultdict(float)
+    for row in rows:
+        cases[row["test"].partition("[")[0]].append(_seconds(row, "in all"))
+        setups[row["test"].partition("::")[0]] += _seconds(row, "setup")
+    long_names = {
+        test
+        for test, seconds in cases.items()
+        if max(seconds) >= LONG_SECONDS[sample.is_optional(sample.TESTS.parent / test.partition("::")[0])]
+        or max(sum(seconds), setups[test.partition("::")[0]]) >= LONG_TOGETHER
+    }
+    return long_names | (names - cases.keys())
+
+
+def _seconds(row: dict[str, str], phase: str) -> float:
+    return float(row[f"{phase}: processor"]) + float(row[f"{phase}: waits"])
 
 
 if __name__ == "__main__":
-    from tests.sample import LONG_TESTS
-
-    before = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
-    LONG_TESTS.write_text("".join(f"{name}\n" for name in sorted(with_measured(before, Path(sys.argv[1])))))
+    before = set(sample.LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    after = sorted(with_measured(before, Path(sys.argv[1])))
+    sample.LONG_TESTS.write_text("".join(f"{name}\n" for name in after))

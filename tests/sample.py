@@ -2,11 +2,12 @@
 
 1. A test marked ``whole_matrix`` is left out.
 2. Of a test marked ``drawn(count)``, ``count`` cases are kept.
-3. Of another test that starts ranks or programs, ``CASES`` cases are kept, unless it is marked ``every_case``.
+3. Of another test that starts ranks or programs, ``CASES`` cases are kept, or one of a long test, unless it is marked
+   ``every_case``.
 4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps
    one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
    others if the part or the core changed. Modules ``test_planted*`` keep all of theirs.
-5. Of the long tests and cases of optional parts (``long_tests.txt``), each folder keeps one of ``LONG_SHARE``;
+5. Of the cases of the long tests of optional parts (``long_tests.txt``), each folder keeps one of ``LONG_SHARE``;
    ``make test-changed`` adds the others.
 6. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
@@ -30,14 +31,16 @@ from tests.structure.parts import is_core, modules
 TESTS = Path(__file__).parent
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 """Run all cases, and more drawn examples."""
-CASES = 3
+CASES = 2
 """Cases of a test that starts ranks or programs."""
 OPTIONAL_SHARE = 4
 OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
-LONG_SHARE = 4
+OPTIONAL_MODULES = ("simulated_gpu/test_cuda_graphs.py",)
+"""Tests of a feature in folders of tests of the core."""
+LONG_SHARE = 8
 LONG_TESTS = TESTS / "long_tests.txt"
-"""Names of tests that take long, which ``python -m tests.costs`` writes; a test with a new name is a short one."""
+"""Names of tests of which a case takes long, which ``python -m tests.costs`` writes; others are short."""
 STARTERS = {
     "ForkedPopen",
     "Popen",
@@ -67,12 +70,21 @@ def left_out(items: Iterable[pytest.Function]) -> set[pytest.Function]:
     return left | _left_out_long_tests([case for cases in tests.values() for case in cases if case not in left])
 
 
+def is_long(case: pytest.Function) -> bool:
+    """Whether the test of a case is listed in ``LONG_TESTS``."""
+    return case.nodeid.partition("[")[0] in _long_names(LONG_TESTS)
+
+
+@cache
+def _long_names(path: Path) -> frozenset[str]:
+    return frozenset(path.read_text(encoding="utf-8").splitlines())
+
+
 def _left_out_long_tests(cases: Iterable[pytest.Function]) -> set[pytest.Function]:
-    """Rule 5: long tests in folders of optional parts."""
-    long_names = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    """Rule 5: cases of long tests in folders of optional parts."""
     by_folder: dict[Path, list[pytest.Function]] = {}
     for case in cases:
-        if case.nodeid in long_names and is_optional(case.path) and not _plants_defects(case.path):
+        if is_long(case) and is_optional(case.path) and not _plants_defects(case.path):
             by_folder.setdefault(case.path.parent, []).append(case)
     left: set[pytest.Function] = set()
     for of_folder in by_folder.values():
@@ -106,7 +118,8 @@ def _left_out_of_optional_parts(tests: dict[tuple[Path, str], list[pytest.Functi
 def is_optional(path: Path) -> bool:
     """Whether the tests of a file are of a part that a run can do without: by the folder's package."""
     folder = path.parent.relative_to(TESTS)
-    if folder.parts[:1] and folder.parts[0] in OPTIONAL_FOLDERS:
+    is_listed = path.relative_to(TESTS).as_posix() in OPTIONAL_MODULES
+    if is_listed or (folder.parts[:1] and folder.parts[0] in OPTIONAL_FOLDERS):
         return True
     while folder.parts and ".".join(folder.parts) not in modules():
         folder = folder.parent
@@ -122,9 +135,9 @@ def _count(case: pytest.Function, length: int) -> int:
     drawn = case.get_closest_marker("drawn")
     if drawn is not None:
         return int(drawn.args[0])
-    if length <= CASES or case.get_closest_marker("every_case") or not starts_processes(case.function):
+    if case.get_closest_marker("every_case") or not starts_processes(case.function):
         return length
-    return CASES
+    return min(length, 1 if is_long(case) else CASES)
 
 
 def starts_processes(function: Callable[..., Any]) -> bool:

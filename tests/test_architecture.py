@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.structure.imports import nodes, tree
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "megatron_core"
@@ -107,11 +108,6 @@ SOURCES = LIBRARY + DROP_IN + PROGRAMS
 MAX_FILE, MAX_FUNCTION = 400, 80
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def module_name(path: Path) -> str:
     """``parallel.grid`` for megatron_core/parallel/grid.py; a package's name for its ``__init__``."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
@@ -152,7 +148,7 @@ def unit_of(module: str) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of all imported modules, and of names from packages: ``megatron_core.parallel.collectives``."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -310,9 +306,10 @@ def test_file_sizes() -> None:
 
 def test_function_sizes() -> None:
     found = {
-        f"{relative(path)}: {node.name}": _size(path.read_text().splitlines()[node.lineno - 1 : node.end_lineno])
+        f"{relative(path)}: {node.name}": _size(lines[node.lineno - 1 : node.end_lineno])
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for lines in [path.read_text().splitlines()]
+        for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert {name: n for name, n in found.items() if n > MAX_FUNCTION} == {}
@@ -336,7 +333,7 @@ PHASES = {"finish_grad_sync", "gradient_norm", "start_param_sync"}
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    return (node for node in nodes(path) if isinstance(node, ast.Call))
 
 
 def test_one_driver_runs_every_step() -> None:
@@ -440,7 +437,7 @@ def test_nothing_unsafe_or_hidden() -> None:
     for path in SOURCES:
         found += [
             f"{relative(path)}:{node.lineno}: {unwanted(node)}"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if unwanted(node)
             and not (unwanted(node) == "torch.save" and relative(path) in WRITES_FOR_TORCH)
             and not (unwanted(node) == "model.cuda" and relative(path) == OVERRIDDEN_CUDA)
@@ -451,16 +448,15 @@ def test_nothing_unsafe_or_hidden() -> None:
 
 
 def test_the_restricted_unpickler_is_the_only_use_of_pickle() -> None:
-    nodes = list(ast.walk(tree(ROOT / RESTRICTED)))
-    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    of_file = nodes(ROOT / RESTRICTED)
+    used = {ast.unparse(node) for node in of_file if isinstance(node, ast.Attribute)}
     assert {name for name in used if name.startswith("pickle.")} == {"pickle.Unpickler", "pickle.UnpicklingError"}
-    classes = [
-        node for node in nodes if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
-    ]
+    classes = [node for node in of_file if isinstance(node, ast.ClassDef)]
+    classes = [node for node in classes if "pickle.Unpickler" in map(ast.unparse, node.bases)]
     assert [[each.name for each in node.body if isinstance(each, ast.FunctionDef)] for node in classes] == [
         ["find_class"]
     ]
-    called = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pickle.Unpickler"]
+    called = [node for node in of_file if isinstance(node, ast.Call) and ast.unparse(node.func) == "pickle.Unpickler"]
     assert called == []
 
 
@@ -517,7 +513,7 @@ def test_every_config_field_has_a_docstring() -> None:
     found = []
     settings = (ROOT / PACKAGE / "features").glob("*/settings.py")
     for path in sorted([*(ROOT / PACKAGE / "config").glob("*.py"), *settings]):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
                 followed = zip(node.body, [*node.body[1:], ast.Pass()], strict=True)
                 found += [

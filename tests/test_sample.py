@@ -61,13 +61,14 @@ def test_marks_change_the_number_of_cases() -> None:
         {},
         {"every_case": True},
         {"drawn": pytest.mark.drawn(5).mark},
+        {"drawn": pytest.mark.drawn(0).mark},
         {"whole_matrix": True},
     ]
     numbers = []
     for mark in marks:
         cases: Any = [Case("test", _directly, mark) for _ in range(9)]
         numbers.append(9 - len(left_out(cases)))
-    assert numbers == [CASES, 9, 5, 0]
+    assert numbers == [CASES, 9, 5, 0, 0]
     cheap: Any = [Case("test", _not_at_all) for _ in range(9)]
     assert left_out(cheap) == set()
 
@@ -81,6 +82,8 @@ def test_marks_change_the_number_of_cases() -> None:
         ("tools/test_serve.py", True),
         ("transformer/test_norm.py", False),
         ("end_to_end/test_pretrain.py", False),
+        ("simulated_gpu/test_cuda_graphs.py", True),
+        ("simulated_gpu/test_training.py", False),
         ("parity/test_matrix.py", False),
         ("test_errors.py", False),
     ],
@@ -104,13 +107,17 @@ def test_a_module_of_an_optional_part_keeps_a_share_of_its_tests() -> None:
 
 
 def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"test_{number}" for number in range(9)]
-    (tmp_path / "long").write_text("\n".join(names))
+    names = [f"test[{number}]" for number in range(9)]
+    (tmp_path / "long").write_text("test\n")
     monkeypatch.setattr(sample, "LONG_TESTS", tmp_path / "long")
     kept = {}
     for file in ("planner/test_search.py", "planner/test_planted.py", "schedules/test_table.py"):
         cases: Any = [Case(name, _not_at_all, path=TESTS / file, nodeid=name) for name in [*names, "short"]]
         kept[file] = len(cases) - len(left_out(cases))
+    started: Any = [Case(name, _directly, path=TESTS / "schedules/test_table.py", nodeid=name) for name in names]
+    for case in started:
+        case.originalname = "test"
+    assert len(started) - len(left_out(started)) == 1
     assert kept == {
         "planner/test_search.py": -(-len(names) // LONG_SHARE) + 1,
         "planner/test_planted.py": len(names) + 1,
@@ -120,10 +127,28 @@ def test_a_part_of_the_long_tests_of_optional_parts_is_kept(tmp_path: Path, monk
 
 def test_long_tests_are_listed_by_measurement(tmp_path: Path) -> None:
     table = tmp_path / "costs"
-    rows = [("long", 1.0, 0.5), ("short", 0.3, 0.1), ("became short", 0.2, 0.0), (costs.START, 9.0, 0.0)]
-    header = "test\tin all: processor\tin all: waits"
+    planner, core = "tests/planner/a.py::", "tests/schedules/a.py::"
+    rows = [
+        *((f"{planner}long[0]", 0.0, 0.0, 0.1, 0.0), (f"{planner}long[1]", 0.0, 0.0, 0.1, 0.2)),
+        *((f"{planner}many[{number}]", 0.0, 0.0, 0.1, 0.0) for number in range(11)),
+        *(
+            (f"{planner}short", 0.0, 0.0, 0.1, 0.0),
+            (f"{core}short", 0.0, 0.0, 0.5, 0.1),
+            (f"{core}long", 0, 0, 0.5, 0.3),
+        ),
+        *(("tests/planner/b.py::fixture", 0.5, 0.6, 0.1, 0.0), ("tests/planner/b.py::after it", 0.0, 0.0, 0.1, 0.0)),
+        *((f"{planner}became short", 0.0, 0.0, 0.1, 0.0), (costs.START, 9.0, 0.0, 9.0, 0.0)),
+    ]
+    header = "test\tsetup: processor\tsetup: waits\tin all: processor\tin all: waits"
     table.write_text("\n".join([header, *("\t".join(map(str, row)) for row in rows)]))
-    assert costs.with_measured({"became short", "not run"}, table) == {"long", "not run"}
+    found = {
+        f"{planner}long",
+        f"{planner}many",
+        f"{core}long",
+        "tests/planner/b.py::fixture",
+        "tests/planner/b.py::after it",
+    }
+    assert costs.with_measured({f"{planner}became short", "not run"}, table) == {*found, "not run"}
 
 
 def test_listed_long_tests_exist() -> None:
@@ -131,4 +156,4 @@ def test_listed_long_tests_exist() -> None:
     for name in sample.LONG_TESTS.read_text().splitlines():
         file, _, test = name.partition("::")
         code = (TESTS.parent / file).read_text()
-        assert f"def {test.partition('[')[0].rpartition('::')[2]}(" in code, name
+        assert f"def {test.rpartition('::')[2]}(" in code, name

@@ -17,7 +17,7 @@ import pytest
 from megatron_core.commands.start import modules
 
 for package in ("build", "scikit_build_core"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,7 +71,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True)
     # A folder in a .pth file is searched, but its own .pth files, such as that of the editable install, are not read.
     (site,) = (folder / "lib").glob("python*/site-packages")
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")

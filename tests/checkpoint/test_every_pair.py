@@ -57,11 +57,10 @@ Pair = tuple[str, str]
 
 
 def ring() -> list[Pair]:
-    """Neighbouring pairs of a ring through one layout per world size and two more."""
+    """Neighbouring pairs of a ring through one layout per world size."""
     chance = random.Random(23)
     by_world = {size: list(names) for size, names in groupby(sorted(LAYOUTS, key=world), key=world)}
     drawn = [chance.choice(names) for names in by_world.values()]
-    drawn += chance.sample([name for name in by_world[4] if name not in drawn], 2)
     chance.shuffle(drawn)
     return list(pairwise([*drawn, drawn[0]]))
 

@@ -124,6 +124,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "iter_0000002"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", ["torch_dist", "torch_dcp"])
 def test_an_iteration_in_the_format_of_megatron(names: bool, form: Format, native: Path, tmp_path: Path) -> None:
     def save(root: Path) -> Path:

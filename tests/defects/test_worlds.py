@@ -42,6 +42,7 @@ def symptoms(text: str, flags: dict[str, object], defect: WorldDefect | None = N
     return faults(found, baseline, Bounds("float64"))
 
 
+@pytest.mark.drawn(0)
 def test_64_ranks_compute_what_one_process_computes() -> None:
     """Every axis, chunks, experts over two axes, sharding and overlap."""
     assert symptoms("tp2 cp2 pp4 v2 dp4 ep4 sp zero1 overlap", EXPERTS) == []

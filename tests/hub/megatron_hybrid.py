@@ -103,8 +103,8 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("only --deterministic-mode is used, which calls torch's operators")
 
 
-def use_hybrid() -> None:
-    """Make Megatron Core with Mamba-2 mixers and gated delta nets usable in this forked rank."""
+def load_hybrid() -> None:
+    """Import Megatron Core with Mamba-2 mixers and gated delta nets in this forked process."""
     names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "fla", "fla.modules", "fla.ops")
     functions = {
         "fla.modules.convolution": {"causal_conv1d": _unused},
@@ -120,7 +120,7 @@ def use_hybrid() -> None:
     sys.modules |= {norms.__name__: norms, scans.__name__: scans}
     dynamo: Any = import_module("torch._dynamo")
     dynamo.config.disable = True  # Megatron Core compiles functions of gated delta nets
-    training.use_megatron()
+    training.load_megatron()
     norms: Any = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     norms.__new__ = partial(_norm, norms.__new__)
 

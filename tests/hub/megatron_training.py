@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import queue
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partialmethod
 from importlib import import_module
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.megatron_peer import MEGATRON, import_megatron
+from megatron_core.verify.ranks import run_ranks
 
 VOCABULARY, LENGTH, BATCH, MICRO_BATCH = 64, 16, 4, 2
 GPT: dict[str, Any] = {
@@ -154,6 +157,22 @@ def arguments_of(
 
 def use_megatron() -> None:
     """Make Megatron Core usable in this forked rank."""
+    load_megatron()
+    _use_gloo()
+
+
+def _use_gloo() -> None:
+    from tests.hub.megatron_0_20 import make_files
+
+    make_files.patch_distributed()
+    # Results of writers stay in this process: the process of Megatron's own queue would outlive the rank.
+    results: Any = queue.Queue()
+    asynchronous: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    asynchronous.get_write_results_queue = lambda *args: results
+
+
+def load_megatron() -> None:
+    """Import Megatron Core in this forked process, before it joins other ranks."""
     from tests.hub.megatron_0_20 import make_files
 
     torch.set_num_threads(1)
@@ -163,11 +182,6 @@ def use_megatron() -> None:
     make_files.patch_cuda()
     cuda.Stream, cuda.current_stream = streams
     make_files.patch_tensors()
-    make_files.patch_distributed()
-    # Results of writers stay in this process: the process of Megatron's own queue would outlive the rank.
-    results: Any = queue.Queue()
-    asynchronous: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    asynchronous.get_write_results_queue = lambda *args: results
     experts: Any = import_module("megatron.core.transformer.moe.moe_layer")
     experts.HAVE_TE, experts.TELinear = True, Replicated  # for the projections of latents
     tracker: Any = import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
@@ -178,6 +192,24 @@ def use_megatron() -> None:
     optimizer._set_main_param_and_optimizer_states = partialmethod(
         _without_step, optimizer._set_main_param_and_optimizer_states
     )
+
+
+def ranks_of_megatron(load: Callable[[], None], calls: dict[int, tuple[Any, ...]]) -> dict[int, list[Any]]:
+    """The results of ``function(*args)`` on each rank, for each ``number of ranks: (function, *args)``.
+
+    ``load``, such as ``load_megatron``, takes 3 s: it runs once, in a process of which all ranks are forks.
+    """
+    import_module("torch._inductor.compile_fx")  # also inherited by the processes of later tests
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), load) as process:
+        return {
+            ranks: process.submit(run_ranks, ranks, _over_gloo, *call, backend="gloo").result()
+            for ranks, call in calls.items()
+        }
+
+
+def _over_gloo(function: Callable[..., Any], *args: Any) -> Any:
+    _use_gloo()
+    return function(*args)
 
 
 class Replicated(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron_core.hub.megatron_lm.format import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.hub import megatron_training as theirs
-from tests.hub.megatron_hybrid import DELTA_NETS, HAS_EINOPS, HYBRID, QWEN_EXPERTS, QWEN_NEXT, use_hybrid
+from tests.hub.megatron_hybrid import DELTA_NETS, HAS_EINOPS, HYBRID, QWEN_EXPERTS, QWEN_NEXT, load_hybrid
 from tests.hub.test_continue_megatron import AFTER, BEFORE, EP2, PP2, SHARDED, TP2, Tokens, continued
 from tests.hub.test_write_megatron import Case, flat_settings
 
@@ -86,7 +85,6 @@ WRITTEN = {
 
 def _write(folder: Path, names: list[str]) -> None:
     """Train in Megatron Core, save, and record the next losses."""
-    use_hybrid()
     for name in names:
         case = READ[name]
         training = theirs.Training(case.shape, case.layout, **case.settings)
@@ -105,8 +103,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = tmp_path_factory.mktemp("hybrid")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = {item.callspec.params["name"] for item in tests if hasattr(item, "callspec")} | {SWAPPED}
-    import_module("torch._inductor.compile_fx")  # inherited by the ranks
-    run_ranks(2, _write, made, [name for name in READ if name in names], backend="gloo")
+    theirs.ranks_of_megatron(load_hybrid, {2: (_write, made, [name for name in READ if name in names])})
     return made
 
 
@@ -140,7 +137,6 @@ def _train(folder: Path, case: Case) -> list[float]:
 
 
 def _continue(folder: Path, case: Case) -> list[float]:
-    use_hybrid()
     training = theirs.Training(case.shape, case.layout, **case.settings)
     training.load(folder / "torch_dist" / f"iter_{BEFORE:07d}")
     return [training.step() for _ in range(AFTER)]
@@ -150,8 +146,7 @@ def _continue(folder: Path, case: Case) -> list[float]:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_it_continues_in_megatron(name: str, tmp_path: Path) -> None:
     ours = run_ranks(2, _train, tmp_path, WRITTEN[name])[0]
-    import_module("torch._inductor.compile_fx")
-    found = run_ranks(2, _continue, tmp_path, WRITTEN[name], backend="gloo")[0]
+    found = theirs.ranks_of_megatron(load_hybrid, {2: (_continue, tmp_path, WRITTEN[name])})[2][0]
     assert found == pytest.approx(ours, abs=5e-6)
     with MegatronReader(tmp_path / "torch_dist" / f"iter_{BEFORE:07d}") as reader:
         shape = WRITTEN[name].shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,6 @@ READ_AGAIN = "experts ep2, flat buffers"
 
 def _write(folder: Path, names: list[str]) -> None:
     """Train each case, save, and record the next losses."""
-    theirs.use_megatron()
     for name in names:
         case = CASES[name]
         training = theirs.Training(case.shape, case.layout, **case.settings)
@@ -135,15 +133,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = tmp_path_factory.mktemp("megatron")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = {item.callspec.params["name"] for item in tests if hasattr(item, "callspec")} | {READ_AGAIN}
-    import_module("torch._inductor.compile_fx")  # inherited by the ranks
-    for ranks in (1, 2, 4):
-        run_ranks(
-            ranks,
-            _write,
-            made,
-            [name for name in CASES if name in names and CASES[name].ranks == ranks],
-            backend="gloo",
-        )
+    by_ranks = {ranks: [name for name in CASES if name in names and CASES[name].ranks == ranks] for ranks in (1, 2, 4)}
+    calls = {ranks: (_write, made, of_ranks) for ranks, of_ranks in by_ranks.items() if of_ranks}
+    theirs.ranks_of_megatron(theirs.load_megatron, calls)
     return made
 
 

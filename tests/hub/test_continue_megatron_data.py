@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ CASES = (
 
 def _write(folder: Path, case: Case) -> None:
     """Train on the files, save, and record the next losses."""
-    theirs.use_megatron()
     samples, *_ = samples_of_megatron(settings_in(folder, case.flags), WANTED)
 
     def data(iteration: int) -> Tensor:
@@ -88,8 +86,7 @@ def continued(settings: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("case", CASES, ids=[case.name or case.flags for case in CASES])
 def test_losses_are_those_of_megatron_on_the_same_files(case: Case, tmp_path: Path) -> None:
     write_files(tmp_path)
-    import_module("torch._inductor.compile_fx")  # inherited by the ranks
-    run_ranks(case.ranks, _write, tmp_path, case, backend="gloo")
+    theirs.ranks_of_megatron(theirs.load_megatron, {case.ranks: (_write, tmp_path, case)})
     settings = megatron_config(tmp_path / "saved" / f"iter_{BEFORE:07d}").flat() | case.ours
     settings |= settings_in(tmp_path, case.flags)
     settings |= {name: case.shape.get(name, False) for name in theirs.DOCUMENTS}

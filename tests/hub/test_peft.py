@@ -25,7 +25,7 @@ from megatron_core.verify.ranks import run_ranks, this_world
 from tests.hub.hf_models import RECURRENT, VOCABULARY, save_model
 from tests.hub.test_recurrences import compute_in_float64
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is not installed (make install-test)")
 SEPARATE = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LENGTH, BATCH, STEPS = 16, 4, 20
 RUN = {

@@ -18,7 +18,7 @@ from megatron_core.hub.hugging_face.peft import OFF, ONLY, OTHER_WEIGHTS, TYPES,
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.hub.test_peft import _adapter, _config, _loaded, _logits, _stored
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is not installed (make install-test)")
 INITIAL = {
     "true": {},
     "false": {"init_lora_weights": False},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ def _train(folder: Path, name: str) -> None:
 
 def _continue(folder: Path, names: list[str]) -> None:
     """Load in Megatron Core, and record the next losses."""
-    theirs.use_megatron()
     for name in names:
         case = CASES[name]
         training = theirs.Training(case.shape, case.layout, **case.settings)
@@ -106,15 +104,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name in names:
         run_ranks(CASES[name].ranks, _train, made, name)
     if MEGATRON.is_dir():
-        import_module("torch._inductor.compile_fx")  # inherited by the ranks
-        for ranks in {CASES[name].ranks for name in names}:
-            run_ranks(
-                ranks,
-                _continue,
-                made,
-                sorted(name for name in names if CASES[name].ranks == ranks),
-                backend="gloo",
-            )
+        by_ranks = {ranks: sorted(name for name in names if CASES[name].ranks == ranks) for ranks in (2, 4)}
+        calls = {ranks: (_continue, made, of_ranks) for ranks, of_ranks in by_ranks.items() if of_ranks}
+        theirs.ranks_of_megatron(theirs.load_megatron, calls)
     return made
 
 
@@ -122,7 +114,7 @@ READ_AGAIN = "llama"
 
 
 @installed
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_continues_with_our_losses(name: str, folder: Path) -> None:
     ours, found = (json.loads((folder / name / f"{each}.json").read_text()) for each in ("losses", "theirs"))

@@ -46,7 +46,7 @@ def test_linear_is_the_product_in_float64(bias: str, is_intel: bool, monkeypatch
             assert error < BOUND, of_weight
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="torch's products elsewhere")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="torch multiplies without AVX-512")
 def test_mkl_multiplies_on_processors_of_intel(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, used = torch.randn(64, 512), torch.randn(512, 512), []
     monkeypatch.setattr(matmul, "_onednn_linear", lambda x, *given: used.append(x) or x)

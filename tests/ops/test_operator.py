@@ -247,6 +247,7 @@ def test_compiled_with_dynamic_shapes(name: str) -> None:
         assert all(map(torch.equal, *found))
 
 
+@pytest.mark.drawn(0)
 def test_a_compiled_model_with_dynamic_shapes() -> None:
     torch.compiler.reset()
     (model,) = tiny_run(kernel_backend="native", num_layers=1).stages.values()

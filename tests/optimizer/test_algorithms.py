@@ -218,6 +218,7 @@ def test_errors_of_the_disk_reach_the_main_thread(place: str, expected: str, tmp
 
 
 @needs_proc
+@pytest.mark.drawn(0)
 def test_weights_on_disk_are_in_memory_a_unit_at_a_time(tmp_path: Path) -> None:
     """One rank: weights and gradients are 43 MB each, of which the weights are also released."""
     folders = {"optimizer_offload_dir": str(tmp_path)}

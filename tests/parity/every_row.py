@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
+from typing import Any
 from zlib import crc32
 
 from tests.parity.context_rows import CONTEXT_ROWS
@@ -27,16 +29,27 @@ AXES = {
     "use_distributed_optimizer",
     "zero_stage",
 }
-"""Settings whose pairs are also covered."""
+"""Settings of which every value, and every pair, is covered."""
+CHOICE = re.compile(r"[a-z][a-z0-9_+.-]*")
+"""A name such as ``zb_h1``, not a pattern of layers such as ``M*-`` or a list in JSON."""
 FAST_ROW = "dp2 tp2 sp, overlap"
 """The row of ``make test-fast``."""
 
 
+def features(settings: Mapping[str, Any]) -> set[object]:
+    """Every setting, with its value if that is one of a few: a switch, a choice, or the size of an axis."""
+    return {f"{name}={value}" if name in AXES or _is_choice(value) else name for name, value in settings.items()}
+
+
+def _is_choice(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, str) and bool(CHOICE.fullmatch(value)))
+
+
 def shown_by(row: str) -> set[object]:
-    """Features covered by a row: every setting with its value, every pair of axes, and the number of ranks."""
+    """Features covered by a row: those of its settings, every pair of axes, and the number of ranks."""
     ranks, model, layout = EVERY_ROW[row]
     settings = model | layout
-    return {("ranks", ranks), *map(str, settings.items()), *combinations(sorted(settings.keys() & AXES), 2)}
+    return {("ranks", ranks), *features(settings), *combinations(sorted(settings.keys() & AXES), 2)}
 
 
 def cover(shows: Mapping[str, set[object]], cost: Callable[[str], int], first: Iterable[str] = ()) -> frozenset[str]:

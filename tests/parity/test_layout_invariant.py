@@ -11,7 +11,7 @@ from tests.parity.invariant_rows import BFLOAT16, CANDIDATES, FLOAT32, SUPPORTED
 from tests.parity.rows import BASE
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("row", SUPPORTED)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_bits_are_those_of_one_process(row: str, dtype: dict) -> None:

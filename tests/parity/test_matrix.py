@@ -21,7 +21,7 @@ from tests.parity.rows import BASE, ROWS, TP2, TP4, baseline_of, compare, noise_
 from tests.sample import WHOLE_MATRIX
 
 FAST = pytest.mark.fast
-SHARE = 4
+SHARE = 8
 
 
 def is_of_transport(setting: str) -> bool:

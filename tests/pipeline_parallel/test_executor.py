@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,6 +29,7 @@ from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 from tests.pipeline_parallel.one_queue import one_queue_for_each_group
+from tests.sample import WHOLE_MATRIX
 
 UNKNOWN = replace(MESSAGE, variable=True)
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -245,9 +247,9 @@ def test_lengths_are_those_that_were_said() -> None:
 
 
 def _through_queues(size: int, *, own_groups: bool) -> None:
-    """Every schedule, with messages of a group in one queue."""
+    """Every schedule, with messages of a group in one queue; without WHOLE_MATRIX=1 a third of the plans."""
     with one_queue_for_each_group(), mock.patch.object(groups_module, "messages_share_stream", lambda: own_groups):
-        for plan in _plans(size):
+        for plan in islice(_plans(size), 0, None, 1 if WHOLE_MATRIX else 3):
             groups = ParallelGroups(Grid(pp=size), dist.get_rank())
             p2p = PipelineP2P(groups)
             p2p.warm_up(torch.device("cpu"), plan.stage_to_rank)

@@ -25,7 +25,7 @@ REMOTE_SCHEMES = ("memory", "s3")
 def server() -> Iterator[None]:
     """A local S3 server for the clients of this process."""
     for package in ("s3fs", "moto.server"):
-        pytest.importorskip(package)
+        pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
     with s3_server() as (_, environment), pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -22,7 +22,7 @@ from tests.storage.server import BUCKET, s3_server
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
 for package in ("s3fs", "moto.server"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 
 
 @pytest.fixture(scope="module", autouse=True)

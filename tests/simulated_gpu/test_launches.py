@@ -106,7 +106,7 @@ BUDGETS = {
 Before the casts were single kernels: 215 (tensorwise), 427 (rowwise), 251 (blockwise) and 347 (delayed)."""
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", BUDGETS)
 def test_layer_of_attention_and_mlp(recipe: str) -> None:
     first, further = BUDGETS[recipe]

@@ -84,7 +84,7 @@ def compare(every: list[dict]) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if rounded else 1e-7, nan_ok=True), settings
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("feature", drawn(list(ONE_RANK), 2))
 def test_one_rank(feature: str) -> None:
     run_ranks(1, compare, ONE_RANK[feature])
@@ -113,6 +113,7 @@ def losses_and_norms(settings: dict) -> list[float]:
         return train(settings | {"layout_invariant": True})[:4]
 
 
+@pytest.mark.drawn(0)
 def test_equal_bits_in_each_layout() -> None:
     """With --layout-invariant the losses and norms of two steps are those of one rank, to the bit."""
     layouts = [(1, {"micro_batch_size": 4}), (2, TP2 | SP), (2, ZERO2)]

@@ -14,7 +14,7 @@ from tests.storage.s3_chaos import CAUSES, disturbed_server
 from tests.storage.server import BUCKET
 
 for package in ("s3fs", "moto.server"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 CONTENT = bytes(range(256)) * 400
 
 

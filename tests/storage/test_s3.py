@@ -20,7 +20,7 @@ from tests.programs import run_program
 from tests.storage.server import BUCKET, s3_server
 
 for package in ("s3fs", "moto.server"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=f"{package} is not installed (make install-test)")
 ROOT = Path(__file__).parents[2]
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
@@ -61,6 +61,7 @@ def test_an_object_appears_when_its_writer_is_closed(server: dict[str, str]) -> 
     assert [path.name for path in folder.iterdir()] == ["a"]
 
 
+@pytest.mark.drawn(0)
 def test_runs_train_and_resume(server: dict[str, str], tmp_path: Path) -> None:
     disk = write(tmp_path / "corpus", [list(range(1, 60))] * 20)
     remote = f"s3://{BUCKET}/data/corpus"

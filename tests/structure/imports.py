@@ -17,6 +17,12 @@ def tree(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of a file."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
 def lines_of(path: Path) -> int:
     """The number of lines of a file."""
     return len(path.read_text().splitlines())
@@ -24,22 +30,22 @@ def lines_of(path: Path) -> int:
 
 def statements_run_by_import(path: Path) -> Iterator[ast.stmt]:
     """Import statements outside of functions and of ``if TYPE_CHECKING``."""
-    nodes: list[ast.AST] = [tree(path)]
-    while nodes:
-        node = nodes.pop()
+    to_visit: list[ast.AST] = [tree(path)]
+    while to_visit:
+        node = to_visit.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            nodes += node.orelse
+            to_visit += node.orelse
             continue
-        nodes += ast.iter_child_nodes(node)
+        to_visit += ast.iter_child_nodes(node)
 
 
 def every_import(path: Path) -> Iterator[ast.stmt]:
     """All import statements of a file, also those in functions and for type checkers."""
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Import | ast.ImportFrom))
+    return (node for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 @cache

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.structure.imports import tree
+from tests.structure.imports import nodes, tree
 from tests.structure.parts import is_below, modules
 
 VAGUE = frozenset(
@@ -56,7 +56,7 @@ def double_assignments(paths: Iterable[Path]) -> int:
         and isinstance(node.value, ast.Tuple)
         and any(isinstance(target, ast.Tuple) for target in node.targets)
         for path in paths
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     )
 
 
@@ -65,7 +65,7 @@ def nested_conditional_expressions(paths: Iterable[Path]) -> int:
     return sum(
         isinstance(node, ast.IfExp) and any(isinstance(branch, ast.IfExp) for branch in (node.body, node.orelse))
         for path in paths
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     )
 
 
@@ -86,7 +86,7 @@ def long_docstrings(paths: Iterable[Path]) -> list[str]:
     return [
         f"{path.name}: {getattr(node, 'name', 'module')}"
         for path in paths
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, documented) and len((ast.get_docstring(node) or "").split()) > LONG_DOCSTRING
     ]
 

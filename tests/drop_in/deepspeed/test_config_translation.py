@@ -153,7 +153,8 @@ def test_values_that_the_engine_reads_have_their_type(config: dict[str, object],
 
 
 def test_accelerates_infinite_interval_is_legal() -> None:
-    translate({"train_batch_size": 8, "steps_per_print": float("inf"), "managed_gradient_accumulation": None}, 1)
+    config = {"train_batch_size": 8, "steps_per_print": float("inf"), "managed_gradient_accumulation": None}
+    assert translate(config, 1) == translate({"train_batch_size": 8}, 1)
 
 
 def test_any_value_is_translated_or_one_error() -> None:

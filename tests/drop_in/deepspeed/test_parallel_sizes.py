@@ -205,7 +205,8 @@ def test_ranks_of_a_program_that_splits_layers() -> None:
 
 
 def _train_with_ranks() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=4, **sizes)
     values = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "data_parallel_size": 2}
