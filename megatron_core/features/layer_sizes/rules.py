@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rule_helpers import uneven
@@ -13,6 +14,9 @@ from megatron_core.config.run import RunConfig
 from megatron_core.feature import used_features
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON as NAME
 from megatron_core.features.layer_sizes.settings import MODEL_KEYS, HeterogeneousConfig, read_blocks
+
+NO_SIZES: dict[str, Any] = {NAME: None}
+"""Settings of a model whose layers have the same sizes."""
 
 
 def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -35,7 +39,7 @@ def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if tp > 1 and any(sublayer.linear for block in blocks for sublayer in (block.attention, block.mlp)):
         yield from uneven("hidden_size", model.hidden_size, "tensor_model_parallel_size", tp)
     # Each layer must be legal as the layers of a model that has its sizes everywhere.
-    reported = set(_of_sizes(config, model, world_size))
+    reported = set(_of_sizes(config, replace(model, **NO_SIZES), world_size))
     for number, sized in _models_of_one_size(model):
         problems_of_layer = (fault for fault in _of_sizes(config, sized, world_size) if fault not in reported)
         yield from (f"block_configs[{number}] of {NAME}: {fault}" for fault in problems_of_layer)
@@ -47,8 +51,7 @@ def _models_of_one_size(model: ModelConfig) -> tuple[tuple[int, ModelConfig], ..
     first: dict[ModelConfig, int] = {}
     for number in range(min(len(model.section(HeterogeneousConfig).blocks), model.num_layers)):
         first.setdefault(model.of_layer(number), number)
-    none = {NAME: None}
-    return tuple((number, replace(layer_model, **none)) for layer_model, number in first.items())  # type: ignore[arg-type]
+    return tuple((number, replace(layer_model, **NO_SIZES)) for layer_model, number in first.items())
 
 
 def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterator[str]:
