@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
 from random import Random
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_core.config.layout import Layout as Layout
-from megatron_core.config.layout import every_layout as every_layout
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Resume, names_by_resume
@@ -211,3 +210,42 @@ def pairwise(combined: Sequence[Mapping[str, str]], seed: str) -> set[int]:
         missing -= pairs[best]
         subset.add(best)
     return subset
+
+
+def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> Iterator[Layout]:
+    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, including those that do not fit a model.
+
+    ``experts``: also yield each layout with all splits of experts over the ranks of a stage.
+    """
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tp in reversed(sizes):
+        for pp in sizes:
+            for cp in sizes:
+                if world_size % (tp * pp * cp):
+                    continue
+                dp = world_size // (tp * pp * cp)
+                for chunks in range(1, max_stages // pp + 1 if pp > 1 else 2):
+                    for layout in _variants(Layout(tp=tp, cp=cp, pp=pp, dp=dp, chunks=chunks)):
+                        yield from _expert_splits(layout, sizes) if experts else [layout]
+
+
+def _variants(layout: Layout) -> Iterator[Layout]:
+    """The layout with every combination of switches that have an effect in it.
+
+    With context parallelism, over whose ranks optimizer state and weights are also sharded, only some combinations.
+    """
+    sharding = [(0, False)]
+    if layout.cp > 1:
+        sharding += [(1, True), (3, False)]
+    elif layout.dp > 1:
+        sharding = list(product((0, 1, 2, 3), (False, True)))
+    for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
+        for stage, overlap in sharding:
+            yield replace(layout, sequence_parallel=sequence_parallel, zero_stage=stage, overlap=overlap)
+
+
+def _expert_splits(layout: Layout, sizes: list[int]) -> Iterator[Layout]:
+    """The layout with all splits of experts over the ranks of a stage."""
+    for ep, etp in product(sizes, sizes):
+        if layout.tp * layout.cp * layout.dp % (ep * etp) == 0:
+            yield replace(layout, ep=ep, etp=None if etp == layout.tp else etp)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.layout import Layout, every_layout
+from megatron_core.config.layout import Layout
 from megatron_core.config.rule_helpers import divisors
 from megatron_core.errors import LayoutError
+from megatron_core.verify.comparison import every_layout
 
 
 @pytest.mark.parametrize(
