@@ -8,7 +8,7 @@
    one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
    others if the part or the core changed. Modules ``test_planted*`` keep all of theirs.
 5. Of the cases of the long tests of optional parts (``long_tests.txt``), each folder keeps one of ``LONG_SHARE``;
-   ``make test-changed`` adds the others.
+   ``make test-changed`` adds the others. Modules ``test_planted*`` and ``test_*_defects`` keep theirs.
 6. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
 Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
@@ -84,7 +84,8 @@ def _left_out_long_tests(cases: Iterable[pytest.Function]) -> set[pytest.Functio
     """Rule 5: cases of long tests in folders of optional parts."""
     by_folder: dict[Path, list[pytest.Function]] = {}
     for case in cases:
-        if is_long(case) and is_optional(case.path) and not _plants_defects(case.path):
+        finds_defects = _plants_defects(case.path) or case.path.stem.endswith("_defects")
+        if is_long(case) and is_optional(case.path) and not finds_defects:
             by_folder.setdefault(case.path.parent, []).append(case)
     left: set[pytest.Function] = set()
     for of_folder in by_folder.values():
