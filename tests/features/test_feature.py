@@ -38,8 +38,10 @@ PACKAGE = Path(megatron_core.__file__).parent
 NAMES = [path.parent.name for path in sorted((PACKAGE / "features").glob("*/__init__.py"))]
 SATELLITES = ("cpu_ranks", "hub", "reports", "resilience", "storage", "vocabularies")
 """Packages outside of ``features`` that register features."""
-IMPORTED = "cpu_ranks"
-"""The satellite that another one, ``resilience``, imports: its registration is removed, and its folder stays."""
+DEPENDENTS = {"batch_growth": {"length_warmup"}}
+"""Features whose settings need another one: a ramp of lengths is one of batches. They are removed with it."""
+IMPORTED = ("cpu_ranks", "reports")
+"""Satellites that another one, ``resilience``, imports: their registrations are removed, and their folders stay."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,24 +224,26 @@ for steps in (2, 3):
 def test_a_package_without_a_feature_or_satellite_trains_saves_and_resumes(name: str, tmp_path: Path) -> None:
     package = tmp_path / "without" / "megatron_core"
     (package / "features").mkdir(parents=True)
-    removed_folder = "" if name == IMPORTED else name
+    names = {name} | DEPENDENTS.get(name, set())
+    removed_folders = set() if name in IMPORTED else names
     for folder, target in ((PACKAGE, package), (PACKAGE / "features", package / "features")):
         for entry in folder.iterdir():
             if (
-                entry.name not in (removed_folder, "features", "__pycache__")
+                entry.name not in {*removed_folders, "features", "__pycache__"}
                 and entry != PACKAGE / "features" / "__init__.py"
             ):
                 (target / entry.name).symlink_to(entry)
     listed = (PACKAGE / "features" / "__init__.py").read_text()
     if name in SATELLITES:
         removed = {feature.name for feature in import_module(f"megatron_core.{name}").FEATURES}
-        entries = rf"    \*{name}\.FEATURES,\n|(?<=import ){name}, |, {name}(?=\n|, )"
+        listed = re.sub(rf"    \*{name}\.FEATURES,\n|(?<=import ){name}, |, {name}(?=\n|, )", "", listed)
     else:
-        removed = {name}
-        added = re.search(rf"^from megatron_core\.features\.{name} import (\w+)\n", listed, re.MULTILINE)
-        assert added is not None
-        entries = rf"{re.escape(added[0])}|    {added[1]},\n"
-    (package / "features" / "__init__.py").write_text(re.sub(entries, "", listed))
+        removed = names
+        for feature in names:
+            added = re.search(rf"^from megatron_core\.features\.{feature} import (\w+)\n", listed, re.MULTILINE)
+            assert added is not None
+            listed = re.sub(rf"{re.escape(added[0])}|    {added[1]},\n", "", listed)
+    (package / "features" / "__init__.py").write_text(listed)
     values = {"REMOVED": removed, "SETTINGS": TINY, "FOLDER": str(tmp_path / "saved")}
     program = "\n".join([*(f"{key} = {value!r}" for key, value in values.items()), WITHOUT])
     variables = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}

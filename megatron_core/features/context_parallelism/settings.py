@@ -61,6 +61,8 @@ def context_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield unused("hierarchical_context_parallel_sizes", sizes, "cp_comm_type", " ".join(kinds), way_out)
     else:
         yield from _head_problems(config, parallel.cp_comm_type, {"a2a": cp, "a2a+p2p": parallel.a2a_size})
+    if parallel.layout_invariant:
+        yield from _copied_head_problems(config, parallel)
 
 
 def _head_problems(config: RunConfig, kinds: Sequence[str], ranks: Mapping[str, int]) -> Iterator[str]:
@@ -74,3 +76,15 @@ def _head_problems(config: RunConfig, kinds: Sequence[str], ranks: Mapping[str, 
                 f"tensor_model_parallel_size={tp}) among {ranks[cp_type]} ranks, which must divide them; legal: "
                 f"{legal} ranks, or cp_comm_type=p2p"
             )
+
+
+def _copied_head_problems(config: RunConfig, parallel: ContextParallelConfig) -> Iterator[str]:
+    """Keys and values that an all-to-all would copy to several ranks, whose sums then depend on the layout."""
+    heads = parallel.context_parallel_size if "a2a" in parallel.cp_comm_type else 1
+    heads = max(heads, parallel.a2a_size if "a2a+p2p" in parallel.cp_comm_type else 1)
+    groups = max(config.model.query_groups, config.invariant_parts) // parallel.tensor_model_parallel_size
+    if groups % heads:
+        yield (
+            f"cp_comm_type={' '.join(parallel.cp_comm_type)} with layout_invariant=True cannot split {groups} "
+            f"key-value heads over {heads} ranks; use --cp-comm-type p2p, or larger --layout-invariant-parts"
+        )

@@ -5,7 +5,6 @@ from typing import Any
 
 from megatron_core.config.run import RunConfig
 from megatron_core.config.tree import subtree_sizes
-from megatron_core.features.context_parallelism.settings import ContextParallelConfig
 from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
@@ -89,22 +88,6 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
                 f"{', '.join(map(str, legal))}, or set --layout-invariant-parts to a multiple of {size}, the same in "
                 "all layouts"
             )
-    if config.parallel.context_parallel_size > 1:
-        yield from _head_problems(config)
-
-
-def _head_problems(config: RunConfig) -> Iterator[str]:
-    """Keys and values that an all-to-all would replicate."""
-    parallel = config.parallel.section(ContextParallelConfig)
-    count = config.invariant_parts
-    heads = parallel.context_parallel_size if "a2a" in parallel.cp_comm_type else 1
-    heads = max(heads, parallel.a2a_size if "a2a+p2p" in parallel.cp_comm_type else 1)
-    groups = max(config.model.query_groups, count) // parallel.tensor_model_parallel_size
-    if groups % heads:
-        yield (
-            f"cp_comm_type={' '.join(parallel.cp_comm_type)} with layout_invariant=True cannot split {groups} "
-            f"key-value heads over {heads} ranks; use --cp-comm-type p2p, or larger --layout-invariant-parts"
-        )
 
 
 def _chunk_problems(config: RunConfig) -> Iterator[str]:

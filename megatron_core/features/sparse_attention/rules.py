@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.config.run import RunConfig
-from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 
 REFUSED = {
@@ -32,18 +31,18 @@ def has_sparse_attention(config: RunConfig) -> bool:
 def sparse_attention_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that contradict sparse attention."""
     model = config.model.section(SparseAttentionConfig)
-    latent = config.model.section(LatentAttentionConfig)
     parallel = config.parallel
     flat = config.flat()
     if not model.has_sparse_attention:
         return
     chosen = "experimental_attention_variant=dsa"
-    if not latent.multi_latent_attention:
+    if not config.optional("multi_latent_attention"):
         yield f"{chosen} needs multi_latent_attention=True, whose keys it selects; add --multi-latent-attention"
-    if model.dsa_indexer_head_dim < latent.qk_pos_emb_head_dim:
+    rotary_channels = config.optional("qk_pos_emb_head_dim") or 0
+    if model.dsa_indexer_head_dim < rotary_channels:
         yield (
             f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} is too small for the qk_pos_emb_head_dim="
-            f"{latent.qk_pos_emb_head_dim} channels with rotary positions; use at least as many"
+            f"{rotary_channels} channels with rotary positions; use at least as many"
         )
     for name, reason in REFUSED.items():
         if flat[name]:
