@@ -48,14 +48,14 @@ TESTED = {
             "multi_tensor",
             "weight_grad",
             "fp8_kernels",
-            "grouped",
             "operator",
             "precision",
             "large_reductions",
             "backend",
-            "other_libraries",
         )
     },
+    "grouped": "tests/features/experts/test_grouped.py",
+    "other_libraries": "tests/features/nvidia_libraries/test_libraries.py",
     "fp8": "tests/features/fp8/test_casts.py",
     "fp8_product": "tests/features/fp8/test_scaled_product.py",
 }

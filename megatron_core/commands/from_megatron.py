@@ -12,7 +12,6 @@ The script is read, not run. A variable without a value in the script or in --se
 from __future__ import annotations
 
 from megatron_core.commands.start import start
-from megatron_core.features.experts.settings import MoEConfig
 
 if __name__ == "__main__":
     start("from_megatron")
@@ -40,6 +39,7 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError, shortened, visible
 from megatron_core.features.as_megatron.differences import training_differences
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.megatron_flags.launch_flags import LaunchFlags, is_flag
 from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output

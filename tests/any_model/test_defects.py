@@ -66,7 +66,7 @@ DEFECTS = {
     ),
     "weights of the root are freed after the first unit": (
         SYNC + "UnitSync.__init__",
-        "outer_buckets + reads",
+        "outer_reads + reads",
         "reads",
         ZERO3,
     ),
@@ -76,8 +76,8 @@ DEFECTS = {
     ),
     "tied weights are gathered by one unit only": (
         "data_parallel.fill:buckets_of_unit",
-        "dict.fromkeys(own_buckets + buckets_read)",
-        "own_buckets",
+        "sharded_weights(own_buckets + buckets_read)",
+        "sharded_weights(own_buckets)",
         ZERO3,
     ),
     "outputs other than tuples are not watched": (
