@@ -22,6 +22,7 @@ ROWS: list[dict[str, Any]] = [
     {"zero_stage": 2},
     {"zero_stage": 3},
     {"zero_stage": 3, "zero3_keep_after_forward": True, "overlap_param_gather": True},
+    {"zero_stage": 3, "zero3_param_persistence_threshold": 5, "overlap_param_gather": True},
 ]
 
 
@@ -190,3 +191,25 @@ def _use_split_parameter() -> tuple[dict[str, str], str, dict[str, Tensor], list
         assert report is not None
         losses.append(report.loss)
     return texts, f"{parameter}", {name: each.clone() for name, each in kept.items()}, losses
+
+
+def test_small_weights_stay_whole_at_stage_3() -> None:
+    for biases, refused in run_ranks(2, _small):
+        assert refused == ["0.weight", "2.weight"]
+        for bias, full in biases:
+            torch.testing.assert_close(bias, full, rtol=0, atol=0)
+
+
+def _small() -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
+    """Read each parameter after a step: those of at most 5 elements directly, the others are refused."""
+    engine = _engine(fp64=True, zero_stage=3, zero3_param_persistence_threshold=5)
+    _backward(engine)
+    engine.step()
+    weights = engine.full_state_dict()
+    biases, refused = [], []
+    for name, parameter in engine.module.named_parameters():
+        try:
+            biases.append((parameter.detach().clone(), weights[name]))
+        except ConfigError:
+            refused.append(name)
+    return biases, refused
