@@ -415,6 +415,14 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"zero3_keep_after_forward": True, "zero_stage": 2}, 1, ("zero3_keep_after_forward=True", "--zero-stage 3")),
     (
+        {
+            **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (2,)},
+            **{"context_parallel_size": 2, "seq_length_warmup": (8, 4, 100)},
+        },
+        2,
+        ("the START of seq_length_warmup=8 in 4 parts", "linear_conv_kernel_dim=4"),
+    ),
+    (
         {"zero3_param_persistence_threshold": 9, "zero_stage": 2},
         1,
         ("zero3_param_persistence_threshold=9", "--zero-stage 3"),

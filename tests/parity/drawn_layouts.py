@@ -62,7 +62,6 @@ LAYOUT: list[tuple[float, Choices]] = [
     (0.5, on("overlap_grad_reduce")),
     (0.5, on("overlap_param_gather")),
     (0.3, on("zero3_keep_after_forward")),
-    (0.3, either("zero3_param_persistence_threshold", 16, 1000)),
     (0.3, either("num_distributed_optimizer_instances", 2)),
     (0.6, either("ddp_bucket_size", 1, 33, 500, 1024, 3000, 4097, 20_000, 1_000_000)),
     (0.3, either("rank_order", "pp-dp-tp-cp-ep", "tp-pp-dp-cp-ep", "dp-ep-cp-tp-pp")),
@@ -168,6 +167,7 @@ NOT_DRAWN: dict[str, str] = {
         initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
     "results of Megatron-LM, two of which depend on the micro-batches: tests/plain": """
         calculate_per_token_loss moe_capacity_per positions_as_matrices""",
+    "a row of tests/parity and one of tests/plain have it": "zero3_param_persistence_threshold",
     "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
         log_interval log_format log_max_attention_logit quiet metrics_file progress trace_pipeline peak_tflops

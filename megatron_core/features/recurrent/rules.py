@@ -40,10 +40,13 @@ def recurrent_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "linear_num_value_heads", model.linear_num_value_heads, "linear_num_key_heads", model.linear_num_key_heads
         )
         yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)
-    short = config.data.seq_length // chunks < model.linear_conv_kernel_dim - 1
+    growth = config.data.length_growth
+    shortest = min(config.data.seq_length, growth.at(0)) if growth.is_sound else config.data.seq_length
+    short = shortest // chunks < model.linear_conv_kernel_dim - 1
     if chunks > 2 and short and model.may_have(*RECURRENCES):
+        name = "seq_length" if shortest == config.data.seq_length else "the START of seq_length_warmup"
         yield (
-            f"seq_length={config.data.seq_length} in {chunks} parts for context_parallel_size={chunks // 2} is shorter "
+            f"{name}={shortest} in {chunks} parts for context_parallel_size={chunks // 2} is shorter "
             f"than the {model.linear_conv_kernel_dim - 1} earlier tokens of linear_conv_kernel_dim="
             f"{model.linear_conv_kernel_dim}; use longer sequences or fewer ranks"
         )
