@@ -11,7 +11,7 @@ from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.memory import BucketMemory, Placement
-from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings
+from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings, StartGather
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
     Done,
@@ -309,7 +309,7 @@ class Bucket:
     def _gather(self, weight_shard: Tensor) -> None:
         if self.dp_group.size() == 1:
             return
-        if start := (self.compressor and self.compressor.start_gather) or self.kind.start_gather:
+        if start := self._rounded_gather:
             spans = [piece[1:] for piece in self.pieces()]
             named = zip(self.offsets, self.parameters, strict=True)
             self.gathering, sent = start(self.weights, weight_shard, spans, list(named), self.dp_group)
@@ -317,6 +317,18 @@ class Bucket:
             self.gathering = all_gather_flat_(self.weights, weight_shard, self.dp_group, async_op=True)
             sent = weight_shard.nbytes
         self.gathered_bytes += sent
+
+    @property
+    def _rounded_gather(self) -> StartGather | None:
+        """Gathers fewer bits than the weights have, for layers that round their weights anyway."""
+        return (self.compressor and self.compressor.start_gather) or self.kind.start_gather
+
+    def gather_exactly(self) -> None:
+        """Replace rounded gathered weights by exact ones, for readers other than layers."""
+        if self._rounded_gather and self.dp_group.size() > 1:
+            self.finish_gather()
+            all_gather_flat_(self.weights, self.own_weights(), self.dp_group)
+            self.finish_gather()
 
     def finish_gather(self) -> None:
         """Wait for the gathered weights, and free the memory of a shard that was read."""

@@ -19,7 +19,6 @@ class Compressor:
 
     def __init__(self) -> None:
         self.start_gather: Any = None  # a ``StartGather`` of weights at stage 3, in place of that of their layers
-        self.gather_exactly: Any = lambda buckets: None  # gathers weights for readers other than layers
         self.step = 0
         """Number of optimizer steps so far."""
         # A function, because a dynamic scale changes between steps.

@@ -277,8 +277,8 @@ class DataParallel(EarlySums):
             for stage, sync in self._sync.items():
                 of_stage = [bucket for bucket in pinned if bucket.stage == stage]
                 stack.callback(sync.unpin, of_stage, sync.pin(of_stage))
-            if self.compressor is not None:
-                self.compressor.gather_exactly(pinned)
+            for bucket in pinned:
+                bucket.gather_exactly()
             yield
 
     def bucket_of(self, parameter: nn.Parameter) -> Bucket | None:

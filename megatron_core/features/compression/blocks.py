@@ -4,7 +4,7 @@ A block of 256 numbers x is sent as q = clamp(round(x / s), -2^(b-1), 2^(b-1) - 
 s = 2 max|x| / 2^b in float32. Errors are not kept: each message is rounded once, and sums are float32.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ class BlockMessages(Compressor):
         self._rounds_gradients = gradients
         if weights:
             self.start_gather = start_gather
-            self.gather_exactly = gather_exactly
 
     def is_active(self) -> bool:
         """Whether gradients are rounded."""
@@ -116,11 +115,3 @@ def start_gather(
     messages = message.new_empty(group.size(), message.numel())
     work = all_gather_flat_(messages.view(-1), message, group, async_op=True)
     return ArrivingWeights(work, messages, weights), message.nbytes
-
-
-def gather_exactly(buckets: Iterable[Bucket]) -> None:
-    """Replace gathered weights, which are rounded, by exact ones."""
-    for bucket in buckets:
-        if bucket.dp_group.size() > 1:
-            bucket.finish_gather()
-            all_gather_flat_(bucket.weights, bucket.own_weights(), bucket.dp_group)
