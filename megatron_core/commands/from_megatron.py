@@ -270,9 +270,7 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
-    yield from (
-        f"trains otherwise than Megatron-LM: {difference}" for difference in training_differences(translated.config)
-    )
+    yield from (f"differs from Megatron-LM: {difference}" for difference in training_differences(translated.config))
     yield "all other differences: docs/from_megatron.md"
 
 

@@ -14,7 +14,7 @@ from megatron_core.reports.dry_run import describe_rank
 from megatron_core.training.pretrain import notes
 from megatron_core.training.setup import set_up
 
-START = "trains otherwise than Megatron-LM: "
+START = "differs from Megatron-LM: "
 CONSTANT = "--lr-decay-style constant --data-order megatron"
 LAUNCH = "--mock-data --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 128 "
 ALL = "--eod-mask-loss --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1.0 --decoupled-lr 1e-3"

@@ -23,4 +23,4 @@ class DifferenceNote(RunPart):
         chosen = [difference for difference in training_differences(config) if difference.settings]
         if chosen:
             names = ", ".join(difference.name for difference in chosen)
-            yield f"trains otherwise than Megatron-LM: {names}; --as-megatron trains as it does, --dry-run explains"
+            yield f"differs from Megatron-LM: {names}; --as-megatron follows it, --dry-run explains"

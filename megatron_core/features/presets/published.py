@@ -33,6 +33,8 @@ def preset(name: str) -> Settings:
     """The settings of a published model. Errors: ``ConfigError`` with similar names for one that is not here."""
     if name in PRESETS:
         return PRESETS[name]
-    close = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)
-    meant = f"perhaps you meant {' or '.join(close)}; " if close else ""
-    raise ConfigError(f"model_preset={name!r} is not known; {meant}there are: {', '.join(PRESETS)}")
+    # All names need more than two lines.
+    close = difflib.get_close_matches(name.lower(), PRESETS, n=6, cutoff=0.4)
+    families = dict.fromkeys(known.partition("-")[0] for known in PRESETS)
+    fix = f"perhaps you meant {', '.join(close)}" if close else f"names begin with {', '.join(families)}"
+    raise ConfigError(f"model_preset={name!r} is not known; {fix}")
