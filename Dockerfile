@@ -48,10 +48,12 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_core megatron_core
-# This torch and CUDA have every fast path of megatron_core/reports/fast_paths.py. The kernels for GPUs are compiled here, by
-# the image's nvcc. make gpu needs pytest and transformers. The package is this source and has no version to pin.
+# PyPI's torch 2.13 is built for CUDA 13.0; both have every fast path of megatron_core/reports/fast_paths.py. The kernels
+# for GPUs are compiled here, by the image's nvcc. make gpu needs pytest and transformers. The package is this source and
+# has no version to pin.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 torch==2.13.0+cu130 \
+RUN pip install --no-cache-dir torch==2.13.0 \
+    && python -c "import torch; assert torch.version.cuda == '13.0', torch.version.cuda" \
     && pip install --no-cache-dir ".[fast,server,storage]" pytest==9.2.0 pytest-timeout==2.4.0 hypothesis==6.170.17 \
     transformers==5.24.0
 COPY --chown=1000 benchmarks /workspace/benchmarks
