@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_core.command import INTERRUPTED, run_tool
+from megatron_core.commands.start import status_of
 from megatron_core.errors import DataError
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +74,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
         (_raise(DataError("x is wrong")), "name: x is wrong"),
         (_raise(OSError(28, "No space left on device", "f")), "name: [Errno 28] No space left on device: 'f'"),
         (_raise(BrokenPipeError(32, "Broken pipe")), 1),
+        (partial(status_of, _raise(BrokenPipeError(32, "Broken pipe"))), 1),
         (_raise(KeyboardInterrupt()), INTERRUPTED),
         (_raise(MemoryError()), "name: out of memory; use smaller sizes, or a machine with more memory"),
     ],

@@ -84,6 +84,8 @@ def status_of(tool: Callable[[], int | None], *, failed: int = 1) -> int:
     """The result of ``tool``, 0 for None; ``failed`` and one line for an error that the user can fix."""
     try:
         return tool() or 0
+    except BrokenPipeError:
+        raise  # ``run_tool`` ends without a message: the reader of the output, such as ``head``, has ended
     except (MegatronError, OSError) as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return failed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_core.config.parallel import added_moments
-from megatron_core.errors import MegatronError
+from megatron_core.errors import MegatronError, wrapped
 from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.output_file import make_folder, no_follow
@@ -71,15 +71,16 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
     plan = planned_bytes(run)
     texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
     if not after_step:
-        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {texts}"
+        return wrapped(f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {texts}")
     state = sum(size for category, size in sizes.items() if category != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
-    return (
+    first_line = (
         f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
-        f"{readable_bytes(plan)}; peak {readable_bytes(peak_memory_bytes())}\n"
-        f"    {texts}; sent: gradients {readable_bytes(sent)}, weights {readable_bytes(gathered)}"
+        f"{readable_bytes(plan)}; peak {readable_bytes(peak_memory_bytes())}"
     )
+    details = f"    {texts}; sent: gradients {readable_bytes(sent)}, weights {readable_bytes(gathered)}"
+    return f"{wrapped(first_line)}\n{wrapped(details)}"
 
 
 class MemoryPrediction(RunPart):

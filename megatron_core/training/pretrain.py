@@ -36,7 +36,11 @@ from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
-NOTE_KINDS = ("differs from Megatron-LM", "fast path off", "without effect")  # the start prints notes by kind, then advice
+NOTE_KINDS = (
+    "differs from Megatron-LM",
+    "fast path off",
+    "without effect",
+)  # the start prints notes by kind, then advice
 
 
 def read_settings(
