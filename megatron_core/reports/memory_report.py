@@ -71,16 +71,15 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
     plan = planned_bytes(run)
     texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
     if not after_step:
-        return wrapped(f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state; {texts}")
+        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state\n{wrapped(f'    {texts}')}"
     state = sum(size for category, size in sizes.items() if category != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)
-    first_line = (
-        f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
-        f"{readable_bytes(plan)}; peak {readable_bytes(peak_memory_bytes())}"
-    )
     details = f"    {texts}; sent: gradients {readable_bytes(sent)}, weights {readable_bytes(gathered)}"
-    return f"{wrapped(first_line)}\n{wrapped(details)}"
+    return (
+        f"memory of rank {run.groups.rank} after step {after_step}: {readable_bytes(state)} of state, planned "
+        f"{readable_bytes(plan)}; peak {readable_bytes(peak_memory_bytes())}\n{wrapped(details)}"
+    )
 
 
 class MemoryPrediction(RunPart):
