@@ -11,7 +11,7 @@ The script is read, not run. A variable without a value in the script or in --se
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("from_megatron")
@@ -29,7 +29,6 @@ from typing import Annotated
 
 import tyro
 
-from megatron_core.command import program
 from megatron_core.commands.plan_layout import vocabulary
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import read_flags, without_mode
@@ -392,8 +391,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     position = words.index("--") if "--" in words else len(words)
     settings = parse_flags(FromMegatronFlags, args=words[:position], description=__doc__)
-    try:
-        return describe_launch(settings, settings.command or words[position + 1 :])
-    except (MegatronError, OSError) as error:
-        print(f"{program()}: {error}", file=sys.stderr)
-        return 2
+    return status_of(lambda: describe_launch(settings, settings.command or words[position + 1 :]), failed=2)
