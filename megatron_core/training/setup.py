@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -170,10 +169,10 @@ class Run(Trainable):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
-        plan_file = self.config.parallel.pipeline_plan
+        plan_name = self.config.parallel.plan_name
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
         layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
-        return f"{layout} plan {Path(plan_file).name}" if plan_file else layout
+        return f"{layout} plan {plan_name}" if plan_name else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
         """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""

@@ -16,13 +16,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
+from megatron_core.features.experts.row_exchange import WHILE_ROWS_ARRIVE
+from megatron_core.features.experts.row_exchange import hand_over as hand_over
 from megatron_core.parallel.meter import METER
-from megatron_core.parallel.rank_local import RankLocal, in_this_rank
+from megatron_core.parallel.rank_local import in_this_rank
+from megatron_core.pipeline_parallel.executor import AddedTurns, Executor
+from megatron_core.pipeline_parallel.messages import Message
+from megatron_core.schedules.actions import Action
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -81,18 +87,6 @@ class _Pair:
             raise _AbandonedError
 
 
-_RUNNING: RankLocal[list[_Pair]] = RankLocal(list)
-"""The pair that this rank runs, if there is one."""
-
-
-def hand_over() -> None:
-    """Switch to the other function of ``Interleaver.run``; call it between the start of a message and its wait. Without
-    another function it does nothing. All ranks of the message's group must call it.
-    """
-    if running := _RUNNING():
-        running[0].hand_over()
-
-
 class Interleaver:
     """Runs pairs of functions; a context manager, which ends its thread."""
 
@@ -117,7 +111,7 @@ class Interleaver:
             with stream:
                 return pair.run(1, second)
 
-        _RUNNING().append(pair)
+        WHILE_ROWS_ARRIVE().append(pair.hand_over)
         # The context of the calling thread holds the rank's state, such as its meter; a pool's thread does not inherit
         # it.
         other = self._pool.submit(in_this_rank(on_thread))
@@ -125,7 +119,7 @@ class Interleaver:
             first_result: Any = pair.run(0, first)
             wait([other])
         finally:
-            _RUNNING().remove(pair)
+            WHILE_ROWS_ARRIVE().remove(pair.hand_over)
         if pair.error is not None:
             raise pair.error
         second_result: Any = other.result()
@@ -137,3 +131,20 @@ class Interleaver:
             return nullcontext()
         # Work of both functions in one stream is ordered as the host calls it, so no events are needed between them.
         return torch.cuda.stream(torch.cuda.current_stream(self._device))
+
+
+class PairedTurns(AddedTurns):
+    """Runs the pairs of a plan: the forward and the backward of each together."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._interleaver = Interleaver(executor.message.device)
+
+    def around_run(self) -> AbstractContextManager[object]:
+        """The context of the second thread."""
+        return self._interleaver
+
+    def run(self, turn: tuple[Action, ...], received: tuple[Message | None, ...]) -> tuple[Message | None, ...]:
+        """Run the actions of a pair together, and return the output of each."""
+        forward, backward = (partial(self._executor.run_action, *pair) for pair in zip(turn, received, strict=True))
+        return self._interleaver.run(forward, backward)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_core.features.paired_passes.interleave import Interleaver, hand_over
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.reports.meter import METER
 
 CPU = torch.device("cpu")
