@@ -90,8 +90,8 @@ class Feature:
     schedules: tuple[Any, ...] = ()
     """Rows ``schedules.table.Schedule``: values of --pipeline-schedule, and their forms in pairs."""
     turns: Mapping[str, str] = field(default_factory=dict)
-    """Hooks: classes ``pipeline_parallel.executor.AddedTurns``, constructed with the ``Executor``, which run turns of
-    other kinds than F and B: "I" and "W" for actions, "FB" for pairs."""
+    """Hooks: context managers around the list of a rank, from the ``pipeline_parallel.executor.Executor`` to the
+    ``RunTurn`` of turns of other kinds than F and B: "I" and "W" for actions, "FB" for pairs."""
     kernel_backends: str | None = None
     """Hook: a mapping from values of --kernel-backend to objects with functions of ``ops.reference``, and with
     ``title``, ``modules``, ``PARTIAL_OPS``, ``unavailable_reason`` and ``supports_call`` as ``Library`` of

@@ -194,11 +194,6 @@ class ParallelConfig(Extensible):
         return iter(())
 
     @property
-    def has_own_chunks(self) -> bool:
-        """Whether the settings that assign layers to stages also determine the chunks of each rank."""
-        return False
-
-    @property
     def accounted_layers(self) -> int:
         """Number of additional layers, 0 to 2, for which embedding and loss count."""
         return 0

@@ -117,8 +117,9 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
     chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if any(size is not None and size < 1 for size in (pp, layers, chunks)) or parallel.has_own_chunks:
-        return
+    own_chunks = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+    if any(size is not None and size < 1 for size in (pp, layers, chunks)) or any(map(config.optional, own_chunks)):
+        return  # reported otherwise
     if pp == 1 and (chunks or 1) > 1:
         yield (
             f"num_virtual_stages_per_pipeline_rank={chunks} needs a pipeline of several ranks, but this one has one "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import Action, Plan
 
 ForwardStep = Callable[[int, int, Any], Message]
+RunTurn = Callable[[tuple[Action, ...], tuple[Message | None, ...]], Sequence[Message | None]]
+"""Runs a turn with the inputs of its actions; returns each one's output for another stage, or on the last the loss."""
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """Phase of the meter for the time of each kind of action; time between actions (waiting) counts as ``pipeline``."""
@@ -37,18 +39,6 @@ class Listener:
     """Called before each action, after its input has arrived."""
     on_end: Callable[[Action], None] = lambda action: None
     """Called after each action, before its output is sent."""
-
-
-class AddedTurns(Protocol):
-    """Runs turns of kinds that a feature adds, in one step of one rank; see ``Feature.turns``."""
-
-    def __init__(self, executor: Executor) -> None: ...
-
-    def around_run(self) -> AbstractContextManager[object]:
-        """The context in which the rank runs its list."""
-
-    def run(self, turn: tuple[Action, ...], received: tuple[Message | None, ...]) -> Sequence[Message | None]:
-        """Run a turn with the inputs of its actions; return the output of each for another stage, or None."""
 
 
 # The plan is data, checked before it runs: the same code serves every schedule, and a schedule has no code of its own.
@@ -101,10 +91,7 @@ class Executor:
         # The last wins: gradients of a stage are complete after its last B or W.
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
-        added_kinds = {_kind(turn) for turn in self.turns} - {"F", "B"}
-        hooks = {kinds: hook for feature in features() for kinds, hook in feature.turns.items() if kinds in added_kinds}
-        runners = {hook: load_hook(hook)(self) for hook in dict.fromkeys(hooks.values())}
-        self._added_turns: dict[str, AddedTurns] = {kinds: runners[hook] for kinds, hook in hooks.items()}
+        self._added_turns: dict[str, RunTurn] = {}
         senders = set(plan.stage_to_rank) - {p2p.index}
         self._unposted = {sender: deque(plan.messages(sender, p2p.index)) for sender in senders}
         self._arriving: dict[Action, tuple[Message, list[MessageHandle]]] = {}
@@ -117,8 +104,7 @@ class Executor:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
         with METER.phase("pipeline"), ExitStack() as contexts, self._telling_failures() as remaining:
-            for runner in dict.fromkeys(self._added_turns.values()):
-                contexts.enter_context(runner.around_run())
+            self._add_turns(contexts)
             for position, turn in enumerate(self.turns):
                 # In place: the context manager holds this list.
                 remaining[:] = [action for later in self.turns[position:] for action in later]
@@ -135,6 +121,13 @@ class Executor:
             self._release_sends(wait=True)
         self.p2p.has_run |= self._keep_graph
         return results
+
+    def _add_turns(self, contexts: ExitStack) -> None:
+        """Begin the contexts of the features that run turns of this plan."""
+        in_plan = set(map(_kinds, self.turns)) - {"F", "B"}
+        hooks = {kinds: hook for feature in features() for kinds, hook in feature.turns.items() if kinds in in_plan}
+        runners = {hook: contexts.enter_context(load_hook(hook)(self)) for hook in set(hooks.values())}
+        self._added_turns = {kinds: runners[hook] for kinds, hook in hooks.items()}
 
     @contextmanager
     def _telling_failures(self) -> Iterator[list[Action]]:
@@ -157,8 +150,8 @@ class Executor:
         METER.switch(PHASES[turn[0].kind], turn[0])
         for action in turn:
             self.listener.on_begin(action)
-        added = self._added_turns.get(_kind(turn))
-        outputs = (self.run_action(turn[0], received[0]),) if added is None else added.run(turn, received)
+        run_added = self._added_turns.get(_kinds(turn))
+        outputs = (self.run_action(turn[0], received[0]),) if run_added is None else run_added(turn, received)
         for action in turn:
             self.listener.on_end(action)
         METER.switch("pipeline")
@@ -254,6 +247,6 @@ class Executor:
         self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]
 
 
-def _kind(turn: tuple[Action, ...]) -> str:
+def _kinds(turn: tuple[Action, ...]) -> str:
     """The kinds of the actions of a turn: F, B, or one of ``Feature.turns``."""
     return "".join(action.kind for action in turn)

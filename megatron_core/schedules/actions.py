@@ -148,15 +148,8 @@ class Plan:
         where = self.stage_to_rank
         return tuple(
             (rank, turn, tuple((need, where[need.stage] == rank) for need in self._needs_of(turn)))
-            for rank, turn in self._walk()
+            for rank, turn in self.walk()
         )
-
-    def walk(self) -> Iterator[tuple[int, Action]]:
-        """Yield (rank, action) in an order that respects every rank's list and every dependency.
-
-        In a deadlock the iterator ends before all actions have been yielded.
-        """
-        return ((rank, action) for rank, turn in self._walk() for action in turn)
 
     def missing(self, turn: Iterable[Action], done: Collection[Action]) -> Action | None:
         """The first dependency of ``turn`` that is not in ``done``; None if the turn can run."""
@@ -165,7 +158,8 @@ class Plan:
     def _needs_of(self, turn: Iterable[Action]) -> tuple[Action, ...]:
         return tuple(need for action in turn for need in self.needs(action))
 
-    def _walk(self) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    def walk(self) -> Iterator[tuple[int, tuple[Action, ...]]]:
+        """Yield (rank, turn) in an order that respects every list and dependency; it ends early in a deadlock."""
         done: set[Action] = set()
         waiting: dict[Action, list[int]] = {}
         position = [0] * len(self.ranks)

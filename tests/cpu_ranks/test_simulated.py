@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.simulated.divided import Connections, Failed, consecutive, run_divided
 from megatron_core.cpu_ranks.simulated.meeting import Meeting
 from megatron_core.cpu_ranks.simulated.world import WorldError
-from megatron_core.features.paired_passes.interleave import Interleaver, hand_over
+from megatron_core.features.paired_passes.interleave import hand_over, interleave
 from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
@@ -232,8 +233,8 @@ def own_state() -> tuple[object, ...]:
         seen.append(current.current().index("tp"))
         return int(total.item())
 
-    with Interleaver(torch.device("cpu")) as interleaver:
-        sums = interleaver.run(lambda: inner(10), lambda: inner(20))
+    with ThreadPoolExecutor(1) as pool:
+        sums = interleave(pool, torch.device("cpu"), lambda: inner(10), lambda: inner(20))
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda _: seen.append(current.current().rank))

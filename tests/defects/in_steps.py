@@ -89,11 +89,11 @@ IN_STEPS = (
     ),
     Defect(  # C12
         "overlapped sums begin before weight gradients that were put off",
-        "features.pipeline_schedules.weight_grad:SplitBackward.run",
+        "features.pipeline_schedules.weight_grad:split_backward",
         text(
-            "with self._queue.collecting(action.stage, action.micro):",
-            "self._executor.listener.on_last_weights(action.stage)\n"
-            "        with self._queue.collecting(action.stage, action.micro):",
+            "with queue.collecting(action.stage, action.micro):",
+            "executor.listener.on_last_weights(action.stage)\n"
+            "            with queue.collecting(action.stage, action.micro):",
         ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
@@ -101,10 +101,10 @@ IN_STEPS = (
     ),
     Defect(  # C12
         "overlapped sums begin before the last weight gradients are computed",
-        "features.pipeline_schedules.weight_grad:SplitBackward.run",
+        "features.pipeline_schedules.weight_grad:split_backward",
         statement(
-            "self._queue.run(action.stage, action.micro)",
-            "self._executor.listener.on_last_weights(action.stage)\nself._queue.run(action.stage, action.micro)",
+            "queue.run(action.stage, action.micro)",
+            "executor.listener.on_last_weights(action.stage)\nqueue.run(action.stage, action.micro)",
         ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
@@ -206,8 +206,8 @@ IN_STEPS = (
     ),
     Defect(  # C12 C36
         "overlapped sums begin after the first micro-batch",
-        "pipeline_parallel.executor:Executor._run_backward",
-        condition("True", number=2),
+        "pipeline_parallel.executor:Executor.run_action",
+        condition("True", number=1),
         "dp2, overlap",
         "C12 C36",
         culprit="gradient of the parameter ",
@@ -275,7 +275,7 @@ IN_STEPS = (
     ),
     Defect(  # C14
         "shared keys and values are counted on every holder",
-        "parallel.sharding:ShardSpec._layer_runs",
+        "parallel.sharding:ShardSpec._runs_of",
         expression("owned and (not any((piece in ranges for ranges in lower)))", "owned"),
         "1 group, dp2 tp2 zero1",
         "C14",

@@ -79,7 +79,7 @@ def undisturbed(timelines: Collection[Timeline]) -> Timeline:
     before = {action: earlier for actions in plan.ranks for earlier, action in pairwise(actions)}
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    for _, action in plan.walk():
+    for action in (action for _, turn in plan.walk() for action in turn):
         needs = [need for need in (before.get(action), *plan.needs(action)) if need is not None]
         possible = [max((t.end[need] for need in needs), default=0.0) for t in timelines]
         delay = min(t.start[action] - soonest for t, soonest in zip(timelines, possible, strict=True))

@@ -9,5 +9,5 @@ PAIRED_PASSES = Feature(
     is_used=lambda config: config.parallel.runs_in_pairs(config),
     problems=pair_problems,
     schedules=SCHEDULES,
-    turns={"FB": "megatron_core.features.paired_passes.interleave:PairedTurns"},
+    turns={"FB": "megatron_core.features.paired_passes.interleave:paired_turns"},
 )

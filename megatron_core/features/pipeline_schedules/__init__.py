@@ -9,5 +9,5 @@ PIPELINE_SCHEDULES = Feature(
     is_used=lambda config: bool(config.parallel.plan_name) or config.parallel.pipeline_schedule not in USUAL,
     problems=plan_file_problems,
     schedules=SCHEDULES,
-    turns=dict.fromkeys("IW", "megatron_core.features.pipeline_schedules.weight_grad:SplitBackward"),
+    turns=dict.fromkeys("IW", "megatron_core.features.pipeline_schedules.weight_grad:split_backward"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.pipeline_parallel.executor import AddedTurns, Executor
+from megatron_core.pipeline_parallel.executor import Executor, RunTurn
 from megatron_core.pipeline_parallel.messages import Message
 from megatron_core.schedules.actions import Action
 
@@ -72,27 +72,21 @@ class WeightGradQueue:
                 weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
-class SplitBackward(AddedTurns):
-    """Runs the actions I and W of a plan."""
+@contextmanager
+def split_backward(executor: Executor) -> Iterator[RunTurn]:
+    """Yields a function that runs an I, which returns the gradient of the stage's input, or a W."""
+    queue = WeightGradQueue()
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._queue = WeightGradQueue()
-
-    @contextmanager
-    def around_run(self) -> Iterator[None]:
-        """Attach the queue to the weights of this rank's stages, if the plan defers their gradients."""
-        has_weights = any(action.kind == "W" for action in self._executor.actions)
-        with self._queue.attached(self._executor.parameters if has_weights else ()):
-            yield
-
-    def run(self, turn: tuple[Action, ...], received: tuple[Message | None, ...]) -> tuple[Message | None, ...]:
-        """Run one I, which returns the gradient of the stage's input, or one W."""
+    def run(turn: tuple[Action, ...], received: tuple[Message | None, ...]) -> tuple[Message | None]:
         (action,) = turn
         if action.kind == "I":
-            with self._queue.collecting(action.stage, action.micro):
-                return (self._executor.backward(action, *received),)
-        self._queue.run(action.stage, action.micro)
-        if self._executor.is_last(action):
-            self._executor.listener.on_last_weights(action.stage)
+            with queue.collecting(action.stage, action.micro):
+                return (executor.backward(action, *received),)
+        queue.run(action.stage, action.micro)
+        if executor.is_last(action):
+            executor.listener.on_last_weights(action.stage)
         return (None,)
+
+    has_weights = any(action.kind == "W" for action in executor.actions)
+    with queue.attached(executor.parameters if has_weights else ()):
+        yield run

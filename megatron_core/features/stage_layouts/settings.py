@@ -7,7 +7,7 @@ from fractions import Fraction
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.parallel import ParallelConfig
-from megatron_core.config.partition import Ends, partition, layer_runs
+from megatron_core.config.partition import Ends, layer_runs, partition
 from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import BY_RULE, section, setting
@@ -48,12 +48,6 @@ class StageLayoutConfig(ParallelConfig):
     def stage_problems(self, config: RunConfig) -> Iterator[str]:
         """Layouts and layer counts that contradict the model, the pipeline or each other."""
         return stage_problems(config)
-
-    @property
-    def has_own_chunks(self) -> bool:
-        """Whether a layout or a size of chunks is given."""
-        chosen = self.pipeline_model_parallel_layout, self.num_layers_per_virtual_pipeline_stage
-        return chosen != (None, None)
 
     @property
     def accounted_layers(self) -> int:
@@ -183,7 +177,7 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
     elif uneven:
         yield f"{uneven} cannot be split over {CHUNKS}={chunks}; legal: multiples of {chunks}"
     elif not _fits(layers - sum(counts.values()), pp - len(counts), chunks):
-        yield f"{assigned} of num_layers={layers} leaves {_rest(config, counts)}; {_legal_counts(config, counts)}"
+        yield f"{assigned} of num_layers={layers} leaves {_count_fault(config, counts)}"
 
 
 def _fits(layers: int, ranks: int, chunks: int) -> bool:
@@ -193,29 +187,18 @@ def _fits(layers: int, ranks: int, chunks: int) -> bool:
     return layers >= ranks * chunks and layers % (ranks * chunks) == 0
 
 
-def _rest(config: RunConfig, counts: dict[str, int]) -> str:
-    """The part of the message about the layers of the other ranks."""
-    left = config.model.num_layers - sum(counts.values())
+def _count_fault(config: RunConfig, counts: dict[str, int]) -> str:
+    """The part of the message about the layers of the other ranks, and about legal counts."""
+    layers, chunks = config.model.num_layers, config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    left = layers - sum(counts.values())
     ranks = config.parallel.pipeline_model_parallel_size - len(counts)
-    chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    if left < 0:
-        return "less than none"
-    if ranks == 0:
-        return f"{left} for no other rank"
     parties = f"{ranks} other rank{'s' * (ranks > 1)}" + (f" of {chunks} chunks" if chunks > 1 else "")
-    return f"{left} for {parties} to share evenly"
-
-
-def _legal_counts(config: RunConfig, counts: dict[str, int]) -> str:
-    """The part of the message about legal counts."""
-    layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    fault = f"{left} for {parties} to share evenly" if ranks else f"{left} for no other rank"
     sums = range(len(counts) * chunks, layers + 1, chunks)
-    legal = [str(n) for n in sums if _fits(layers - n, pp - len(counts), chunks)]
-    if not legal:
-        return f"change num_layers to a multiple of {chunks}"
-    examples = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
-    return f"legal: {examples}" + " in all" * (len(counts) > 1)
+    legal = [str(n) for n in sums if _fits(layers - n, ranks, chunks)]
+    examples = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8) + " in all" * (len(counts) > 1)
+    way_out = f"legal: {examples}" if legal else f"change num_layers to a multiple of {chunks}"
+    return f"{'less than none' if left < 0 else fault}; {way_out}"
 
 
 def stage_layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
