@@ -224,6 +224,25 @@ class ParallelConfig(Extensible):
         """Whether forwards run together with backwards of other micro-batches in a ``RunConfig``."""
         return False
 
+    def layout_words(self, num_layers: int, world_size: int) -> str:
+        """The layout in the words of ``planner.layout``, such as ``tp2 pp2 v2 sp``."""
+        sizes = {
+            "tp": self.tensor_model_parallel_size,
+            "cp": self.context_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "v": 1 if self.implied_chunks else self.num_chunks(num_layers),
+            "dp": self.data_parallel_size(world_size),
+            "ep": self.expert_model_parallel_size,
+        }
+        words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        if self.expert_tensor_parallel_size is not None:
+            words.append(f"etp{self.expert_tensor_parallel_size}")
+        words += [self.pipeline_schedule] if self.pipeline_schedule else []
+        words += ["sp"] * self.sequence_parallel
+        words += [f"zero{self.dp_zero_stage}"] if self.dp_zero_stage else []
+        words += ["overlap"] * self.overlap_grad_reduce
+        return " ".join(words) or "1 process"
+
     def plan(self, config: Any, num_microbatches: int, make: Callable[..., Plan]) -> Plan:
         """The plan of a step of a ``RunConfig``, by ``make``, which has the arguments of ``schedules.make_plan``."""
         layers = config.model.num_layers

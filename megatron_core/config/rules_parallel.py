@@ -117,9 +117,11 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
     chunks = parallel.num_virtual_stages_per_pipeline_rank
-    own_chunks = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
-    if any(size is not None and size < 1 for size in (pp, layers, chunks)) or any(map(config.optional, own_chunks)):
-        return  # reported otherwise
+    if any(size is not None and size < 1 for size in (pp, layers, chunks)):
+        return
+    of_features = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+    if any(config.optional(name) is not None for name in of_features):
+        return  # their feature checks chunks
     if pp == 1 and (chunks or 1) > 1:
         yield (
             f"num_virtual_stages_per_pipeline_rank={chunks} needs a pipeline of several ranks, but this one has one "

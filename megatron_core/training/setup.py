@@ -12,7 +12,6 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
@@ -170,7 +169,7 @@ class Run(Trainable):
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
         plan_name = self.config.parallel.plan_name
-        layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
+        layout = self.config.parallel.layout_words(self.config.model.num_layers, self.world.size)
         layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
         return f"{layout} plan {plan_name}" if plan_name else layout
 

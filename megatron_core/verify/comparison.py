@@ -8,12 +8,12 @@ from itertools import combinations, product
 from random import Random
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_core.config.layout import Layout as Layout
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.cuda_graphs.settings import GraphConfig
+from megatron_core.planner.layout import Layout as Layout
 from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
 from megatron_core.verify.together import incomparable
 

@@ -8,7 +8,6 @@ from typing import Any
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.layer_settings import LayerBlock
-from megatron_core.config.layout import Layout
 from megatron_core.config.setting import declarations
 from megatron_core.config.training import BadStepConfig
 from megatron_core.config.validate import problems
@@ -20,6 +19,7 @@ from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.features.stage_layouts.settings import ENDS, StageLayoutConfig
+from megatron_core.planner.layout import Layout
 from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
 from megatron_core.verify.together import shared_micro_batches
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_core.config import ParallelConfig
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.simulated.divided import Connections, Failed, consecutive, run_divided
 from megatron_core.cpu_ranks.simulated.meeting import Meeting
 from megatron_core.cpu_ranks.simulated.world import WorldError
@@ -28,6 +27,7 @@ from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.meter import METER
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world, whole_copies
 

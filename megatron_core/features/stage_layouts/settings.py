@@ -77,7 +77,7 @@ class StageLayoutConfig(ParallelConfig):
         """Number of chunks of layers on each pipeline rank; 1 without interleaving."""
         if self.pipeline_model_parallel_layout is not None:
             return max(len(parse_layout(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size, 1)
-        if self.num_layers_per_virtual_pipeline_stage is not None:
+        if self.num_layers_per_virtual_pipeline_stage:  # 0 is out of range
             per_rank = (num_layers + self.accounted_layers) // self.pipeline_model_parallel_size
             return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
         return super().num_chunks(num_layers)

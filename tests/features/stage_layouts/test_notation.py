@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_core.config import ParallelConfig
 from megatron_core.config.cli import parse_run_config, write_config
-from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.features.stage_layouts.settings import ASSIGNING
 from megatron_core.features.stage_layouts.spellings import parse_layout
+from megatron_core.planner.layout import Layout
 
 
 @pytest.mark.parametrize(

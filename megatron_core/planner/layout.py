@@ -63,19 +63,7 @@ class Layout:
     @classmethod
     def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:
         """The layout of these settings."""
-        return cls(
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            chunks=1 if parallel.implied_chunks else parallel.num_chunks(num_layers),
-            schedule=parallel.pipeline_schedule,
-            dp=parallel.data_parallel_size(world_size),
-            ep=parallel.expert_model_parallel_size,
-            etp=parallel.expert_tensor_parallel_size,
-            sequence_parallel=parallel.sequence_parallel,
-            zero_stage=parallel.dp_zero_stage,
-            overlap=parallel.overlap_grad_reduce,
-        )
+        return cls.parse(parallel.layout_words(num_layers, world_size))
 
     def __str__(self) -> str:
         sizes = {word: getattr(self, name) for word, name in _SIZES.items()}
